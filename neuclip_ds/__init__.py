@@ -1,0 +1,1 @@
+"""Large-scale CLIP training on DeepSpeed with one gradient and many normalisers."""

@@ -1,0 +1,211 @@
+"""The typed config tree: every option with its type, default and meaning.
+
+Nothing here imports torch, so that `--help` and mistakes in a config answer at once. A recipe (YAML) fills the
+tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """Base of all sections: unknown keys are errors, the string under a field is its help text."""
+
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+
+
+class RunConfig(Section):
+    name: str | None = None
+    """Name of the run's folder; the recipe's name when absent."""
+    folder: Path = Path("runs")
+    """Where runs are kept: config, log, metrics and checkpoints go to FOLDER/NAME."""
+    seed: int = Field(0, ge=0)
+    """Seed of weights, data order, augmentation and dropout."""
+    resume: Literal["auto", "never"] = "auto"
+    """`auto` goes on from the run's newest complete checkpoint, `never` refuses a folder that holds one."""
+    checkpoint_every: int = Field(1000, ge=1)
+    """Steps between checkpoints; one more is written at the end."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """How many of the newest checkpoints stay on disk."""
+    log_every: int = Field(10, ge=1)
+    """Steps between lines of metrics.jsonl and TensorBoard points."""
+    evaluate_every: int = Field(0, ge=0)
+    """Steps between evaluations during training; 0 evaluates at the end only."""
+
+
+class DataConfig(Section):
+    train: str = ""
+    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`."""
+    val: str = "auto"
+    """Held-out pairs for retrieval, in the same forms; `auto` is a folder `val` beside `train`, empty is none."""
+    zero_shot: str = "auto"
+    """Zero-shot set in CLIP_benchmark's webdataset layout; `auto` is a folder `zero_shot` beside `train`, empty is none."""
+    batch_size: int = Field(256, ge=2)
+    """Global batch: pairs that contrast with each other in one step, over all ranks."""
+    micro_batch: int | None = Field(None, ge=1)
+    """Pairs that go through the towers at once on a rank; smaller than the rank's batch means two passes."""
+    workers: int = Field(2, ge=0)
+    """Loader processes a rank; 0 loads in the training process."""
+    prefetch: int = Field(4, ge=1)
+    """Batches that each worker prepares ahead."""
+    timeout: float = Field(300, gt=0)
+    """Seconds to wait for a batch before the run stops and says so."""
+    crop_scale: float = Field(0.9, gt=0, le=1)
+    """Smallest area share of the random resized crop; 1 turns augmentation off."""
+    slots: int | None = Field(None, ge=1)
+    """Streams that a batch is mixed from; must divide the batch. Default: the largest divisor <= number of shards."""
+    shuffle_block: int = Field(80_000, ge=1)
+    """Samples that are shuffled together within a slot."""
+    tail: Literal["pad", "drop"] = "pad"
+    """End of an epoch: `pad` sees every sample exactly once (the last batches have empty rows), `drop` skips the rest."""
+    reader: Literal["tar", "webdataset"] = "tar"
+    """Who reads shards: our indexed tar reader, or the webdataset library (slower, for comparison)."""
+    max_bad_fraction: float = Field(0.01, ge=0, le=1)
+    """Share of undecodable samples above which the run stops."""
+
+
+class VisionConfig(Section):
+    name: str = "vit_base_patch32_clip_224"
+    """timm model name."""
+    image_size: int = Field(224, ge=8)
+    """Side of the square input, pixels."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
+    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
+    """Per-channel mean subtracted from pixels in [0, 1] (OpenAI CLIP's by default)."""
+    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    """Per-channel standard deviation that pixels are divided by."""
+
+
+class TextConfig(Section):
+    tokenizer: str | None = None
+    """transformers tokenizer, a local folder or hub name; absent: a byte-level BPE trained on the captions."""
+    vocab_size: int = Field(49408, ge=300)
+    """Size of the trained BPE; taken from the tokenizer when one is named."""
+    context_length: int = Field(77, ge=4)
+    """Tokens a caption is cut or padded to."""
+    width: int = Field(512, ge=8)
+    """Hidden width."""
+    layers: int = Field(12, ge=1)
+    """Transformer blocks."""
+    heads: int = Field(8, ge=1)
+    """Attention heads; must divide the width."""
+
+    @model_validator(mode="after")
+    def _heads_divide_width(self) -> TextConfig:
+        if self.width % self.heads:
+            raise ValueError(f"heads={self.heads} does not divide width={self.width}; choose a divisor")
+        return self
+
+
+class ModelConfig(Section):
+    vision: VisionConfig = Field(default_factory=VisionConfig)
+    text: TextConfig = Field(default_factory=TextConfig)
+    embed_dim: int = Field(512, ge=2)
+    """Width d of the joint feature space."""
+    activation_checkpointing: bool = False
+    """Recompute the towers' activations in the backward pass instead of keeping them."""
+
+
+class TemperatureConfig(Section):
+    initial: float = Field(0.07, gt=0)
+    """Temperature tau at step 0."""
+    minimum: float = Field(0.01, gt=0)
+    """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
+    maximum: float = Field(1.0, gt=0)
+    """Upper bound of tau."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of log(1/tau); absent: the encoders'."""
+    schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
+    """`encoder` follows the encoders' warm-up and cosine; `third_below_0.03`: lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    rho: float = 0.0
+    """Margin rho of the robust contrastive loss RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12)."""
+    data_term: Literal["paper", "released_code"] = "paper"
+    """Coefficient of the data term in tau's gradient: 1 in the papers, 2 in FastCLIP's released code."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_initial(self) -> TemperatureConfig:
+        if not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; move one of them"
+            )
+        return self
+
+
+class MovingAverageConfig(Section):
+    gamma_min: float = Field(0.2, gt=0, le=1)
+    """Weight of the new estimate once the schedule has ended."""
+    gamma_epochs: float = Field(18, ge=0)
+    """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
+
+
+class NpnConfig(Section):
+    prototypes: int = Field(4096, ge=1)
+    """Columns m of W1 and of W2."""
+    updates: int = Field(10, ge=0)
+    """AdaGrad updates T_u a step."""
+    restart_every: int = Field(500, ge=0)
+    """Steps T_r between re-draws of the columns from recent features; 0 draws them once."""
+    lr: float = Field(1.0, gt=0)
+    """AdaGrad learning rate; the published 1.0 belongs to B >= 1024 and m = 4096, small settings need a smaller one."""
+    initial_accumulator: float = Field(0.0, ge=0)
+    """AdaGrad's accumulator at the start."""
+    reset_accumulator: bool = False
+    """Whether a restart also resets AdaGrad's accumulator."""
+    alpha_grad: Literal["stop", "full"] = "stop"
+    """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
+
+
+class ObjectiveConfig(Section):
+    method: str = "neuclip"
+    """Name of a composition in `neuclip_ds.objectives.METHODS`."""
+    eps: float = Field(1e-14, gt=0)
+    """Added to every normaliser (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    chunk: int = Field(1024, ge=1)
+    """Columns of the similarity matrix that are worked on at once."""
+    similarity_budget_mb: float = Field(1024, ge=0)
+    """Similarities are kept between the two passes up to this many MB a rank, recomputed beyond."""
+    wire: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which features travel between ranks; `auto` is the towers' precision."""
+    temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
+    npn: NpnConfig = Field(default_factory=NpnConfig)
+
+
+class OptimizerConfig(Section):
+    lr: float = Field(5e-4, ge=0)
+    """Peak learning rate of the encoders."""
+    min_lr: float = Field(0.0, ge=0)
+    """Learning rate at the end of the cosine."""
+    warmup_steps: int = Field(500, ge=0)
+    """Steps of linear warm-up."""
+    weight_decay: float = Field(0.2, ge=0)
+    """AdamW's decoupled decay of weight matrices; gains and biases have none."""
+    betas: tuple[float, float] = (0.9, 0.98)
+    """AdamW's moment decays, for the encoders and the temperature."""
+    eps: float = Field(1e-6, gt=0)
+    """AdamW's epsilon."""
+    clip_norm: float = Field(0.0, ge=0)
+    """Largest global gradient norm; 0 does not clip."""
+
+
+class BudgetConfig(Section):
+    epochs: float = Field(1.0, gt=0)
+    """Passes over the training data."""
+    steps: int | None = Field(None, ge=1)
+    """Steps to run instead of whole epochs."""
+
+
+class Config(Section):
+    run: RunConfig = Field(default_factory=RunConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
+    optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    deepspeed: str = "zero1_bf16"
+    """DeepSpeed configuration: a name in ds_configs/ or the path of a JSON file."""

@@ -1,0 +1,146 @@
+"""All collectives of the objectives, the normalisers and the per-sample state, counted by purpose.
+
+Bytes are those of the ring algorithms (what one rank puts on and takes off the wire), so that they can be
+compared between methods whatever the backend does inside.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+
+T = TypeVar("T")
+
+
+@dataclass
+class Traffic:
+    """What one purpose has cost this rank so far."""
+
+    calls: int = 0
+    bytes_sent: int = 0
+    bytes_received: int = 0
+    seconds: float = 0.0
+
+
+class Communicator:
+    """Collectives over all ranks of the process group; with one rank every call is free and local.
+
+    Needs an initialised `torch.distributed` process group when more than one rank runs.
+
+    Attributes:
+        rank: this process, 0 <= rank < world_size.
+        device: where tensors that travel live.
+        traffic: purpose -> `Traffic`; call `settle()` before reading times on a GPU.
+    """
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        connected = dist.is_available() and dist.is_initialized()
+        self.rank: int = dist.get_rank() if connected else 0
+        self.world_size: int = dist.get_world_size() if connected else 1
+        self.device = torch.device(device)
+        self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self._unsettled: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        """(b, ...) of every rank -> (K b, ...) in rank order; shapes must be equal on all ranks."""
+        if self.world_size == 1:
+            return x
+        result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
+        share = (self.world_size - 1) * _bytes(x)
+        with self._counted(purpose, share, share):
+            dist.all_gather_into_tensor(result, x.contiguous())
+        return result
+
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        """Sum of x over ranks, the same bits on each; x itself is left as it is."""
+        if self.world_size == 1:
+            return x
+        result = x.clone(memory_format=torch.contiguous_format)
+        share = 2 * (self.world_size - 1) * _bytes(x) // self.world_size
+        with self._counted(purpose, share, share):
+            dist.all_reduce(result)
+        return result
+
+    def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
+        """(K b, ...) of every rank -> (b, ...): this rank's rows of the sum over ranks."""
+        if self.world_size == 1:
+            return x
+        if x.shape[0] % self.world_size:
+            raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
+        result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
+        share = (self.world_size - 1) * _bytes(result)
+        with self._counted(purpose, share, share):
+            dist.reduce_scatter_tensor(result, x.contiguous())
+        return result
+
+    def barrier(self) -> None:
+        if self.world_size > 1:
+            dist.barrier()
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Runs `work` on rank 0 and gives its (picklable) result to all ranks.
+
+        A `UserError` of rank 0 is raised on every rank, so that none waits for a rank that has given up.
+        """
+        if self.world_size == 1:
+            return work()
+        outcome: list[object] = [None]
+        if self.rank == 0:
+            try:
+                outcome = [work()]
+            except UserError as error:
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0)
+        if isinstance(outcome[0], UserError):
+            raise outcome[0]
+        return outcome[0]  # type: ignore[return-value]
+
+    def agree(self, problem: str | None) -> None:
+        """Raises `UserError` on all ranks when any rank has a problem, with the first rank's words."""
+        problems: list[str | None] = [problem]
+        if self.world_size > 1:
+            problems = [None] * self.world_size
+            dist.all_gather_object(problems, problem)
+        for rank, found in enumerate(problems):
+            if found is not None:
+                raise UserError(found if self.world_size == 1 else f"rank {rank}: {found}")
+
+    def settle(self) -> None:
+        """Waits for the GPU and adds the times of the calls made since the last `settle`."""
+        for purpose, start, end in self._unsettled:
+            end.synchronize()
+            self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
+        self._unsettled.clear()
+
+    @contextmanager
+    def _counted(self, purpose: str, sent: int, received: int) -> Iterator[None]:
+        traffic = self.traffic[purpose]
+        traffic.calls += 1
+        traffic.bytes_sent += sent
+        traffic.bytes_received += received
+        if self.device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._unsettled.append((purpose, start, end))
+            if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
+                self.settle()
+        else:
+            began = time.perf_counter()
+            yield
+            traffic.seconds += time.perf_counter() - began
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

@@ -1,0 +1,5 @@
+"""The one exception for mistakes that a user can mend."""
+
+
+class UserError(Exception):
+    """A mistake in the input; the message names the thing and the mend. The program prints it and exits with 2."""

@@ -1,0 +1,94 @@
+"""What goes into an objective and what comes out: the contracts that its parts share.
+
+Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. Direction 0 means image anchors
+(contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.state.partition import RowTable
+
+
+class Step(NamedTuple):
+    """Where in the run a call happens."""
+
+    number: int  # 0-based
+    epoch: int
+    lr: float  # the encoders' learning rate of this step
+    peak_lr: float  # and its largest value
+
+
+class FeatureGradients(NamedTuple):
+    """Gradient of the global-batch loss with respect to this rank's features, and what to log."""
+
+    image: Tensor  # (b, d)
+    text: Tensor  # (b, d)
+    loss: Tensor  # 0-dim, of the global batch, equal on all ranks
+    metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
+
+
+class Context(NamedTuple):
+    """What the parts of an objective are built for."""
+
+    dim: int  # d
+    samples: int  # n of the data set
+    communicator: Communicator
+    dtype: torch.dtype = torch.float32
+
+
+class Stateful(Protocol):
+    """State that a checkpoint keeps: equal on all ranks, or partitioned by rows."""
+
+    def replicated_state(self) -> dict[str, Tensor]: ...
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None: ...
+
+    def row_tables(self) -> dict[str, RowTable]: ...
+
+
+class Estimate(NamedTuple):
+    """A normaliser's answer for one batch.
+
+    The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
+    constant, plus `feature_grad` where the estimate itself moves with the features.
+    """
+
+    log_weight: Tensor  # (2, B): log w of every anchor of the global batch
+    value: Tensor  # (2, own): per-anchor loss, whose mean over anchors the method reports
+    tau_term: Tensor  # (2, own): per-anchor part of d loss / d tau that is not the data term
+    metrics: dict[str, Tensor]
+    feature_grad: tuple[Tensor, Tensor] | None = None  # (own, d) image, (own, d) text; before the method's scale
+
+
+class Normalizer(Stateful, Protocol):
+    """An estimator of the anchors' normalisers, one a file in `objectives/normalizers/`."""
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+        """
+        Args:
+            batch: the gathered features.
+            log_g: (2, own), log of the batch's mean over negatives for this rank's anchors.
+            tau: 0-dim temperature.
+            step: where in the run.
+        """
+        ...
+
+
+class Objective(Stateful, Protocol):
+    """Turns this rank's features into the gradient of the global loss with respect to them.
+
+    Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
+    """
+
+    def __call__(self, features: Features, step: Step) -> FeatureGradients: ...
+
+    @property
+    def tau(self) -> float: ...

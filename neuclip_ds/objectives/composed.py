@@ -1,0 +1,126 @@
+"""A contrastive objective: pair loss x normaliser x temperature rule x scale."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import ObjectiveConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.base import Context, Estimate, FeatureGradients, Normalizer, Step
+from neuclip_ds.objectives.contrastive import PairGradient, PairSimilarities
+from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.pair_loss import PairLoss
+from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
+from neuclip_ds.state.partition import RowTable
+
+
+def half(tau: Tensor) -> Tensor:
+    """Scale of OpenCLIP's loss: the mean of its two directions."""
+    return torch.full_like(tau, 0.5)
+
+
+def by_tau(tau: Tensor) -> Tensor:
+    """Scale of the global contrastive losses: tau itself."""
+    return tau
+
+
+class ContrastiveObjective:
+    """Feature gradient, normaliser update and temperature step of one batch (METHODS.md, table 1)."""
+
+    def __init__(
+        self,
+        pair_loss: PairLoss,
+        normalizer: Normalizer,
+        temperature: Temperature,
+        scale: Callable[[Tensor], Tensor],
+        config: ObjectiveConfig,
+        context: Context,
+        wire: torch.dtype,
+    ) -> None:
+        self._pair_loss = pair_loss
+        self._normalizer = normalizer
+        self._temperature = temperature
+        self._scale = scale
+        self._config = config
+        self._communicator = context.communicator
+        self._wire = wire
+
+    @property
+    def tau(self) -> float:
+        return float(self._temperature.tau)
+
+    @torch.no_grad()
+    def __call__(self, features: Features, step: Step) -> FeatureGradients:
+        """Gradient of the global loss with respect to this rank's features; updates normaliser and temperature.
+
+        Raises:
+            UserError: fewer than two rows of the batch count, so that no anchor has a negative.
+        """
+        batch = GatheredFeatures(features, self._communicator, self._wire)
+        if batch.size < 2:
+            raise UserError(
+                f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
+                "but a contrast needs two; look into bad_samples.jsonl and mend the shards, or enlarge the batch."
+            )
+        tau = self._temperature.tau
+        scale = self._scale(tau)
+        pairs = PairSimilarities(
+            batch,
+            self._pair_loss,
+            tau.expand(2, batch.size),
+            self._config.chunk,
+            self._config.similarity_budget_mb * 1e6,
+        )
+        log_g = pairs.log_mean_exp()
+        estimate = self._normalizer(batch, log_g, tau, step)
+        gradient = pairs.gradient(estimate.log_weight + scale.log())
+        image, text = gradient.image, gradient.text
+        if estimate.feature_grad is not None:
+            image = image.add(estimate.feature_grad[0] * scale)
+            text = text.add(estimate.feature_grad[1] * scale)
+        loss, batch_loss, signal = self._means(batch, log_g, estimate, gradient, scale)
+        metrics = {"tau": tau, "batch_loss": batch_loss, **estimate.metrics}
+        self._temperature.update(signal, step)
+        return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
+
+    def _means(
+        self,
+        batch: GatheredFeatures,
+        log_g: Tensor,
+        estimate: Estimate,
+        gradient: PairGradient,
+        scale: Tensor,
+    ) -> tuple[Tensor, Tensor, TemperatureSignal]:
+        """The method's loss, OpenCLIP's loss of the same batch (comparable between methods), tau's signal."""
+        batch_loss = torch.logaddexp(log_g + math.log(batch.size - 1), torch.zeros_like(log_g))
+        sums = torch.stack(
+            [
+                estimate.value.sum(),
+                batch_loss.sum(),
+                gradient.mean_logit.sum() / scale,
+                estimate.tau_term.sum(),
+            ]
+        )
+        value, batch_value, mean_logit, tau_term = (
+            self._communicator.all_reduce(sums, "scalars") / batch.size
+        ).unbind()
+        loss = scale * value + self._temperature.penalty()
+        return loss, batch_value / 2, TemperatureSignal(mean_logit, tau_term)
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        parts = {"normalizer": self._normalizer, "temperature": self._temperature}
+        return {
+            f"{name}.{key}": value for name, part in parts.items() for key, value in part.replicated_state().items()
+        }
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, part in (("normalizer", self._normalizer), ("temperature", self._temperature)):
+            prefix = f"{name}."
+            part.load_replicated_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {**self._normalizer.row_tables(), **self._temperature.row_tables()}

@@ -1,0 +1,1 @@
+"""Estimators of the anchors' normalisers, one a file."""

@@ -1,0 +1,41 @@
+"""The batch as its own normaliser: OpenCLIP's mini-batch contrastive loss (MBCL).
+
+The softmax includes the positive, so an anchor's normaliser is 1/(B-1) + g_i, and its loss
+log(1 + sum_{j != i} exp(x_ij / tau)) = log(1/(B-1) + g_i) + log(B-1).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import ObjectiveConfig
+from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.state.partition import RowTable
+
+
+class BatchNormalizer:
+    """w_i = 1 / (1/(B-1) + g_i); keeps no state."""
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        pass
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+        log_negatives = math.log(batch.size - 1)
+        log_normalizer = torch.logaddexp(log_g, log_g.new_tensor(-log_negatives))
+        log_weight = -batch.gather(log_normalizer, "normalizer")
+        value = log_normalizer + log_negatives
+        return Estimate(log_weight, value, torch.zeros_like(value), {})
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {}

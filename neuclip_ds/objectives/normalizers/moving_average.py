@@ -1,0 +1,63 @@
+"""A moving average of each sample's normaliser over its visits: SogCLR, FastCLIP (FastCLIP eq. 1).
+
+u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the first visit takes g_i itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import MovingAverageConfig, ObjectiveConfig
+from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.state.partition import RowTable
+from neuclip_ds.state.sample_store import SampleStore
+
+
+def cosine_gamma(epoch: int, config: MovingAverageConfig) -> float:
+    """gamma of an epoch: from 1 to gamma_min on a half cosine over gamma_epochs, then gamma_min (FastCLIP eq. 2)."""
+    if epoch >= config.gamma_epochs:
+        return config.gamma_min
+    half_cosine = 0.5 * (1 + math.cos(math.pi * epoch / config.gamma_epochs))
+    return half_cosine * (1 - config.gamma_min) + config.gamma_min
+
+
+def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
+    """log((1 - gamma) u + gamma g); log g where log u is -inf (not yet seen)."""
+    log_keep = math.log1p(-gamma) if gamma < 1 else -math.inf
+    updated = torch.logaddexp(log_u + log_keep, log_g + math.log(gamma))
+    return torch.where(torch.isneginf(log_u), log_g, updated)
+
+
+class MovingAverageNormalizer:
+    """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        self._config = config.moving_average
+        self._log_eps = math.log(config.eps)
+        fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
+        self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+        gamma = cosine_gamma(step.epoch, self._config)
+        before = batch.compact(self._store.read(batch.padded_index)).T  # (2, own)
+        log_u = moving_average(before, log_g, gamma)
+        gathered = batch.gather(log_u, "normalizer")
+        self._store.write(batch.index, gathered.T)
+        log_eps = log_g.new_tensor(self._log_eps)
+        value = torch.logaddexp(log_u, log_eps)
+        metrics = {"gamma": log_g.new_tensor(gamma), "log_u": gathered.mean()}
+        return Estimate(-torch.logaddexp(gathered, log_eps), value, value, metrics)
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {"samples": self._store.rows()}

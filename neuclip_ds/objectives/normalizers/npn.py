@@ -1,0 +1,203 @@
+"""The normaliser-prediction network of NeuCLIP (eq. 10-12, Algorithm 1), its prototypes partitioned over ranks.
+
+    alpha_i = log(eps + 1/m sum_k exp((cos(e_i, W_k) - s_ii) / tau))
+
+Each rank owns m/K prototypes of W1 (read by images) and W2 (read by texts), their AdaGrad state and their slots
+of the feature queue. An update needs the 2B sums over all prototypes and nothing of size d x m: one all-reduce.
+Those sums travel as float64 relative to the largest possible exponent, (1 - s_ii)/tau: with tau >= 0.003 they
+neither overflow nor vanish there, which saves the second all-reduce for a maximum.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from neuclip_ds.config import ObjectiveConfig
+from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.contrastive import IMAGE, TEXT
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.state.partition import Partition, RowTable
+
+log = logging.getLogger(__name__)
+
+_HEALTHY = (0.5, 2.0)  # mean of (eps + g)/(eps + ghat): 1 at the optimum (METHODS.md, "Health of the NPN")
+
+
+class _Prediction(NamedTuple):
+    """The network's answer for all anchors; direction 0 reads W1, direction 1 W2."""
+
+    alpha: Tensor  # (2, B)
+    logits: list[Tensor]  # (B, own prototypes) each: z_ik = (cos(e_i, W_k) - s_ii) / tau
+    unit: list[Tensor]  # (own prototypes, d) each: W_k / |W_k|
+
+
+class NpnNormalizer:
+    """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
+
+    Until the queue has seen m samples there is nothing to draw prototypes from, and the batch's own eps + g_i is
+    the prediction: the optimum that the network would be fitted to.
+    """
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        self._config = config.npn
+        self._eps = config.eps
+        self._communicator = context.communicator
+        self._partition = Partition.of(
+            self._config.prototypes, context.communicator.rank, context.communicator.world_size
+        )
+        shape = (self._partition.size, context.dim)
+        empty = torch.zeros(shape, dtype=context.dtype, device=context.communicator.device)
+        self._prototypes = [torch.nn.Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row a prototype
+        self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
+        self._seen = 0  # samples that have gone into the queue
+        self._drawn = False
+        self._healthy = True
+        self._adagrad = torch.optim.Adagrad(
+            self._prototypes, lr=self._config.lr, initial_accumulator_value=self._config.initial_accumulator
+        )
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+        log_target = _log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
+        self._restart_if_due(step)
+        if self._drawn:
+            positive = torch.linalg.vecdot(batch.image, batch.text)  # s_ii
+            for _ in range(self._config.updates):
+                self._update(self._predict(batch, positive, tau), batch, log_target)
+            estimate = self._estimate(self._predict(batch, positive, tau), batch, log_target, tau, step)
+        else:
+            estimate = self._batch_estimate(batch, log_target)
+        self._enqueue(batch)
+        return estimate
+
+    def _restart_if_due(self, step: Step) -> None:
+        """Every T_r steps W1 becomes the last m texts, W2 the images of the same samples; never the current batch."""
+        if self._seen < self._config.prototypes:
+            return
+        every = self._config.restart_every
+        if self._drawn and not (every and step.number % every == 0):
+            return
+        for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
+            prototype.copy_(queue)
+            if self._config.reset_accumulator:
+                self._adagrad.state[prototype]["sum"].fill_(self._config.initial_accumulator)
+        self._drawn = True
+
+    def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
+        unit = [normalize(prototype.detach(), dim=1) for prototype in self._prototypes]
+        logits = [
+            torch.addmm(-positive.unsqueeze(1), anchors, columns.T).div_(tau)
+            for anchors, columns in zip((batch.image, batch.text), unit, strict=True)
+        ]
+        ceiling = ((1 - positive) / tau).double()
+        partial = torch.stack([block.logsumexp(dim=1).double() - ceiling for block in logits]).exp()
+        total = self._communicator.all_reduce(partial, "normalizer")
+        log_ghat = total.log() + ceiling - math.log(self._config.prototypes)
+        return _Prediction(_log_eps_plus(log_ghat.to(positive.dtype), self._eps), logits, unit)
+
+    def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor) -> None:
+        """One AdaGrad step on J = tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i] over both directions.
+
+        dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|), the part of V_k = sum_i r_i p_ik e_i
+        that is orthogonal to W_k.
+        """
+        residual = 1 - (log_target - prediction.alpha).exp()  # (2, B) r_i
+        for side, anchors in enumerate((batch.image, batch.text)):
+            share = self._share(prediction, side).mul_(residual[side].unsqueeze(1) / batch.size)
+            pull, unit, prototype = share.T @ anchors, prediction.unit[side], self._prototypes[side]
+            along = torch.linalg.vecdot(pull, unit).unsqueeze(1)
+            prototype.grad = (pull - along * unit).div_(prototype.detach().norm(dim=1, keepdim=True))
+        self._adagrad.step()
+
+    def _share(self, prediction: _Prediction, side: int) -> Tensor:
+        """(B, own prototypes) p_ik = exp(z_ik) / (m (eps + ghat_i)); sums to about 1 over all prototypes."""
+        shift = prediction.alpha[side] + math.log(self._config.prototypes)
+        return (prediction.logits[side] - shift.unsqueeze(1)).exp_()
+
+    def _estimate(
+        self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
+    ) -> Estimate:
+        alpha = prediction.alpha
+        ratio = (log_target - alpha).exp()
+        self._watch(ratio.mean(), step)
+        metrics = {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max(), "alpha": alpha.mean()}
+        value = (ratio + alpha - 1)[:, batch.own]
+        if self._config.alpha_grad == "stop":
+            return Estimate(-alpha, value, value, metrics)
+        feature_grad, by_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
+        return Estimate(-alpha, value, value + by_tau, metrics, feature_grad)
+
+    def _full_gradient(
+        self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
+    ) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        """The terms r_i grad alpha_i of eq. 12: by the features (own rows) and tau times those by tau."""
+        shares = [self._share(prediction, side) for side in (IMAGE, TEXT)]
+        drawn = torch.stack([share @ unit for share, unit in zip(shares, prediction.unit, strict=True)], dim=1)
+        image_drawn, text_drawn = batch.sum_own(drawn, "normalizer").unbind(dim=1)  # (own, d): sum_k p_ik W_k/|W_k|
+        moments = torch.stack(
+            [torch.stack([p.sum(1), (p * z).sum(1)]) for p, z in zip(shares, prediction.logits, strict=True)]
+        )
+        mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.own].unbind(dim=1)
+        residual = residual[:, batch.own]
+        pull = (residual * mass).sum(dim=0).unsqueeze(1)  # both directions' alpha_i fall with s_ii
+        weight = residual.unsqueeze(2) / (batch.size * tau)
+        image = weight[IMAGE] * image_drawn - pull / (batch.size * tau) * batch.text[batch.own]
+        text = weight[TEXT] * text_drawn - pull / (batch.size * tau) * batch.image[batch.own]
+        return (image, text), -residual * mean_logit
+
+    def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> Estimate:
+        value = log_target[:, batch.own]
+        return Estimate(-log_target, value, value, {"alpha": log_target.mean()})
+
+    def _watch(self, mean_ratio: Tensor, step: Step) -> None:
+        """Says once when the prediction loses the normaliser, and again when it has found it."""
+        low, high = _HEALTHY
+        healthy = low <= float(mean_ratio) <= high
+        if healthy != self._healthy:
+            if healthy:
+                log.info(
+                    "step %d: the NPN follows the batch normaliser again (mean ratio %.3g)",
+                    step.number,
+                    mean_ratio,
+                )
+            else:
+                log.warning(
+                    "step %d: the NPN has lost the normaliser: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
+                    "[%g, %g]; if it stays there, lower objective.npn.lr (now %g)",
+                    step.number, mean_ratio, low, high, self._config.lr,
+                )  # fmt: skip
+        self._healthy = healthy
+
+    def _enqueue(self, batch: GatheredFeatures) -> None:
+        """Writes the batch's rows over the oldest slots; each rank keeps the slots of its own prototypes."""
+        m = self._config.prototypes
+        rows = torch.arange(max(0, batch.size - m), batch.size, device=batch.index.device)
+        slots = (self._seen + rows) % m
+        mine = (slots >= self._partition.start) & (slots < self._partition.stop)
+        for queue, features in zip(self._queue, (batch.image, batch.text), strict=True):
+            queue[slots[mine] - self._partition.start] = features[rows[mine]]
+        self._seen += batch.size
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"seen": torch.tensor(self._seen), "drawn": torch.tensor(self._drawn)}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._seen, self._drawn = int(state["seen"]), bool(state["drawn"])
+
+    def row_tables(self) -> dict[str, RowTable]:
+        tensors = {}
+        for name, prototype, queue in zip(("w1", "w2"), self._prototypes, self._queue, strict=True):
+            tensors[name] = prototype.detach()
+            tensors[f"{name}_accumulator"] = self._adagrad.state[prototype]["sum"]
+            tensors["queue_image" if name == "w1" else "queue_text"] = queue
+        return {"npn": RowTable(self._partition, tensors)}
+
+
+def _log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
+    return torch.logaddexp(log_x, log_x.new_tensor(math.log(eps)))

@@ -1,0 +1,96 @@
+"""Contiguous partition of rows over ranks, and its files, which any number of ranks can read.
+
+A table of `rows` rows is written as one safetensors file a rank, `NAME.START-STOP.safetensors`, holding rows
+[START, STOP) of each of its tensors. A reader takes the byte ranges it needs, from however many files.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+
+
+class Partition(NamedTuple):
+    """Rows [start, stop) of `rows`; rank r of K owns [r * ceil(rows/K), (r+1) * ceil(rows/K)), cut at `rows`."""
+
+    rows: int
+    start: int
+    stop: int
+
+    @classmethod
+    def of(cls, rows: int, rank: int, world_size: int) -> Partition:
+        share = -(-rows // world_size)
+        return cls(rows, min(rank * share, rows), min((rank + 1) * share, rows))
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class RowTable(NamedTuple):
+    """This rank's rows of a partitioned table: each tensor is (partition.size, ...)."""
+
+    partition: Partition
+    tensors: Mapping[str, Tensor]
+
+
+def save_rows(folder: Path, name: str, table: RowTable) -> None:
+    """Writes this rank's rows; the ranks' files together are the table."""
+    start, stop = table.partition.start, table.partition.stop
+    if start == stop:
+        return
+    tensors = {key: value.detach().cpu().contiguous() for key, value in table.tensors.items()}
+    save_file(tensors, folder / f"{name}.{start:012d}-{stop:012d}.safetensors")
+
+
+def load_rows(folder: Path, name: str, table: RowTable) -> None:
+    """Fills this rank's rows in place from files written by any number of ranks.
+
+    Raises:
+        UserError: the files do not cover the rows, or hold other tensors.
+    """
+    start, stop = table.partition.start, table.partition.stop
+    filled = start
+    for first, last, path in _row_files(folder, name):
+        low, high = max(first, start), min(last, stop)
+        if low >= high:
+            continue
+        if low != filled:
+            break
+        _copy_rows(path, table, first, low, high)
+        filled = high
+    if filled < stop:
+        raise UserError(
+            f"The checkpoint {folder} lacks rows {filled} to {stop} of {name}; it belongs to other data or settings, "
+            "or files are missing: start a new run, or restore the folder."
+        )
+
+
+def _row_files(folder: Path, name: str) -> list[tuple[int, int, Path]]:
+    pattern = re.compile(re.escape(name) + r"\.(\d+)-(\d+)\.safetensors")
+    matches = ((pattern.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), int(match[2]), path) for match, path in matches if match)
+
+
+def _copy_rows(path: Path, table: RowTable, first: int, low: int, high: int) -> None:
+    with safe_open(path, framework="pt") as file:
+        known = set(file.keys())
+        if known != set(table.tensors):
+            raise UserError(
+                f"{path} holds {sorted(known)}, but this run needs {sorted(table.tensors)}; use its method."
+            )
+        for key, target in table.tensors.items():
+            rows = file.get_slice(key)[low - first : high - first]
+            if rows.shape[1:] != target.shape[1:] or rows.dtype != target.dtype:
+                raise UserError(f"{path}: {key} has rows of {tuple(rows.shape[1:])} {rows.dtype}, this run's differ.")
+            with torch.no_grad():
+                target[low - table.partition.start : high - table.partition.start] = rows.to(target.device)

@@ -1,0 +1,81 @@
+"""K real gloo ranks compute what one rank computes: gradients, temperature, u, NPN columns and their AdaGrad state."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from build import SAMPLES, batch, objective, pairs, step
+from ranks import run_ranks
+
+from neuclip_ds.distributed.communicator import Communicator
+
+ROWS, DIM, STEPS = 24, 6, 5
+NPN = {"prototypes": 19, "updates": 3, "restart_every": 3, "lr": 0.1}  # 19: no world size divides it
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openclip": ("openclip", {}),
+    "fastclip_v3": ("fastclip_v3", {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}}),
+    "neuclip_stop": ("neuclip", {"npn": NPN}),
+    "neuclip_full": ("neuclip", {"npn": {**NPN, "alpha_grad": "full"}}),
+}
+
+
+def global_batch(number: int) -> tuple[torch.Tensor, ...]:
+    image, text = pairs(ROWS, DIM, seed=number)
+    generator = torch.Generator().manual_seed(number // 2)  # samples come back: u has a past
+    index = torch.randperm(SAMPLES, generator=generator)[:ROWS]
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    if number == STEPS - 2:  # unevenly over ranks
+        valid[[0, 1, 7, 23]] = False
+    return image, text, index, valid
+
+
+def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
+    """Some steps of every method on this rank's rows."""
+    share = ROWS // communicator.world_size
+    mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
+    results: dict[str, Any] = {}
+    for name, (method, options) in METHODS.items():
+        built = objective(method, communicator, DIM, temperature={"rho": 2.0, "lr": 0.05}, chunk=chunk, **options)
+        steps = []
+        for number in range(STEPS):
+            rows = [part[mine] for part in global_batch(number)]
+            found = built(batch(*rows), step(number, epoch=number // 2))
+            steps.append((found.image, found.text, found.loss, built.tau))
+        tables = {f"{table}.{key}": t for table, rows in built.row_tables().items() for key, t in rows.tensors.items()}
+        results[name] = {"steps": steps, "rows": tables, "traffic": dict(communicator.traffic)}
+        communicator.traffic.clear()
+    return results
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_equal_one(world_size: int) -> None:
+    one = train(Communicator(), chunk=1000)
+    ranks = run_ranks(world_size, train, 5)
+    for name in METHODS:
+        for number in range(STEPS):
+            found = [rank[name]["steps"][number] for rank in ranks]
+            wanted = one[name]["steps"][number]
+            for part in (0, 1):
+                whole = torch.cat([rank[part] for rank in found])
+                torch.testing.assert_close(whole, wanted[part], rtol=1e-9, atol=1e-12, msg=f"{name} step {number}")
+            assert len({rank[3] for rank in found}) == 1, "the ranks' temperatures are the same bits"
+            assert found[0][3] == pytest.approx(wanted[3], rel=1e-12)
+            torch.testing.assert_close(found[0][2], wanted[2], rtol=1e-10, atol=0)
+        for key, rows in one[name]["rows"].items():
+            whole = torch.cat([rank[name]["rows"][key] for rank in ranks])
+            torch.testing.assert_close(whole, rows, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")
+
+
+def test_traffic_is_counted() -> None:
+    """Two ranks: features are gathered once, everything else is O(B) scalars, and no B x d gradient travels."""
+    ranks = run_ranks(2, train, 1000)
+    share, item = ROWS // 2, 8
+    for name in METHODS:
+        traffic = ranks[0][name]["traffic"]
+        assert traffic["features"].bytes_received == STEPS * share * (8 + 2 * DIM * item)
+        assert traffic["scalars"].calls == STEPS
+        others = sum(counted.bytes_received for purpose, counted in traffic.items() if purpose != "features")
+        if name != "neuclip_full":  # which sums m prototypes' pull on each anchor over ranks: (B, d)
+            assert others <= STEPS * ROWS * item * 2 * (NPN["updates"] + 4)

@@ -1,0 +1,45 @@
+"""The per-sample store on real ranks: each reads its rows, whoever owns them."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from ranks import run_ranks
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.state.sample_store import SampleStore
+
+FIELDS = {"log_u_image": -math.inf, "log_u_text": -math.inf}
+
+
+def visit(communicator: Communicator) -> dict[str, Any]:
+    store = SampleStore(10, FIELDS, communicator)
+    index = torch.tensor([7, 0, -1, 9])  # -1: an empty row
+    before = store.read(index)
+    values = torch.arange(8.0).reshape(4, 2)
+    store.write(index, values)
+    return {
+        "before": before,
+        "after": store.read(index.flip(0)),
+        "rows": store.rows(),
+        "bytes": communicator.traffic["state"].bytes_received,
+    }
+
+
+def test_two_ranks_read_what_was_written() -> None:
+    first, second = run_ranks(2, visit)
+    assert torch.isneginf(first["before"]).all()
+    assert torch.isneginf(second["before"][1]).all()
+    assert torch.equal(second["before"][0], torch.zeros(2)), "an empty row reads zeros"
+    assert torch.equal(torch.cat([first["after"], second["after"]]), torch.tensor([[6.0, 7], [0, 0], [2, 3], [0, 1]]))
+    assert [len(rank["rows"].tensors["log_u_text"]) for rank in (first, second)] == [5, 5]
+    assert first["rows"].tensors["log_u_text"][0] == 3
+    assert second["rows"].tensors["log_u_image"].tolist()[2:] == [0, -math.inf, 6]
+    assert first["bytes"] == 2 * 2 * 2 * 4  # two reads of (B/K, f) float32
+
+
+def test_one_rank_needs_no_group() -> None:
+    found = visit(Communicator())
+    assert torch.equal(found["after"], torch.tensor([[6.0, 7], [0, 0], [2, 3], [0, 1]]))

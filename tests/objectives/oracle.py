@@ -1,0 +1,68 @@
+"""The methods' losses written out as the papers state them, for autograd in float64; shares no code with the package.
+
+Features are (B, d) leaves, all rows valid. Sums over j != i use the full similarity matrix and a boolean mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: tuple[float, float] | None = None) -> tuple[Tensor, Tensor]:
+    """(B, B) exponents of image anchors (rows, against texts) and of text anchors (rows, against images)."""
+    s = image @ text.T
+    positive = (image * text).sum(1, keepdim=True)
+    x1, x2 = s - positive, s.T - positive
+    if hinge is not None:
+        margin, power = hinge
+        x1, x2 = ((x + margin).clamp(min=0) ** power for x in (x1, x2))
+    return x1 / tau, x2 / tau
+
+
+def log_mean_exp(exponents: Tensor) -> Tensor:
+    """(B,) log g_i over j != i."""
+    size = exponents.shape[0]
+    diagonal = torch.eye(size, dtype=torch.bool)
+    return exponents.masked_fill(diagonal, -torch.inf).logsumexp(1) - torch.log(torch.tensor(size - 1.0).to(exponents))
+
+
+def openclip(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
+    """Mean of the two cross-entropies of the scaled similarity matrix, as OpenCLIP writes it."""
+    scores = image @ text.T / tau
+    labels = torch.arange(len(scores))
+    return (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2
+
+
+def global_contrastive(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
+    """tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)] with u (2, B) and the leading tau constant (FastCLIP eq. 7)."""
+    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
+    return tau.detach() * (g / (eps + u)).mean(1).sum()
+
+
+def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float, rho: float) -> Tensor:
+    """FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2), + 2 rho, + tau times the data term."""
+    leaf = tau.detach().clone().requires_grad_()
+    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, leaf)])
+    (by_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
+    return torch.log(eps + u).mean(1).sum() + 2 * rho + tau.detach() * by_tau
+
+
+def alphas(image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:
+    """(2, B) NeuCLIP eq. 10 for prototypes in rows."""
+    positive = (image * text).sum(1, keepdim=True)
+    predictions = []
+    for anchors, prototypes in ((image, w1), (text, w2)):
+        cosine = anchors @ (prototypes / prototypes.norm(dim=1, keepdim=True)).T
+        predictions.append(torch.log(eps + torch.exp((cosine - positive) / tau).mean(1)))
+    return torch.stack(predictions)
+
+
+def neuclip(
+    image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float, rho: float, stop: bool = False
+) -> Tensor:
+    """NeuCLIP eq. 12; with `stop` alpha is a constant for encoders and temperature."""
+    alpha = alphas(image, text, tau, w1, w2, eps)
+    alpha = alpha.detach() if stop else alpha
+    g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
+    return tau * ((-alpha).exp() * (eps + g) + alpha).mean(1).sum() + 2 * tau * (rho - 1)

@@ -1,0 +1,187 @@
+"""The closed-form gradients equal float64 autograd of the losses as the papers write them."""
+
+from __future__ import annotations
+
+import math
+
+import oracle
+import pytest
+import torch
+from build import batch, objective, pairs, relative_error, step
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.contrastive import PairSimilarities
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.pair_loss import Hinge
+
+SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
+TAUS = [0.01, 0.07, 1.0]
+EXACT = 1e-10
+
+
+def leaves(size: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[Tensor, Tensor]:
+    image, text = pairs(size, dim, seed, likeness)
+    return image.requires_grad_(), text.requires_grad_()
+
+
+def compare(found, loss: Tensor, image: Tensor, text: Tensor, limit: float = EXACT) -> None:
+    by_image, by_text = torch.autograd.grad(loss, (image, text))
+    assert relative_error(found.image, by_image) < limit
+    assert relative_error(found.text, by_text) < limit
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize(("size", "dim"), SIZES)
+@pytest.mark.parametrize(("chunk", "budget"), [(1024, 100), (3, 100), (5, 0)])
+def test_openclip(size: int, dim: int, tau: float, chunk: int, budget: float) -> None:
+    image, text = leaves(size, dim)
+    method = objective(
+        "openclip", Communicator(), dim, temperature={"initial": tau}, chunk=chunk, similarity_budget_mb=budget
+    )
+    found = method(batch(image.detach(), text.detach()), step())
+    loss = oracle.openclip(image, text, torch.tensor(tau, dtype=torch.float64))
+    compare(found, loss, image, text)
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-12)
+    assert found.metrics["batch_loss"].item() == pytest.approx(loss.item(), rel=1e-12)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize(("size", "dim"), SIZES)
+def test_fastclip_first_and_later_visit(size: int, dim: int, tau: float) -> None:
+    eps, gamma_min = 1e-6, 0.3
+    method = objective(
+        "fastclip_v3",
+        Communicator(),
+        dim,
+        eps=eps,
+        chunk=4,
+        temperature={"initial": tau, "lr": 0.0},
+        moving_average={"gamma_min": gamma_min, "gamma_epochs": 2},
+    )
+    fixed = torch.tensor(tau, dtype=torch.float64)
+    u = None
+    for visit, gamma in enumerate([1.0, 0.5 * (1 - gamma_min) + gamma_min, gamma_min]):
+        image, text = leaves(size, dim, seed=visit)
+        found = method(batch(image.detach(), text.detach()), step(visit, epoch=visit))
+        g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, fixed)]).detach()
+        u = g if u is None else (1 - gamma) * u + gamma * g
+        compare(found, oracle.global_contrastive(image, text, fixed, u, eps), image, text)
+        assert float(found.loss) == pytest.approx(float(tau * torch.log(eps + u).mean(1).sum()), rel=1e-9)
+
+
+@pytest.mark.parametrize("reading", ["stop", "full"])
+@pytest.mark.parametrize("tau", TAUS)
+@pytest.mark.parametrize(("size", "dim", "prototypes"), [(7, 5, 6), (33, 17, 40), (24, 8, 16)])
+def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str) -> None:
+    eps, rho = 1e-14, 2.0
+    method = objective(
+        "neuclip",
+        Communicator(),
+        dim,
+        eps=eps,
+        chunk=5,
+        temperature={"initial": tau, "lr": 0.0, "rho": rho},
+        npn={"prototypes": prototypes, "updates": 2, "lr": 0.05, "alpha_grad": reading},
+    )
+    number = 0
+    while number * size < prototypes:  # fill the queue; until then the batch is its own normaliser
+        image, text = leaves(size, dim, seed=100 + number)
+        method(batch(image.detach(), text.detach()), step(number))
+        number += 1
+    image, text = leaves(size, dim)
+    found = method(batch(image.detach(), text.detach()), step(number))
+    table = method.row_tables()["npn"].tensors
+    loss = oracle.neuclip(
+        image,
+        text,
+        torch.tensor(tau, dtype=torch.float64),
+        table["w1"],
+        table["w2"],
+        eps,
+        rho,
+        stop=reading == "stop",
+    )
+    compare(found, loss, image, text)
+    assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("tau", [0.01, 0.1])
+@pytest.mark.parametrize("power", [1.0, 2.0])
+def test_hinge(tau: float, power: float) -> None:
+    """The pair loss of TuneCLIP under random weights, individual temperatures included."""
+    image, text = leaves(19, 6)
+    generator = torch.Generator().manual_seed(3)
+    tau_of = tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))
+    log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
+    gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
+    similarities = PairSimilarities(gathered, Hinge(0.2, power), tau_of, chunk=4, budget=0)
+    log_g = similarities.log_mean_exp()
+    found = similarities.gradient(log_weight)
+
+    s, positive = image @ text.T, (image * text).sum(1, keepdim=True)
+    wanted = torch.stack(
+        [
+            oracle.log_mean_exp((x + 0.2).clamp(min=0) ** power / tau_of[side].unsqueeze(1))
+            for side, x in enumerate((s - positive, s.T - positive))
+        ]
+    )
+    assert relative_error(log_g, wanted.detach()) < EXACT
+    compare(found, (log_weight.exp() * wanted.exp()).mean(1).sum(), image, text)
+
+
+@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
+def test_rows_that_do_not_count_change_nothing(method: str) -> None:
+    """Invalid rows, whatever they hold, get no gradient and leave the others' as if they were absent."""
+    image, text = pairs(12, 5)
+    valid = torch.tensor([True, False, True] * 4)
+    poisoned_image, poisoned_text = image.clone(), text.clone()
+    poisoned_image[~valid], poisoned_text[~valid] = math.nan, math.inf
+    options = {"npn": {"prototypes": 6, "lr": 0.05}}
+    with_holes, without = (objective(method, Communicator(), 5, **options) for _ in range(2))
+    index = torch.arange(12)
+    for number in range(3):
+        holes = with_holes(batch(poisoned_image, poisoned_text, index, valid), step(number))
+        clean = without(batch(image[valid], text[valid], index[valid]), step(number))
+    assert torch.equal(holes.image[valid], clean.image)
+    assert torch.equal(holes.text[valid], clean.text)
+    assert not holes.image[~valid].any()
+    assert not holes.text[~valid].any()
+    assert with_holes.tau == without.tau
+
+
+@pytest.mark.parametrize("reading", ["stop", "full"])
+@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
+def test_float32_at_the_coldest_temperature(method: str, reading: str) -> None:
+    """tau = 0.01, with anchors whose negatives win by 1.9 (an exponent of 190): finite, and within 1e-4 of float64."""
+    image, text = pairs(48, 16, likeness=0.3)
+    text[:4] = -image[:4] * 0.95 + text[:4] * 0.05  # positives far apart ...
+    text[4:8] = image[:4]  # ... beside a negative that is identical
+    text = torch.nn.functional.normalize(text, dim=1)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        built = objective(
+            method,
+            Communicator(),
+            16,
+            dtype,
+            temperature={"initial": 0.01, "lr": 0.0},
+            npn={"prototypes": 32, "updates": 0, "alpha_grad": reading},  # updates: tests/objectives/test_npn.py
+        )
+        for number in range(2):
+            results.append(built(batch(image.to(dtype), text.to(dtype)), step(number)))
+    for single, double in zip(results[:2], results[2:], strict=True):
+        assert torch.isfinite(single.image).all()
+        assert torch.isfinite(single.text).all()
+        assert relative_error(single.image.double(), double.image) < 1e-4
+        assert relative_error(single.text.double(), double.text) < 1e-4
+
+
+def test_fastclip_identity_at_gamma_one() -> None:
+    """gamma = 1, eps = 0: the feature gradient is that of tau times the mean of log g1 + log g2."""
+    image, text = leaves(21, 9)
+    tau = torch.tensor(0.05, dtype=torch.float64)
+    method = objective("fastclip_v3", Communicator(), 9, eps=1e-300, temperature={"initial": 0.05})
+    found = method(batch(image.detach(), text.detach()), step(0, epoch=0))
+    loss = tau * torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, tau)]).mean(1).sum()
+    compare(found, loss, image, text)

@@ -1,0 +1,105 @@
+"""The NPN's closed-form update against autograd and torch's Adagrad, its queue and its restarts."""
+
+from __future__ import annotations
+
+import logging
+
+import oracle
+import pytest
+import torch
+from build import batch, objective, pairs, relative_error, step
+
+from neuclip_ds.distributed.communicator import Communicator
+
+
+def test_updates_follow_adagrad_on_the_papers_objective() -> None:
+    """Three updates equal torch.optim.Adagrad on autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
+    dim, size, eps, tau = 6, 20, 1e-14, torch.tensor(0.07, dtype=torch.float64)
+    npn = {"prototypes": size, "updates": 3, "lr": 0.3, "initial_accumulator": 0.01}
+    method = objective("neuclip", Communicator(), dim, eps=eps, npn=npn, temperature={"lr": 0.0})
+    first_image, first_text = pairs(size, dim, seed=1)
+    method(batch(first_image, first_text), step(0))
+    w1, w2 = (torch.nn.Parameter(start.clone()) for start in (first_text, first_image))
+    adagrad = torch.optim.Adagrad([w1, w2], lr=0.3, initial_accumulator_value=0.01)
+    image, text = pairs(size, dim)
+    g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
+    for _ in range(3):
+        adagrad.zero_grad()
+        alpha = oracle.alphas(image, text, tau, w1, w2, eps)
+        (tau * ((-alpha).exp() * (eps + g) + alpha).mean(1).sum()).backward()
+        adagrad.step()
+    method(batch(image, text), step(1))
+    table = method.row_tables()["npn"].tensors
+    for name, wanted in (("w1", w1), ("w2", w2)):
+        assert relative_error(table[name], wanted.detach()) < 1e-10
+        assert relative_error(table[f"{name}_accumulator"], adagrad.state[wanted]["sum"]) < 1e-10
+
+
+def test_updates_in_float32() -> None:
+    """tau = 0.01 and unlike pairs, ten updates from a warm accumulator (from zero AdaGrad's first step is a sign)."""
+    tables = []
+    for dtype in (torch.float32, torch.float64):
+        npn = {"prototypes": 32, "initial_accumulator": 1.0, "lr": 0.1}
+        method = objective("neuclip", Communicator(), 16, dtype, npn=npn, temperature={"initial": 0.01, "lr": 0.0})
+        for number in range(2):
+            image, text = pairs(32, 16, seed=number)
+            method(batch(image.to(dtype), text.to(dtype)), step(number))
+        tables.append(method.row_tables()["npn"].tensors)
+    for name in ("w1", "w2"):
+        assert relative_error(tables[0][name].double(), tables[1][name]) < 1e-4
+
+
+def test_prototypes_come_from_earlier_batches_only() -> None:
+    """A restart draws the last m samples before the current batch: W1 texts, W2 images, of the same samples."""
+    dim, size, m = 4, 5, 12
+    npn = {"prototypes": m, "updates": 0, "restart_every": 4}
+    method = objective("neuclip", Communicator(), dim, npn=npn)
+    history = [pairs(size, dim, seed=number) for number in range(9)]
+    for number, (image, text) in enumerate(history):
+        method(batch(image, text), step(number))
+        table = method.row_tables()["npn"].tensors
+        if number < 3:  # 3 batches of 5 are needed before 12 samples have been seen
+            assert not table["w1"].any()
+            continue
+        drawn = max(3, number - number % 4)
+        texts = torch.cat([text for _, text in history[:drawn]])[-m:]
+        images = torch.cat([image for image, _ in history[:drawn]])[-m:]
+        order = torch.cdist(table["w1"], texts).argmin(dim=1)
+        assert sorted(order.tolist()) == list(range(m))
+        torch.testing.assert_close(table["w1"], texts[order])
+        torch.testing.assert_close(table["w2"], images[order])
+
+
+def test_batches_larger_than_the_queue() -> None:
+    method = objective("neuclip", Communicator(), 4, npn={"prototypes": 6, "updates": 0, "restart_every": 1})
+    image, text = pairs(20, 4)
+    method(batch(image, text), step(0))
+    method(batch(*pairs(20, 4, seed=1)), step(1))
+    found = method.row_tables()["npn"].tensors["w1"]
+    order = torch.cdist(found, text[-6:]).argmin(dim=1)
+    assert sorted(order.tolist()) == list(range(6))
+    torch.testing.assert_close(found, text[-6:][order])
+
+
+@pytest.mark.parametrize("reset", [True, False])
+def test_accumulator_at_restart(reset: bool) -> None:
+    npn = {"prototypes": 8, "updates": 1, "restart_every": 2, "lr": 0.05, "reset_accumulator": reset}
+    method = objective("neuclip", Communicator(), 4, npn=npn)
+    sums = []
+    for number in range(3):
+        method(batch(*pairs(8, 4, seed=number)), step(number))
+        sums.append(method.row_tables()["npn"].tensors["w1_accumulator"].clone())
+    grown = bool((sums[2] >= sums[1]).all())
+    assert grown is not reset
+
+
+def test_a_runaway_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
+    method = objective("neuclip", Communicator(), 4, npn={"prototypes": 8, "updates": 0})
+    image, text = pairs(8, 4, likeness=3.0)
+    method(batch(image, -image), step(0))
+    with caplog.at_level(logging.WARNING):
+        method(batch(image, text), step(1))
+        method(batch(image, text), step(2))
+    said = [record.getMessage() for record in caplog.records if "lost the normaliser" in record.getMessage()]
+    assert len(said) == 1
+    assert "objective.npn.lr" in said[0]
