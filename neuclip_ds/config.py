@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from neuclip_ds.errors import UserError
+
 
 class Section(BaseModel):
     """Base of all sections: unknown keys are errors, the string under a field is its help text."""
@@ -209,3 +211,34 @@ class Config(Section):
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     deepspeed: str = "zero1_bf16"
     """DeepSpeed configuration: a name in ds_configs/ or the path of a JSON file."""
+
+    def rank_batch(self, world_size: int) -> int:
+        """Pairs of the global batch that each rank holds.
+
+        Raises:
+            UserError: the world size does not divide the batch.
+        """
+        if self.data.batch_size % world_size:
+            below = self.data.batch_size // world_size * world_size
+            raise UserError(
+                f"data.batch_size={self.data.batch_size} is not divisible by the {world_size} ranks; "
+                f"use {max(below, world_size)} or {below + world_size}, or another number of ranks."
+            )
+        return self.data.batch_size // world_size
+
+    def micro_batch(self, world_size: int) -> int:
+        """Pairs that go through the towers at once on a rank.
+
+        Raises:
+            UserError: it does not divide the rank's batch.
+        """
+        rank_batch = self.rank_batch(world_size)
+        micro = self.data.micro_batch or rank_batch
+        if rank_batch % micro:
+            divisors = [size for size in range(1, rank_batch + 1) if rank_batch % size == 0]
+            nearest = min(divisors, key=lambda size: abs(size - micro))
+            raise UserError(
+                f"data.micro_batch={micro} does not divide the rank's batch of {rank_batch} "
+                f"({self.data.batch_size} over {world_size} ranks); use {nearest}."
+            )
+        return micro

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, Estimate, FeatureGradients, Normalizer, Step
-from neuclip_ds.objectives.contrastive import PairGradient, PairSimilarities
+from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
+from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
@@ -82,34 +82,22 @@ class ContrastiveObjective:
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        loss, batch_loss, signal = self._means(batch, log_g, estimate, gradient, scale)
-        metrics = {"tau": tau, "batch_loss": batch_loss, **estimate.metrics}
-        self._temperature.update(signal, step)
-        return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
-
-    def _means(
-        self,
-        batch: GatheredFeatures,
-        log_g: Tensor,
-        estimate: Estimate,
-        gradient: PairGradient,
-        scale: Tensor,
-    ) -> tuple[Tensor, Tensor, TemperatureSignal]:
-        """The method's loss, OpenCLIP's loss of the same batch (comparable between methods), tau's signal."""
-        batch_loss = torch.logaddexp(log_g + math.log(batch.size - 1), torch.zeros_like(log_g))
         sums = torch.stack(
             [
                 estimate.value.sum(),
-                batch_loss.sum(),
+                # OpenCLIP's loss of the same batch and tau, comparable between methods
+                torch.logaddexp(log_g + math.log(batch.size - 1), torch.zeros_like(log_g)).sum() / 2,
                 gradient.mean_logit.sum() / scale,
                 estimate.tau_term.sum(),
+                image.square().sum() + text.square().sum(),
             ]
         )
-        value, batch_value, mean_logit, tau_term = (
-            self._communicator.all_reduce(sums, "scalars") / batch.size
-        ).unbind()
+        total = self._communicator.all_reduce(sums, "scalars")
+        value, batch_loss, mean_logit, tau_term = (total[:4] / batch.size).unbind()
         loss = scale * value + self._temperature.penalty()
-        return loss, batch_value / 2, TemperatureSignal(mean_logit, tau_term)
+        self._temperature.update(TemperatureSignal(mean_logit, tau_term), step)
+        metrics = {"tau": tau, "batch_loss": batch_loss, "feature_grad_norm": total[4].sqrt(), **estimate.metrics}
+        return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
     def replicated_state(self) -> dict[str, Tensor]:
         parts = {"normalizer": self._normalizer, "temperature": self._temperature}

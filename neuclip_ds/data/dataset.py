@@ -1,0 +1,155 @@
+"""From (epoch, index) pairs to a batch of tensors. A sample that cannot be used keeps its row, with valid = False."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from neuclip_ds.data.hashing import hash64
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.readers import RawPair, TarReader, open_reader
+from neuclip_ds.data.transforms import DecodeError, ImageTransform
+
+Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); picklable
+PADDING = -1  # the index of a row that stands for no sample
+_SHARDS_FOR_CAPTIONS = 100
+
+
+class BadSample(NamedTuple):
+    """A sample that could not be used, and why."""
+
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
+    shard: str
+    key: str
+    reason: str
+
+
+class Batch(NamedTuple):
+    """b rows. Rows with valid = False have a zero image and an empty caption; index -1 among them is padding."""
+
+    image: Tensor  # uint8 (b, 3, H, W)
+    tokens: Tensor  # int64 (b, T)
+    index: Tensor  # type: ignore[assignment]  # int64 (b,), global indices
+    valid: Tensor  # bool (b,)
+    bad: tuple[BadSample, ...] = ()
+
+
+class _Unusable(Exception):
+    """The sample is bad; the message is the reason."""
+
+
+class PairDataset(Dataset[Batch]):
+    """Map-style: `dataset.__getitems__([(epoch, index), ...])` is a Batch, a function of its arguments alone."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        transform: ImageTransform,
+        tokenize: Tokenize,
+        *,
+        seed: int = 0,
+        reader: Literal["tar", "webdataset"] = "tar",
+    ) -> None:
+        self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
+        self._reader = open_reader(reader, manifest)
+
+    @property
+    def folder(self) -> Path:
+        """Where the first shard is, for messages."""
+        return Path(self._manifest.shards[0].path).parent
+
+    def __len__(self) -> int:
+        return self._manifest.n
+
+    def __getitem__(self, item: tuple[int, int]) -> Batch:
+        return self.__getitems__([item])
+
+    def __getitems__(self, items: Sequence[tuple[int, int]]) -> Batch:
+        """
+        Args:
+            items: (epoch, index) of each row; index -1 gives an empty row.
+
+        Raises:
+            UserError: a shard is not the one that the manifest describes.
+        """
+        side = self._transform.image_size
+        images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
+        captions, valid, bad = [""] * len(items), torch.zeros(len(items), dtype=torch.bool), []
+        epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
+        randomness = hash64(self._seed, epochs, np.maximum(indices, 0)).tolist()
+        for row, index in enumerate(indices.tolist()):
+            if index == PADDING:
+                continue
+            try:
+                images[row], captions[row] = self._pair(index, randomness[row])
+                valid[row] = True
+            except _Unusable as error:
+                bad.append(self._describe(index, str(error)))
+        return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
+
+    def _pair(self, index: int, randomness: int) -> tuple[Tensor, str]:
+        raw = self._read(index)
+        if raw.image is None:
+            raise _Unusable("no image")
+        if raw.caption is None:
+            raise _Unusable("no caption")
+        caption = caption_text(raw.caption)
+        if not caption:
+            raise _Unusable("blank caption")
+        try:
+            return self._transform(raw.image, randomness), caption
+        except DecodeError as error:
+            raise _Unusable(f"image cannot be decoded: {error}") from error
+
+    def _read(self, index: int) -> RawPair:
+        try:
+            return self._reader.read(index)
+        except OSError:
+            pass  # once more: network file systems have short outages
+        try:
+            return self._reader.read(index)
+        except OSError as error:
+            raise _Unusable(f"read failed: {error}") from error
+
+    def _describe(self, index: int, reason: str) -> BadSample:
+        shard, _ = self._manifest.locate(index)
+        try:
+            key = self._reader.key(index)
+        except OSError:  # the index could not be read, which is the reason given
+            key = ""
+        return BadSample(index, self._manifest.shards[shard].path, key, reason)
+
+
+def caption_text(data: bytes) -> str:
+    """A stored caption as text: UTF-8 with stray bytes replaced, without blanks at its ends."""
+    return data.decode("utf-8", "replace").strip()
+
+
+def iter_captions(manifest: Manifest, limit: int) -> Iterator[str]:
+    """Up to `limit` captions, evenly spaced within at most 100 evenly spaced shards; missing and blank ones left out.
+
+    The same ones for the same manifest. OSError where a shard cannot be read.
+    """
+    reader = TarReader(manifest)
+    filled = np.flatnonzero(manifest.sizes)
+    shards = filled[_evenly_spaced(len(filled), _SHARDS_FOR_CAPTIONS)]
+    ends = np.cumsum(manifest.sizes[shards])
+    positions = _evenly_spaced(int(ends[-1]), limit)
+    which = np.searchsorted(ends, positions, side="right")
+    indices = manifest.starts[shards][which] + positions - (ends - manifest.sizes[shards])[which]
+    for index in indices.tolist():
+        caption = caption_text(reader.read(index, with_image=False).caption or b"")
+        if caption:
+            yield caption
+
+
+def _evenly_spaced(n: int, count: int) -> np.ndarray:
+    """min(n, count) different numbers of 0 ... n - 1, ascending."""
+    count = min(n, count)
+    return np.arange(count) * n // max(count, 1)

@@ -1,0 +1,271 @@
+"""The demo data set: image-caption pairs and a zero-shot set, rendered on the spot from a seed.
+
+    FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs a shard
+    FOLDER/val/00000.tar, ...          held-out pairs
+    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout: classes are colour and shape
+
+A pair is a pure function of (seed, split, index), so that the number of processes does not show and a smaller set is
+the beginning of a larger one; with equal versions of Pillow the files are equal byte by byte. A stated share of the
+pairs of a split are near-duplicates: the scene of an earlier pair, drawn anew and captioned by another template. They
+are the false negatives that a contrastive loss meets in scraped data.
+
+The splits draw their scenes from independent random streams. Nothing is filtered: a scene of `val` may by chance have
+the description of one in `train` (common for single groups, rare beyond), but its pixels and its caption are its own.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from random import Random
+from typing import Any, NamedTuple
+from uuid import uuid4
+
+from PIL import Image
+
+from neuclip_ds.data.demo_scenes import (
+    COLOURS,
+    SHAPES,
+    TEMPLATES,
+    Scene,
+    describe,
+    random_scene,
+    render,
+    single_object,
+)
+from neuclip_ds.errors import UserError
+
+SPLITS = ("train", "val", "zero_shot")
+CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+CLASS_TEMPLATES = (
+    "one {c}",
+    "a single {c}",
+    "a picture of one {c}",
+    "an image of a single {c}",
+    "a small {c}",
+    "a large {c}",
+    "this drawing shows one {c}",
+)
+PAIRS_PER_SHARD = 1000
+JPEG_QUALITY = 90
+
+Sample = dict[str, Any]
+
+
+class _Shard(NamedTuple):
+    path: Path
+    indices: range
+    sample: Callable[[int], Sample]  # by index; must survive pickling
+
+
+class _Plan(NamedTuple):
+    """What a pair is to show and say, before anything is drawn."""
+
+    scene: Scene
+    template: int
+    original: int | None  # index of the pair that this one nearly repeats
+    rng: Random  # for all that follows
+
+
+def make_demo_data(
+    folder: Path,
+    *,
+    pairs: int = 20_000,
+    held_out: int = 1_000,
+    zero_shot: int = 2_000,
+    size: int = 64,
+    duplicate_share: float = 0.05,
+    seed: int = 0,
+    processes: int | None = None,
+    on_progress: Callable[[int, int], None] | None = None,
+) -> None:
+    """Writes the three splits; `folder` is complete or absent, for they are written beside it and renamed.
+
+    A killed run leaves `FOLDER.*.partial` behind, which may be removed. Processes are spawned, hence a script must
+    call this under `if __name__ == "__main__"`, or with one process.
+
+    Args:
+        folder: must be absent or empty.
+        pairs, held_out: image-caption pairs in `train` and in `val`.
+        zero_shot: labelled images; the classes' counts differ by one at most.
+        size: side of the pictures, pixels.
+        duplicate_share: chance of a pair to be a near-duplicate.
+        seed: another seed, another set.
+        processes: the number of cores when absent; 1 works in this process.
+        on_progress: called with (images done, images in all) after each shard.
+
+    Raises:
+        UserError: `folder` is in use or cannot be written, or a number makes no sense.
+    """
+    processes = (os.cpu_count() or 1) if processes is None else processes
+    _require_sense(pairs, held_out, zero_shot, size, duplicate_share, processes)
+    _require_unused(folder)
+    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
+    try:
+        _write_class_words(aside / "zero_shot")
+        labelled = partial(_labelled_image, seed, size)
+        shards = [_Shard(aside / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
+        for split, count in (("train", pairs), ("val", held_out)):
+            (aside / split).mkdir()
+            shards += _pair_shards(aside / split, count, partial(_pair, seed, split, duplicate_share, size))
+        _write_shards(shards, processes, on_progress)
+        _move(aside, folder)
+    except OSError as error:
+        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)  # gone already when all went well
+
+
+def demo_split(source: str, cache: Path) -> Path:
+    """The folder of `demo:train`, `demo:val` or `demo:zero_shot`; renders the default data set if `cache` lacks it.
+
+    Processes may race: each renders for itself, the first one to finish wins and all use its files.
+
+    Raises:
+        UserError: there is no such split, or `cache` cannot be written.
+    """
+    _, _, split = source.partition(":")
+    if split not in SPLITS or source != f"demo:{split}":
+        raise UserError(f"'{source}' is no demo split; choose {', '.join(f'demo:{name}' for name in SPLITS)}.")
+    folder = cache / "demo"
+    if not (folder / split).is_dir():
+        try:
+            make_demo_data(folder)
+        except UserError:
+            if not (folder / split).is_dir():  # else another process was faster
+                raise
+    return folder / split
+
+
+def _require_sense(
+    pairs: int, held_out: int, zero_shot: int, size: int, duplicate_share: float, processes: int
+) -> None:
+    counts = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes}
+    for name, count in counts.items():
+        if count < 1:
+            raise UserError(f"{name}={count} makes no demo data; it must be at least 1.")
+    if not 16 <= size <= 1024:
+        raise UserError(f"size={size} is out of range; demo pictures have a side of 16 to 1024 pixels.")
+    if not 0 <= duplicate_share < 1:
+        raise UserError(f"duplicate_share={duplicate_share} is no share; it must be at least 0 and below 1.")
+
+
+def _require_unused(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it or choose another one.")
+
+
+def _move(aside: Path, folder: Path) -> None:
+    try:
+        aside.rename(folder)  # replaces an empty folder and refuses any other
+    except OSError:
+        _require_unused(folder)
+        raise
+
+
+def _write_class_words(folder: Path) -> None:
+    (folder / "test").mkdir(parents=True)
+    names = [f"{colour} {shape}" for colour, shape in CLASSES]
+    (folder / "classnames.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
+    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n", encoding="utf-8")
+    (folder / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
+
+
+def _pair_shards(folder: Path, count: int, sample: Callable[[int], Sample]) -> Iterator[_Shard]:
+    for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
+        indices = range(first, min(first + PAIRS_PER_SHARD, count))
+        yield _Shard(folder / f"{number:05d}.tar", indices, sample)
+
+
+def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None] | None) -> None:
+    total = sum(len(shard.indices) for shard in shards)
+    done = 0
+    for written in _written(shards, min(processes, len(shards))):
+        done += written
+        if on_progress is not None:
+            on_progress(done, total)
+
+
+def _written(shards: list[_Shard], processes: int) -> Iterator[int]:
+    if processes == 1:
+        yield from map(_write_shard, shards)
+        return
+    # spawned, not forked: the caller may have threads, of torch for instance, that a fork would not survive
+    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+        yield from pool.map(_write_shard, shards)
+
+
+def _write_shard(shard: _Shard) -> int:
+    from webdataset import TarWriter  # imports torch, which takes seconds
+
+    # a stated time and owner: equal samples make equal files
+    with (
+        shard.path.open("wb") as file,
+        TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as writer,
+    ):
+        for index in shard.indices:
+            writer.write(shard.sample(index))
+    return len(shard.indices)
+
+
+def _stream(seed: int, split: str, index: int) -> Random:
+    return Random(f"{seed}/{split}/{index}")  # a string is seeded by its SHA-512, on every platform alike
+
+
+def _plan(seed: int, split: str, duplicate_share: float, index: int) -> _Plan:
+    rng = _stream(seed, split, index)
+    if index == 0 or rng.random() >= duplicate_share:
+        return _Plan(random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng)
+    earlier = rng.randrange(index)
+    source = _plan(seed, split, duplicate_share, earlier)
+    original = earlier if source.original is None else source.original
+    first_template = _plan(seed, split, duplicate_share, original).template
+    template = (first_template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES)
+    return _Plan(source.scene, template, original, rng)
+
+
+def _pair(seed: int, split: str, duplicate_share: float, size: int, index: int) -> Sample:
+    plan = _plan(seed, split, duplicate_share, index)
+    caption = describe(plan.scene, plan.template, plan.rng)
+    facts = {
+        "key": _key(index),
+        "caption": caption,
+        "width": size,
+        "height": size,
+        "objects": [group._asdict() for group in plan.scene.groups],
+        "background": plan.scene.background,
+        "near_duplicate_of": None if plan.original is None else _key(plan.original),
+    }
+    return {
+        "__key__": _key(index),
+        "jpg": _jpeg(render(plan.scene, size, plan.rng)),
+        "json": json.dumps(facts).encode(),
+        "txt": caption.encode(),
+    }
+
+
+def _labelled_image(seed: int, size: int, index: int) -> Sample:
+    rng = _stream(seed, "zero_shot", index)
+    label = index % len(CLASSES)
+    colour, shape = CLASSES[label]
+    image = render(single_object(rng, shape, colour), size, rng)
+    return {"__key__": f"s{index:07d}", "jpg": _jpeg(image), "cls": str(label).encode()}
+
+
+def _key(index: int) -> str:
+    """Shard and place in it, as img2dataset numbers its samples."""
+    shard, position = divmod(index, PAIRS_PER_SHARD)
+    return f"{shard:05d}{position:04d}"
+
+
+def _jpeg(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)  # full colour resolution: the shapes are small
+    return file.getvalue()

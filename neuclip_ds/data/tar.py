@@ -1,0 +1,251 @@
+"""Indexes tar shards by header walk, without losing what lies behind damage.
+
+Samples are what webdataset 1.0.2 yields on every well-formed shard. Behind a bad header Python's `tarfile`, and so
+webdataset, silently drops the rest of the shard; here the walk goes on at the next valid header and the gap is
+recorded. Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from typing import NamedTuple
+
+_BLOCK = 512
+_SCAN_CHUNK = 1 << 20
+_REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile reads no data behind them whatever their size says
+_GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
+_PAX_LOCAL, _PAX_GLOBAL = b"xX", b"g"
+_EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the header behind them
+
+# webdataset's rule: the key is the folder and the name up to its first dot, the extension all that follows it.
+_KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
+_META_MEMBER = re.compile(r"__[^/]*__($|/)")
+
+
+class Extent(NamedTuple):
+    """A run of bytes in a shard."""
+
+    offset: int
+    size: int
+
+
+class SampleEntry(NamedTuple):
+    """One sample: its key and where the bytes of each extension (lower case, no leading dot) are."""
+
+    key: str
+    members: dict[str, Extent]
+
+
+class ShardIndex(NamedTuple):
+    """The samples of a shard in their order, incomplete ones included, and the damaged regions between them."""
+
+    samples: list[SampleEntry]
+    gaps: list[Extent]
+
+
+class _BadHeader(Exception):
+    """The block is no tar header."""
+
+
+class _Header(NamedTuple):
+    name: str
+    size: int
+    kind: bytes
+
+
+def read_index(path: str | os.PathLike[str]) -> ShardIndex:
+    """Walk the headers of the tar at `path`.
+
+    A member that is damaged or cut off is missing from its sample and is covered by a gap. OSError if unreadable.
+    """
+    gaps: list[Extent] = []
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        samples = _group(_walk(fd, os.fstat(fd).st_size, gaps))
+    finally:
+        os.close(fd)
+    return ShardIndex(samples, gaps)
+
+
+def read_member(fd: int, extent: Extent) -> bytes:
+    """The bytes of one member; OSError when the file ends before it does."""
+    data = os.pread(fd, extent.size, extent.offset)
+    if len(data) != extent.size:
+        raise OSError(f"{len(data)} of {extent.size} bytes at offset {extent.offset}: the shard is cut off")
+    return data
+
+
+def _group(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
+    """Consecutive members with equal key form a sample; of a repeated extension the first counts."""
+    samples: list[SampleEntry] = []
+    for name, extent in members:
+        match = _KEY_AND_EXTENSION.fullmatch(name)
+        if match is None or _is_meta(name):
+            continue
+        key, extension = match.groups()
+        if not samples or samples[-1].key != key:
+            samples.append(SampleEntry(key, {}))
+        samples[-1].members.setdefault(extension.lower(), extent)
+    return samples
+
+
+def _is_meta(name: str) -> bool:
+    """webdataset's own members: `__name__` at the top, and all in a top folder of such a name."""
+    return bool(_META_MEMBER.match(name)) or ("/" not in name and name.startswith("__") and name.endswith("__"))
+
+
+def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]:
+    """Yield (name, extent) of regular members in order; append to `gaps` what could not be read."""
+    shared: dict[str, str] = {}  # pax records for all members that follow
+    offset = 0
+    while offset < end:
+        try:
+            header, data, own = _member(fd, offset, end, shared)
+        except _BadHeader:
+            resumed = _next_header(fd, offset + _BLOCK, end)
+            if not _is_end_of_archive(fd, offset, end, resumed):
+                _record(gaps, offset, resumed)
+            offset = resumed
+            continue
+        if header.kind in _REGULAR and not (own and _is_sparse(own)):
+            yield header.name, Extent(data, header.size)
+        offset = data if header.kind in _WITHOUT_DATA else data + _padded(header.size)
+
+
+def _is_sparse(pax: dict[str, str]) -> bool:
+    return any(keyword.startswith("GNU.sparse.") for keyword in pax)
+
+
+def _record(gaps: list[Extent], start: int, end: int) -> None:
+    """Append the gap [start, end), as one with the last where they touch."""
+    if gaps and sum(gaps[-1]) == start:
+        start = gaps.pop().offset
+    gaps.append(Extent(start, end - start))
+
+
+def _member(fd: int, offset: int, end: int, shared: dict[str, str]) -> tuple[_Header, int, dict[str, str]]:
+    """The member whose first header is at `offset`, with its data's offset and the pax records that hold for it.
+
+    Extension headers (long names, pax) precede the real one; of two that name it the first wins, as in tarfile.
+    """
+    long_name: str | None = None
+    own: dict[str, str] = {}
+    while True:
+        header = _parse(os.pread(fd, _BLOCK, offset))
+        data = offset + _BLOCK
+        if header.kind not in _EXTENSIONS:
+            break
+        payload = _payload(fd, data, header.size, end)
+        if header.kind == _GNU_NAME:
+            long_name = long_name or own.get("path") or _text(payload)
+        elif header.kind == _PAX_GLOBAL:
+            shared.update(_pax_records(payload))
+        elif header.kind in _PAX_LOCAL:
+            own = {**_pax_records(payload), **own}
+        offset = data + _padded(header.size)
+    return _complete(header, data, end, {**shared, **own}, long_name)
+
+
+def _complete(
+    header: _Header, data: int, end: int, pax: dict[str, str], long_name: str | None
+) -> tuple[_Header, int, dict[str, str]]:
+    """Apply the extension headers' values to the real header, and check that the member's data is there."""
+    name = long_name or pax.get("path", header.name).rstrip("/" if "path" in pax else "")
+    try:
+        size = int(pax.get("size", header.size))
+    except ValueError as error:
+        raise _BadHeader from error
+    if size < 0 or (header.kind not in _WITHOUT_DATA and data + size > end):
+        raise _BadHeader
+    return _Header(name, size, header.kind), data, pax
+
+
+def _parse(block: bytes) -> _Header:
+    """Fields of a 512-byte header whose checksum holds."""
+    if len(block) != _BLOCK:
+        raise _BadHeader
+    _verify_checksum(block)
+    name, prefix, kind = _text(block[:100]), _text(block[345:500]), block[156:157]
+    if prefix and kind not in (_GNU_NAME, _GNU_LINK, _GNU_SPARSE):
+        name = f"{prefix}/{name}"
+    if kind == b"\0" and name.endswith("/"):  # how tars before POSIX mark a folder
+        kind = b"5"
+    return _Header(name, _number(block[124:136]), kind)
+
+
+def _verify_checksum(block: bytes) -> None:
+    """The sum of the header's bytes with the checksum field taken as spaces; historic tars summed signed bytes."""
+    expected = _number(block[148:156])
+    total = sum(block) - sum(block[148:156]) + 8 * ord(" ")
+    if expected == total:
+        return
+    signed = total - 256 * sum(byte > 127 for byte in block[:148] + block[156:])
+    if expected != signed:
+        raise _BadHeader
+
+
+def _number(field: bytes) -> int:
+    """Octal text, or GNU's base-256 where the first bit is set."""
+    if field[0] == 0o200:
+        return int.from_bytes(field[1:], "big")
+    try:
+        return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+    except ValueError as error:
+        raise _BadHeader from error
+
+
+def _text(field: bytes) -> str:
+    return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
+
+
+def _payload(fd: int, offset: int, size: int, end: int) -> bytes:
+    if not 0 <= size <= end - offset:
+        raise _BadHeader
+    return os.pread(fd, size, offset)
+
+
+def _pax_records(payload: bytes) -> dict[str, str]:
+    """Records `LENGTH KEYWORD=VALUE\\n`, LENGTH counting the whole record (POSIX.1-2001 pax)."""
+    records: dict[str, str] = {}
+    while payload.strip(b"\0"):
+        digits, _, _ = payload.partition(b" ")
+        length = int(digits) if digits.isdigit() else 0
+        keyword, equals, value = payload[len(digits) + 1 : length - 1].partition(b"=")
+        if not equals or payload[length - 1 : length] != b"\n":
+            raise _BadHeader
+        records[keyword.decode("utf-8", "surrogateescape")] = value.decode("utf-8", "surrogateescape")
+        payload = payload[length:]
+    return records
+
+
+def _padded(size: int) -> int:
+    return -(-size // _BLOCK) * _BLOCK
+
+
+def _next_header(fd: int, offset: int, end: int) -> int:
+    """Offset of the next valid header at `offset` or later in steps of 512 bytes, `end` when there is none."""
+    while offset < end:
+        chunk = os.pread(fd, _SCAN_CHUNK, offset)
+        if chunk.strip(b"\0"):
+            for start in range(0, len(chunk), _BLOCK):
+                if _is_header(chunk[start : start + _BLOCK]):
+                    return offset + start
+        offset += _SCAN_CHUNK
+    return end
+
+
+def _is_header(block: bytes) -> bool:
+    try:
+        _parse(block)
+    except _BadHeader:
+        return False
+    return True
+
+
+def _is_end_of_archive(fd: int, offset: int, end: int, resumed: int) -> bool:
+    """Zeros (two blocks, or all that is left) behind which no header follows; what else follows does not matter."""
+    marker = os.pread(fd, 2 * _BLOCK, offset)
+    return resumed == end and not marker.strip(b"\0")

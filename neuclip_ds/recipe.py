@@ -1,0 +1,171 @@
+"""From a recipe's name and `--dotted.name=value` overrides to a validated config; free of torch.
+
+A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
+`neuclip_ds/recipes/`, or paths beside the file) that are laid under it in their order.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
+
+from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError
+
+RECIPES = Path(__file__).parent / "recipes"
+
+
+class _Invocation(Config):
+    """Trains a CLIP model. Example: deepspeed --num_accelerators 2 train.py demo --optimizer.lr=1e-3"""
+
+    recipe: CliPositionalArg[str | None] = None
+    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file."""
+    print_config: CliImplicitFlag[bool] = False
+    """Print the resolved config as YAML and stop."""
+    dry_run: CliImplicitFlag[bool] = Field(False, alias="dry-run")
+    """Check everything, print the plan (data, parameters, memory, traffic) and stop."""
+    hostfile: Path | None = None
+    """With --dry-run: plan for the nodes of this hostfile instead of the ranks that run."""
+    local_rank: int = -1
+    """Set by the launcher; ignored."""
+
+
+class Invocation(NamedTuple):
+    """What the command line asks for."""
+
+    config: Config
+    print_config: bool
+    dry_run: bool
+    hostfile: Path | None
+
+
+def parse(argv: Sequence[str]) -> Invocation:
+    """The config of a command line.
+
+    Raises:
+        UserError: no or unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
+    """
+    given = _command_line(argv)
+    recipe = given.pop("recipe", None)
+    if recipe is None:
+        raise UserError(f"Name a recipe as the first argument: {', '.join(recipe_names())}, or a path; see --help.")
+    tree = load_recipe(recipe)
+    tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
+    asked = _Invocation.model_validate({key: given.pop(key) for key in list(given) if key not in Config.model_fields})
+    config = validate(merge(tree, given))
+    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile)
+
+
+def recipe_names() -> list[str]:
+    """Recipes that can be run; those in subfolders are parts to include."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name: str, beside: Path | None = None) -> dict[str, Any]:
+    """The tree of a recipe with its includes merged in.
+
+    Raises:
+        UserError: it does not exist or is not a YAML mapping.
+    """
+    path = _find_recipe(name, beside)
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+    except yaml.YAMLError as error:
+        raise UserError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(tree, dict):
+        raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
+    merged: dict[str, Any] = {}
+    for part in tree.pop("include", []):
+        merged = merge(merged, load_recipe(part, beside=path.parent))
+    return merge(merged, tree)
+
+
+def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """`base` with the values of `over` on top, section by section."""
+    merged = dict(base)
+    for key, value in over.items():
+        old = merged.get(key)
+        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
+    return merged
+
+
+def validate(tree: dict[str, Any]) -> Config:
+    """A config out of a tree; `UserError` names every offending key."""
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        problems = "; ".join(_explain(problem) for problem in error.errors())
+        raise UserError(f"The config is wrong: {problems}") from error
+
+
+def dump(config: Config) -> str:
+    """The config as YAML, to be read back by `load_recipe`."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def _command_line(argv: Sequence[str]) -> dict[str, Any]:
+    try:
+        source = CliSettingsSource[BaseSettings](
+            _Invocation,  # type: ignore[arg-type]
+            cli_parse_args=list(argv),
+            cli_exit_on_error=False,
+            cli_prog_name="train.py",
+            cli_hide_none_type=True,
+            cli_avoid_json=True,
+            cli_parse_none_str="null",
+        )
+        return source()
+    except SettingsError as error:
+        raise UserError(_explain_arguments(str(error), argv)) from error
+
+
+def _explain_arguments(message: str, argv: Sequence[str]) -> str:
+    known = set(option_names(_Invocation))
+    for argument in argv:
+        name = argument.split("=")[0].removeprefix("--")
+        if argument.startswith("--") and name not in known:
+            return f"Unknown option --{name}{_nearest(name, known)}"
+    return f"The command line is wrong: {message.removeprefix('error parsing CLI: ')}; see --help."
+
+
+def option_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
+    """Dotted names of all options and sections under a model."""
+    for key, field in model.model_fields.items():
+        name = prefix + (field.alias or key)
+        yield name
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            yield from option_names(field.annotation, f"{name}.")
+
+
+def _find_recipe(name: str, beside: Path | None) -> Path:
+    candidates = [RECIPES / f"{name}.yaml", Path(name)]
+    if beside is not None:
+        candidates = [beside / name, beside / f"{name}.yaml", *candidates]
+    for path in candidates:
+        if path.is_file():
+            return path
+    raise UserError(f"There is no recipe or file {name} (recipes: {', '.join(recipe_names())}){_nearest(name, recipe_names())}")
+
+
+def _explain(problem: Any) -> str:
+    name = ".".join(str(part) for part in problem["loc"])
+    if problem["type"] == "extra_forbidden":
+        return f"unknown key {name}{_nearest(name, option_names(Config))}"
+    message = problem["msg"].removeprefix("Value error, ")
+    return f"{name}={problem['input']!r}: {message}" if problem["type"] != "value_error" else f"{name}: {message}"
+
+
+def _nearest(name: str, known: Iterator[str] | Sequence[str] | set[str]) -> str:
+    """A hint to the closest known name: by the whole dotted name, else by its last part."""
+    names = sorted(known)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+    if not close:
+        last = name.split(".")[-1]
+        close = [other for other in names if other.split(".")[-1] == last][:1]
+    return f"; did you mean {close[0]}?" if close else ""

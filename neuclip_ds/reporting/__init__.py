@@ -1,0 +1,1 @@
+"""What a run tells its user: the log, the progress line, and metrics.jsonl with its TensorBoard twin."""

@@ -1,0 +1,1 @@
+"""The run: engine, step, schedules, checkpoints. The only room that knows DeepSpeed."""

@@ -1,0 +1,15 @@
+"""Learning-rate schedules as pure functions of the step."""
+
+from __future__ import annotations
+
+import math
+
+from neuclip_ds.config import OptimizerConfig
+
+
+def warmup_cosine(step: int, total: int, config: OptimizerConfig) -> float:
+    """lr (step + 1) / warmup, then a half cosine from lr to min_lr at `total` (open_clip's and FastCLIP's form)."""
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    progress = (step - config.warmup_steps) / max(1, total - config.warmup_steps)
+    return config.min_lr + 0.5 * (1 + math.cos(math.pi * min(1.0, progress))) * (config.lr - config.min_lr)

@@ -1,0 +1,130 @@
+"""One training step: features out of the engine, feature gradients back into it.
+
+The engine knows nothing of the loss. It back-propagates the scalar K sum(features * feature gradients), whose
+gradient is the chain rule; the factor K undoes DeepSpeed's mean over ranks.
+
+A batch beyond the micro-batch takes two passes. The first keeps features only; after the objective has seen the whole
+batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes draw
+the same dropout, and batch-norm statistics move in the second only, so the result is that of one big pass.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
+from neuclip_ds.objectives.gather import Features
+
+
+class Batch(Protocol):
+    """A rank's rows of the batch, on the host."""
+
+    image: Tensor  # (b, 3, H, W) uint8
+    tokens: Tensor  # (b, T) int64
+    index: Tensor  # (b,) int64
+    valid: Tensor  # (b,) bool
+
+
+class TrainStep:
+    """Runs a batch through engine, objective and optimizers."""
+
+    def __init__(
+        self, engine: Any, objective: Objective, communicator: Communicator, micro_batch: int, seed: int
+    ) -> None:
+        """
+        Args:
+            engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
+            objective: turns features into feature gradients.
+            communicator: the ranks of the objective.
+            micro_batch: rows that go through the towers at once; divides the rank's batch.
+            seed: of dropout.
+        """
+        self._engine = engine
+        self._objective = objective
+        self._communicator = communicator
+        self._micro_batch = micro_batch
+        self._seed = seed
+
+    def __call__(self, batch: Batch, step: Step) -> FeatureGradients:
+        """Updates encoders, temperature and normaliser by one global batch.
+
+        Raises:
+            TrainingDiverged: loss or gradient is not finite; weights are left as they were.
+        """
+        self._engine.train()
+        for group in self._engine.optimizer.param_groups:
+            group["lr"] = step.lr
+        device = self._communicator.device
+        image = batch.image.to(device, non_blocking=True)
+        tokens = batch.tokens.to(device, non_blocking=True)
+        index, valid = batch.index.to(device), batch.valid.to(device)
+        rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
+        if len(rows) == 1:
+            self._fix_dropout(step, 0)
+            features = self._engine(image, tokens)
+            gradients = self._objective(Features(features[0].detach(), features[1].detach(), index, valid), step)
+            self._check_finite(gradients, batch, step)
+            self._backward(features, gradients, rows[0], last=True)
+        else:
+            gradients = self._objective(Features(*self._first_pass(image, tokens, rows, step), index, valid), step)
+            self._check_finite(gradients, batch, step)
+            for number, part in enumerate(rows):
+                self._fix_dropout(step, number)
+                self._backward(self._engine(image[part], tokens[part]), gradients, part, last=part is rows[-1])
+        self._engine.step()
+        return gradients
+
+    def _first_pass(self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step) -> tuple[Tensor, Tensor]:
+        """(b, d) image and text features of the whole batch, without a graph."""
+        features = []
+        with torch.no_grad(), _kept_statistics(self._engine.module):
+            for number, part in enumerate(rows):
+                self._fix_dropout(step, number)
+                features.append(self._engine(image[part], tokens[part]))
+        images, texts = zip(*features, strict=True)
+        return torch.cat(images), torch.cat(texts)
+
+    def _backward(
+        self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool
+    ) -> None:
+        surrogate = (features[0] * gradients.image[rows]).sum() + (features[1] * gradients.text[rows]).sum()
+        self._engine.set_gradient_accumulation_boundary(last)
+        self._engine.backward(surrogate * self._communicator.world_size)
+
+    def _fix_dropout(self, step: Step, micro: int) -> None:
+        """Dropout is a function of (seed, step, rank, micro-batch): equal in both passes and after a resume."""
+        place = step.number * self._communicator.world_size + self._communicator.rank
+        torch.manual_seed(((self._seed * 1_000_003 + place) * 65_537 + micro) % 2**63)
+
+    def _check_finite(self, gradients: FeatureGradients, batch: Batch, step: Step) -> None:
+        loss, norm = float(gradients.loss), float(gradients.metrics["feature_grad_norm"])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            raise TrainingDiverged(
+                f"step {step.number}: loss {loss} and feature-gradient norm {norm} are not finite at temperature "
+                f"{float(gradients.metrics['tau']):.4g}; the weights are those before this step. Rank "
+                f"{self._communicator.rank}'s samples begin with indices {batch.index[:8].tolist()}. Lower "
+                "optimizer.lr, or objective.npn.lr where the log warned of the NPN, and go on from the checkpoint."
+            )
+
+
+@contextmanager
+def _kept_statistics(module: nn.Module) -> Iterator[None]:
+    """Batch-norm layers normalise by the batch, as in training, but their running statistics stand still."""
+    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum

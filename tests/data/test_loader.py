@@ -1,0 +1,313 @@
+"""Loaders: the same batches whatever the workers, ranks and starting step; bad samples keep their place."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from tars import jpeg, tokenize, write_pairs
+
+from neuclip_ds.data.loader import (
+    BadSample,
+    BadSampleLog,
+    Batch,
+    PairDataset,
+    eval_loader,
+    iter_captions,
+    train_loader,
+)
+from neuclip_ds.data.manifest import Manifest, build_manifest, resolve_shards
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.transforms import eval_transform, train_transform
+from neuclip_ds.errors import UserError
+
+FLICKR = Path("/work/shared/data/flickr8k/train")
+TRANSFORM = train_transform(16, 0.5)
+
+
+def manifest_of(folder: Path) -> Manifest:
+    return build_manifest(resolve_shards(str(folder)), processes=1)
+
+
+def order_of(manifest: Manifest, batch_size: int = 8, **options) -> GlobalOrder:
+    return GlobalOrder(manifest.starts, manifest.sizes, batch_size, 5, **options)
+
+
+@pytest.fixture(scope="module")
+def manifest(tmp_path_factory) -> Manifest:
+    return manifest_of(write_pairs(tmp_path_factory.mktemp("pairs"), [9, 12, 6, 10]))
+
+
+def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
+    assert len(actual) == len(expected)
+    for ours, theirs in zip(actual, expected, strict=True):
+        for field in ("image", "tokens", "index", "valid"):
+            assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+        assert ours.bad == theirs.bad
+
+
+def load(manifest: Manifest, order: GlobalOrder, total_steps: int = 12, **options) -> list[Batch]:
+    options = {"workers": 0, **options}
+    return list(train_loader(manifest, order, TRANSFORM, tokenize, total_steps=total_steps, **options))
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(manifest) -> list[Batch]:
+    """Two epochs of 5 steps and two steps of the third."""
+    return load(manifest, order_of(manifest))
+
+
+def test_shapes_and_contents(manifest, uninterrupted):
+    order = order_of(manifest)
+    assert order.steps_per_epoch == 5
+    for number, batch in enumerate(uninterrupted):
+        assert (batch.image.shape, batch.image.dtype) == ((8, 3, 16, 16), torch.uint8)
+        assert (batch.tokens.shape, batch.tokens.dtype) == ((8, 12), torch.int64)
+        assert batch.index.tolist() == order.batch(*divmod(number, 5)).tolist()
+        assert batch.valid.tolist() == (batch.index >= 0).tolist()
+        captions = [f"caption {i}" if i >= 0 else "" for i in batch.index.tolist()]
+        assert torch.equal(batch.tokens, tokenize(captions))
+        assert not batch.image[~batch.valid].any()
+    epoch = torch.cat([batch.index[batch.valid] for batch in uninterrupted[:5]])
+    assert sorted(epoch.tolist()) == list(range(37))
+
+
+def test_augmentation_differs_between_epochs_only(uninterrupted):
+    pixels = {}
+    for number, batch in enumerate(uninterrupted[:10]):
+        for index, image in zip(batch.index.tolist(), batch.image, strict=True):
+            pixels[number // 5, index] = image
+    assert sum(not torch.equal(pixels[0, i], pixels[1, i]) for i in range(37)) > 30
+
+
+@pytest.mark.parametrize(("epoch", "step"), [(0, 0), (0, 3), (1, 0), (0, 5), (1, 4), (2, 1), (2, 2)])
+def test_resuming_equals_the_uninterrupted_run(manifest, uninterrupted, epoch, step):
+    resumed = load(manifest, order_of(manifest), epoch=epoch, step=step)
+    assert_same(resumed, uninterrupted[epoch * 5 + step :])
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_workers_do_not_change_the_batches(manifest, uninterrupted, workers):
+    assert_same(load(manifest, order_of(manifest), workers=workers, prefetch=2), uninterrupted)
+    assert_same(load(manifest, order_of(manifest), workers=workers, epoch=1, step=3), uninterrupted[8:])
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_rank_slices_join_to_the_global_batches(manifest, uninterrupted, world):
+    ranks = [load(manifest, order_of(manifest), rank=rank, world_size=world) for rank in range(world)]
+    fields = ("image", "tokens", "index", "valid")
+    joined = [
+        Batch(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
+        for parts in zip(*ranks, strict=True)
+    ]
+    assert_same(joined, uninterrupted)
+
+
+def test_webdataset_reader_gives_the_same_batches(manifest, uninterrupted):
+    assert_same(load(manifest, order_of(manifest), reader="webdataset"), uninterrupted)
+    assert_same(load(manifest, order_of(manifest), reader="webdataset", workers=2), uninterrupted)
+
+
+def test_batch_must_divide_by_the_ranks(manifest):
+    with pytest.raises(UserError, match="batch_size=8 does not divide by 3 ranks"):
+        train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, world_size=3, total_steps=1)
+
+
+@pytest.mark.skipif(not FLICKR.is_dir(), reason="no flickr8k here")
+def test_resume_and_workers_on_real_shards():
+    manifest = manifest_of(FLICKR)
+    order = order_of(manifest, 60)
+    whole = load(manifest, order, total_steps=102, epoch=0, step=96)
+    assert order.steps_per_epoch == 100
+    assert all(batch.valid.all() for batch in whole)
+    assert_same(load(manifest, order, total_steps=102, epoch=0, step=99, workers=2), whole[3:])
+
+
+@pytest.mark.parametrize(("world", "batch_size"), [(1, 10), (2, 8), (4, 3), (3, 50)])
+def test_eval_takes_every_sample_once_in_equal_batches(manifest, world, batch_size):
+    transform = eval_transform(16)
+    ranks = [
+        list(eval_loader(manifest, transform, tokenize, rank=r, world_size=world, batch_size=batch_size, workers=0))
+        for r in range(world)
+    ]
+    assert len({len(batches) for batches in ranks}) == 1
+    assert {tuple(batch.image.shape) for batches in ranks for batch in batches} == {(batch_size, 3, 16, 16)}
+    rows = [index for batches in ranks for batch in batches for index in batch.index[batch.valid].tolist()]
+    assert rows == list(range(37))
+
+
+@pytest.fixture(scope="module")
+def damaged(tmp_path_factory) -> Manifest:
+    bad = {
+        1: {"txt": b"no image"},
+        3: {"jpg": jpeg(3)},
+        4: {"jpg": jpeg(4), "txt": b" \n"},
+        6: {"jpg": jpeg(6)[:-100], "txt": b"cut"},
+        7: {"jpg": b"no picture", "txt": b"junk"},
+    }
+    return manifest_of(write_pairs(tmp_path_factory.mktemp("damaged"), [5, 5], replace=bad))
+
+
+REASONS = {1: "no image", 3: "no caption", 4: "blank caption", 6: "truncated", 7: "unknown image format"}
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("reader", ["tar", "webdataset"])
+def test_bad_samples_keep_their_place(damaged, workers, reader):
+    options = {"batch_size": 5, "workers": workers, "reader": reader}
+    batches = list(eval_loader(damaged, eval_transform(16), tokenize, **options))
+    for batch in batches:
+        expected = [index not in REASONS for index in batch.index.tolist()]
+        assert batch.valid.tolist() == expected
+        assert not batch.image[~batch.valid].any()
+        assert not batch.tokens[~batch.valid].any()
+    assert torch.cat([batch.index for batch in batches]).tolist() == list(range(10))
+    found = {sample.index: sample for batch in batches for sample in batch.bad}
+    assert found.keys() == REASONS.keys()
+    for index, reason in REASONS.items():
+        assert reason in found[index].reason
+        assert found[index].key == f"{index:06d}"
+        assert found[index].shard == damaged.shards[index // 5].path
+
+
+def test_unreadable_shards_are_bad_samples_after_one_retry(tmp_path):
+    manifest = manifest_of(write_pairs(tmp_path, [2, 2]))
+    Path(manifest.shards[1].path).unlink()
+    batch = PairDataset(manifest, TRANSFORM, tokenize).__getitems__([(0, i) for i in range(4)])
+    assert batch.valid.tolist() == [True, True, False, False]
+    assert all("read failed" in sample.reason for sample in batch.bad)
+
+
+def test_a_short_outage_is_retried(manifest, monkeypatch):
+    dataset, calls = PairDataset(manifest, TRANSFORM, tokenize), []
+    read = dataset._reader.read
+
+    def every_second_fails(index: int):
+        calls.append(index)
+        if len(calls) % 2:
+            raise OSError("outage")
+        return read(index)
+
+    monkeypatch.setattr(dataset._reader, "read", every_second_fails)
+    assert dataset.__getitems__([(0, 0), (0, 1)]).valid.all()
+    assert calls == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_changed_shard_is_one_clear_error(tmp_path, workers):
+    manifest = manifest_of(write_pairs(tmp_path, [4]))
+    write_pairs(tmp_path, [3])
+    with pytest.raises(UserError, match=r"^Shard .*00000.tar yields 3 samples"):
+        load(manifest, order_of(manifest, 2), workers=workers)
+
+
+class Sleeps:
+    image_size = 16
+
+    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+        time.sleep(2)
+        return torch.zeros(3, 16, 16, dtype=torch.uint8)
+
+
+class Dies(Sleeps):
+    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+        os.kill(os.getpid(), signal.SIGKILL)
+        raise AssertionError("unreachable")
+
+
+def test_a_stuck_loader_says_what_it_waited_for(manifest):
+    batches = train_loader(
+        manifest, order_of(manifest, 2), Sleeps(), tokenize, epoch=1, step=2, total_steps=99, workers=1, timeout=0.5
+    )
+    with pytest.raises(UserError, match=r"0.5 s in vain for step 2 of epoch 1 from 1 loader processes .*data.timeout"):
+        next(batches)
+
+
+def test_a_dead_worker_is_a_clear_error(manifest):
+    batches = train_loader(manifest, order_of(manifest), Dies(), tokenize, total_steps=3, workers=1)
+    with pytest.raises(UserError, match=r"A loader process died while step 0 of epoch 0 .*; if memory"):
+        next(batches)
+
+
+def children() -> set[int]:
+    tasks = Path(f"/proc/{os.getpid()}/task").iterdir()
+    return {int(pid) for task in tasks for pid in (task / "children").read_text().split()}
+
+
+def test_workers_outlive_the_launchers_signals_and_end_with_the_loader(manifest, uninterrupted):
+    before = children()
+    batches = train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, total_steps=12, workers=2, prefetch=1)
+    first = next(batches)
+    started = children() - before
+    assert len(started) == 2
+    for pid in started:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(pid, number)
+    assert_same([first, next(batches), next(batches)], uninterrupted[:3])
+    batches.close()
+    assert not started & children()
+
+
+def bad_batch(indices: list[int], size: int = 10) -> Batch:
+    index = torch.tensor([*indices, *([1000 + i for i in range(size - len(indices))])])
+    bad = tuple(BadSample(i, "s.tar", f"{i:03d}", "no image") for i in indices)
+    empty = torch.zeros(size)
+    return Batch(empty, empty, index, torch.ones(size, dtype=torch.bool), bad)
+
+
+def test_bad_sample_log_writes_each_sample_once(tmp_path, caplog):
+    log = BadSampleLog(tmp_path / "run", 0.5)
+    log.record(bad_batch([]))
+    assert not (tmp_path / "run").exists()
+    log.record(bad_batch([1, 2]))
+    log.record(bad_batch([2, 3, 4]))
+    lines = [json.loads(line) for line in log.path.read_text().splitlines()]
+    assert [line["index"] for line in lines] == [1, 2, 3, 4]
+    assert lines[0] == {"index": 1, "shard": "s.tar", "key": "001", "reason": "no image"}
+    assert (log.seen, log.bad) == (30, 5)
+    assert len(caplog.records) == 3  # the 1st, 2nd and 4th
+    assert BadSampleLog(tmp_path, 0.5, rank=2).path.name == "bad_samples.rank2.jsonl"
+
+
+def test_padding_is_not_counted(tmp_path):
+    log = BadSampleLog(tmp_path, 0.0)
+    log.record(Batch(torch.zeros(3), torch.zeros(3), torch.tensor([4, -1, -1]), torch.tensor([True, False, False])))
+    assert (log.seen, log.bad) == (1, 0)
+    log.check()
+
+
+def test_bad_fraction_stops_the_run(tmp_path):
+    log = BadSampleLog(tmp_path, 0.01)
+    log.record(bad_batch(list(range(10))))
+    log.check()  # 10 are what 1000 samples may hold
+    log.record(bad_batch([10]))
+    with pytest.raises(UserError, match=r"^11 of 20 samples .*max_bad_fraction=0.01 .*no image.*bad_samples.jsonl"):
+        log.check()
+    log.check(seen=1100, bad=11)
+    with pytest.raises(UserError, match="12 of 1100"):
+        log.check(seen=1100, bad=12)
+
+
+def test_zero_tolerance(tmp_path):
+    log = BadSampleLog(tmp_path, 0.0)
+    log.record(bad_batch([3]))
+    with pytest.raises(UserError, match="1 of 10"):
+        log.check()
+
+
+def test_captions_are_spread_over_the_shards(manifest, damaged):
+    assert list(iter_captions(manifest, 1000)) == [f"caption {i}" for i in range(37)]
+    some = [int(caption.split()[1]) for caption in iter_captions(manifest, 12)]
+    assert len(some) == 12
+    assert all(
+        any(start <= i < start + n for i in some) for start, n in zip(manifest.starts, manifest.sizes, strict=True)
+    )
+    assert list(iter_captions(manifest, 0)) == []
+    assert list(iter_captions(damaged, 100)) == [
+        *("caption 0", "no image", "caption 2", "caption 5", "cut", "junk", "caption 8", "caption 9")
+    ]

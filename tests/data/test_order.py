@@ -1,0 +1,149 @@
+"""The order's contracts: exactly once, independent of ranks and starts, stable across versions."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from neuclip_ds.data.hashing import hash64, mix64
+from neuclip_ds.data.order import GlobalOrder, permute
+from neuclip_ds.errors import UserError
+
+
+def order_of(sizes: list[int], batch_size: int, seed: int = 0, **options) -> GlobalOrder:
+    return GlobalOrder(np.cumsum([0, *sizes])[:-1], sizes, batch_size, seed, **options)
+
+
+def epoch_of(order: GlobalOrder, epoch: int) -> np.ndarray:
+    return np.concatenate([order.batch(epoch, step) for step in range(order.steps_per_epoch)])
+
+
+@st.composite
+def settings_of_orders(draw):
+    sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
+    assume(sum(sizes) >= 2)
+    slots, lane = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    options = {"slots": draw(st.sampled_from([slots, None])), "shuffle_block": draw(st.integers(1, 60))}
+    return sizes, slots * lane, draw(st.integers(0, 2**63 - 1)), options
+
+
+@settings(max_examples=200, deadline=None)
+@given(settings_of_orders(), st.integers(0, 5))
+def test_pad_takes_every_sample_exactly_once(case, epoch):
+    sizes, batch_size, seed, options = case
+    order = order_of(sizes, batch_size, seed, **options)
+    assert order.steps_per_epoch == -(-sum(sizes) // batch_size)
+    indices = epoch_of(order, epoch)
+    assert indices.dtype == np.int64
+    assert sorted(indices[indices >= 0]) == list(range(sum(sizes)))
+    padding = np.flatnonzero(indices < 0)
+    assert np.all(indices[padding] == -1)
+    assert np.all(padding >= (order.steps_per_epoch - 1) * batch_size), "padding is in the last batch only"
+
+
+@settings(max_examples=100, deadline=None)
+@given(settings_of_orders(), st.integers(0, 5))
+def test_drop_has_no_padding_and_no_repeats(case, epoch):
+    sizes, batch_size, seed, options = case
+    assume(sum(sizes) >= batch_size)
+    order = order_of(sizes, batch_size, seed, tail="drop", **options)
+    assert order.steps_per_epoch == sum(sizes) // batch_size
+    indices = epoch_of(order, epoch)
+    assert indices.min() >= 0
+    assert len(set(indices.tolist())) == len(indices) == order.steps_per_epoch * batch_size
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_orders(), st.data())
+def test_a_start_anywhere_equals_iterating_there(case, data):
+    sizes, batch_size, seed, options = case
+    order = order_of(sizes, batch_size, seed, **options)
+    epochs = [[order.batch(epoch, step) for step in range(order.steps_per_epoch)] for epoch in range(3)]
+    epoch, step = data.draw(st.integers(0, 2)), data.draw(st.integers(0, order.steps_per_epoch - 1))
+    assert np.array_equal(order_of(sizes, batch_size, seed, **options).batch(epoch, step), epochs[epoch][step])
+
+
+def test_rank_slices_join_to_the_batch_of_any_world():
+    order = order_of([10, 30, 25], 16, slots=4)
+    for step in range(order.steps_per_epoch):
+        batch = order.batch(1, step)
+        for world in (1, 2, 4):
+            share = 16 // world
+            assert np.array_equal(np.concatenate([batch[r * share : (r + 1) * share] for r in range(world)]), batch)
+
+
+def test_epochs_seeds_and_blocks_differ():
+    orders = [epoch_of(order_of([50] * 8, 32, seed), epoch) for seed, epoch in itertools.product((0, 1), (0, 1, 2))]
+    assert len({order.tobytes() for order in orders}) == len(orders)
+    one_shard = epoch_of(order_of([400], 8, slots=1, shuffle_block=100), 0)
+    blocks = [block - block.min() for block in one_shard.reshape(4, 100)]
+    assert all(sorted(block) == list(range(100)) for block in blocks)
+    assert len({block.tobytes() for block in blocks}) == 4
+
+
+def test_a_batch_mixes_all_slots():
+    order = order_of([100] * 16, 64)
+    assert order.slots == 16
+    shards = order.batch(0, 0) // 100
+    assert len(set(shards.tolist())) == 16
+
+
+def test_sparse_index_space_is_respected():
+    """Shards need not be dense: a removed shard leaves its indices unused for ever."""
+    order = GlobalOrder([0, 20, 500], [10, 5, 8], 4)
+    indices = epoch_of(order, 0)
+    assert sorted(indices[indices >= 0]) == [*range(10), *range(20, 25), *range(500, 508)]
+
+
+@pytest.mark.parametrize(("batch", "shards", "slots"), [(256, 6, 4), (256, 2000, 256), (4096, 5000, 1024), (7, 3, 1)])
+def test_default_slots(batch, shards, slots):
+    assert order_of([3] * shards, batch).slots == slots
+
+
+def test_errors():
+    with pytest.raises(UserError, match="slots=3 does not divide"):
+        order_of([10, 10], 8, slots=3)
+    with pytest.raises(UserError, match="drop leaves no batch: 7 samples"):
+        order_of([7], 8, tail="drop")
+    with pytest.raises(UserError, match="has 1 samples"):
+        order_of([1, 0], 8)
+    with pytest.raises(IndexError, match="step 3"):
+        order_of([10, 10], 8).batch(0, 3)
+
+
+def test_golden_order():
+    """Frozen for ever: a change would make every checkpoint resume into another order."""
+    order = order_of([1000, 1, 0, 777, 1234, 90], 48, seed=7, slots=4, shuffle_block=200)
+    digest = hashlib.sha256(b"".join(epoch_of(order, epoch).astype("<i8").tobytes() for epoch in (0, 1, 41)))
+    assert digest.hexdigest()[:32] == "20d7ded5a46050d11750b85c0d7ffc8f"
+
+
+def test_hash_matches_the_reference_of_splitmix64():
+    """First outputs of the reference generator with seed 1234567 (state + n * golden, finalised)."""
+    golden, state = 0x9E3779B97F4A7C15, 1234567
+    states = np.array([(state + n * golden) % 2**64 for n in (1, 2, 3)], dtype=np.uint64)
+    assert mix64(states).tolist() == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    assert hash64(1, np.arange(3)).shape == (3,)
+    assert hash64(1, 2) != hash64(2, 1)
+
+
+@pytest.mark.parametrize("size", [*range(1, 40), 99, 100, 101, 1023, 1024, 1025, 80_000])
+def test_permute_is_a_permutation(size):
+    for key in (0, 1, 2**64 - 1):
+        image = permute(np.arange(size), np.array([size]), np.array([key], dtype=np.uint64))
+        assert np.array_equal(np.sort(image), np.arange(size))
+
+
+def test_permute_reaches_every_order_of_three_and_is_even():
+    keys = hash64(np.arange(60_000))
+    images = permute(np.arange(3)[None, :], np.array([[3]]), keys[:, None])
+    _, counts = np.unique(images, axis=0, return_counts=True)
+    assert len(counts) == 6
+    assert np.all(np.abs(counts / 10_000 - 1) < 0.1)
+    first = permute(np.zeros(1, dtype=np.int64), np.array([50]), keys)
+    assert np.all(np.abs(np.bincount(first, minlength=50) / 1200 - 1) < 0.2)

@@ -1,0 +1,96 @@
+"""Both readers give the same samples; caches stay within bounds; changed shards are refused."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from tars import write_pairs, write_tar
+
+from neuclip_ds.data.manifest import build_manifest, resolve_shards
+from neuclip_ds.data.readers import RawPair, RecentlyUsed, TarReader, WebdatasetReader
+from neuclip_ds.errors import UserError
+
+FLICKR = Path("/work/shared/data/flickr8k/val")
+
+
+def test_both_readers_agree_on_incomplete_and_odd_samples(tmp_path):
+    write_tar(
+        tmp_path / "0.tar",
+        [("d/a.JPG", b"1"), ("d/a.txt", b"2"), ("b.png", b"3"), ("b.jpeg", b"4"), ("c.txt", b"5"), ("e.json", b"6")],
+    )
+    write_tar(tmp_path / "1.tar", [("f.webp", b"7"), ("f.txt", b"")])
+    manifest = build_manifest(resolve_shards(str(tmp_path)), processes=1)
+    expected = [(b"1", b"2"), (b"4", None), (None, b"5"), (None, None), (b"7", b"")]
+    for reader in (TarReader(manifest), WebdatasetReader(manifest)):
+        assert [reader.read(i) for i in range(5)] == expected
+        assert [reader.key(i) for i in range(5)] == ["d/a", "b", "c", "e", "f"]
+        assert reader.read(0, with_image=False) == RawPair(None, b"2")
+
+
+@pytest.mark.skipif(not FLICKR.is_dir(), reason="no flickr8k here")
+def test_both_readers_agree_on_real_shards():
+    manifest = build_manifest(resolve_shards(str(FLICKR)), processes=1)
+    ours, theirs = TarReader(manifest), WebdatasetReader(manifest)
+    assert manifest.n == 1000
+    assert manifest.n_bad == 0
+    for index in range(0, 1000, 7):
+        assert ours.read(index) == theirs.read(index)
+        assert ours.key(index) == theirs.key(index)
+
+
+@pytest.mark.parametrize("reader", [TarReader, WebdatasetReader])
+def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path, reader):
+    write_pairs(tmp_path, [3])
+    manifest = build_manifest(resolve_shards(str(tmp_path)), processes=1)
+    write_pairs(tmp_path, [2])
+    with pytest.raises(UserError, match=r"00000.tar yields 2 samples where the manifest has 3"):
+        reader(manifest).read(0)
+
+
+def test_webdataset_refuses_what_it_would_lose(tmp_path):
+    """Behind a damaged header webdataset ends silently; our reader goes on."""
+    path = write_pairs(tmp_path, [4]) / "00000.tar"
+    raw = bytearray(path.read_bytes())
+    second = build_manifest([str(path)], processes=1)
+    offset = TarReader(second)._tables.get(0).extents[2][0] - 512
+    raw[offset : offset + 100] = b"\xff" * 100
+    path.write_bytes(bytes(raw))
+    manifest = build_manifest([str(path)], processes=1)
+    assert TarReader(manifest).read(3).caption == b"caption 3"
+    with pytest.raises(UserError, match="use reader=tar"):
+        WebdatasetReader(manifest).read(0)
+
+
+def test_an_open_file_that_fails_is_opened_anew(tmp_path):
+    manifest = build_manifest(resolve_shards(str(write_pairs(tmp_path, [2]))), processes=1)
+    reader = TarReader(manifest)
+    pair = reader.read(0)
+    os.close(reader._files.get(0))
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        reader.read(0)
+    assert reader.read(0) == pair
+
+
+def test_recently_used_keeps_to_its_capacity():
+    loaded, released = [], []
+    cache = RecentlyUsed(lambda shard: loaded.append(shard) or shard, 5, weigh=lambda v: v, release=released.append)
+    for shard in (2, 3, 2, 1):
+        cache.get(shard)
+    assert (loaded, released) == ([2, 3, 1], [3])
+    cache.get(9)  # heavier than the capacity: kept alone
+    assert released == [3, 2, 1]
+    cache.drop(9)
+    cache.drop(9)
+    assert released == [3, 2, 1, 9]
+
+
+def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
+    monkeypatch.setattr("neuclip_ds.data.readers._OPEN_SHARDS", 2)
+    manifest = build_manifest(resolve_shards(str(write_pairs(tmp_path, [1] * 6))), processes=1)
+    reader = TarReader(manifest)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for index in [*range(6), *range(6)]:
+        assert reader.read(index).caption == f"caption {index}".encode()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 2

@@ -1,0 +1,207 @@
+"""The tar reader against webdataset on well-formed shards, and alone on damaged ones."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+from pathlib import Path
+
+import pytest
+import webdataset
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+from tars import write_tar
+
+from neuclip_ds.data.tar import ShardIndex, read_index, read_member
+
+FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
+KEYS = ("__key__", "__url__", "__local_path__")
+
+# Names meant to hit every rule: dots, folders, metadata, upper case, non-ASCII, beyond the 100 bytes of the field.
+component = st.text(alphabet="ab.A_é ", min_size=1, max_size=6) | st.sampled_from(
+    ["__meta__", "__x", "a" * 60, "b" * 120, "..", "a.", ".a", "é" * 70]
+)
+extension = st.sampled_from([".jpg", ".JPG", ".txt", ".a.b", "", ".", ".tar.gz"])
+member_name = st.builds(
+    lambda parts, end: "/".join(parts) + end, st.lists(component, min_size=1, max_size=3), extension
+)
+members = st.lists(st.tuples(member_name, st.binary(max_size=1500)), max_size=12)
+
+
+def as_samples(path: Path, index: ShardIndex) -> list[tuple[str, dict[str, bytes]]]:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return [
+            (key, {extension: read_member(fd, extent) for extension, extent in entry.items()})
+            for key, entry in index.samples
+        ]
+    finally:
+        os.close(fd)
+
+
+def webdataset_samples(path: Path) -> list[tuple[str, dict[str, bytes]]]:
+    samples = webdataset.tariterators.tarfile_samples([{"url": str(path)}])
+    return [(s["__key__"], {name: data for name, data in s.items() if name not in KEYS}) for s in samples]
+
+
+def without_duplicates(entries: list[tuple[str, bytes]]) -> list[tuple[str, bytes]]:
+    """webdataset raises on a repeated extension, which a well-formed shard does not have."""
+    unique: dict[str, tuple[str, bytes]] = {}
+    for name, data in entries:
+        unique.setdefault(name.lower().rstrip("/"), (name, data))
+    return list(unique.values())
+
+
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(members, st.sampled_from(sorted(FORMATS)))
+@example([("x" * 99 + ".jpg", b"1"), ("folder/.hidden", b"2"), ("a.JPG", b"3"), ("a.b/c", b"4")], "gnu")
+@example([("d" * 80 + "/" + "f" * 90 + ".txt", b"prefix field")], "ustar")
+def test_equals_webdataset_on_well_formed_shards(tmp_path, entries, tar_format):
+    path = tmp_path / "shard.tar"
+    kept = []
+    for name, data in without_duplicates(entries):
+        try:
+            write_tar(path, [(name, data)], FORMATS[tar_format])
+        except ValueError:  # this format cannot hold the name
+            continue
+        kept.append((name, data))
+    write_tar(path, kept, FORMATS[tar_format])
+    index = read_index(path)
+    assert index.gaps == []
+    assert as_samples(path, index) == webdataset_samples(path)
+
+
+def header_of(name: str, kind: bytes = tarfile.REGTYPE, size: int = 0) -> tarfile.TarInfo:
+    info = tarfile.TarInfo(name)
+    info.type, info.size = kind, size
+    return info
+
+
+def test_folders_links_pax_headers_and_contiguous_files_as_webdataset(tmp_path):
+    path = tmp_path / "odd.tar"
+    with tarfile.open(path, "w", format=tarfile.PAX_FORMAT, pax_headers={"comment": "for all members"}) as archive:
+        archive.addfile(header_of("folder", tarfile.DIRTYPE))
+        archive.addfile(header_of("folder/a.jpg", size=3), io.BytesIO(b"jpg"))
+        link = header_of("folder/a.png", tarfile.SYMTYPE)
+        link.linkname = "l" * 150
+        archive.addfile(link)
+        archive.addfile(header_of("folder/a.txt", tarfile.CONTTYPE, 4), io.BytesIO(b"text"))
+        overridden = header_of("short.txt", size=2)
+        overridden.pax_headers = {"path": "given/by=pax.txt", "size": "2", "mtime": "1.5"}
+        archive.addfile(overridden, io.BytesIO(b"ok"))
+    assert as_samples(path, read_index(path)) == webdataset_samples(path)
+    assert read_index(path).samples[0].members.keys() == {"jpg", "txt"}
+    assert read_index(path).samples[1].key == "given/by=pax"
+
+
+def with_field(block: bytes, start: int, field: bytes) -> bytes:
+    """The header with one field replaced and its checksum renewed."""
+    block = block[:start] + field + block[start + len(field) :]
+    total = sum(block[:148]) + sum(block[156:]) + 256
+    return block[:148] + b"%06o\0 " % total + block[156:]
+
+
+def test_base_256_sizes_and_signed_checksums(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", b"x" * 700), ("é.txt", b"signed")])
+    raw = bytearray(path.read_bytes())
+    raw[:512] = with_field(bytes(raw[:512]), 124, b"\x80" + (700).to_bytes(11, "big"))
+    second = bytes(raw[1536:2048])
+    signed = sum(b - 256 if b > 127 else b for b in second[:148] + second[156:]) + 256
+    raw[1536 + 148 : 1536 + 156] = b"%06o\0 " % signed
+    path.write_bytes(bytes(raw))
+    assert as_samples(path, read_index(path)) == webdataset_samples(path)
+    assert as_samples(path, read_index(path)) == [("a", {"jpg": b"x" * 700}), ("é", {"txt": b"signed"})]
+
+
+def test_a_size_beyond_eight_gigabytes_is_read(tmp_path):
+    path = write_tar(tmp_path / "a.tar", [("a.jpg", b""), ("b.jpg", b"")])
+    raw = path.read_bytes()
+    huge = 9 << 30
+    with path.open("wb") as out:
+        out.write(with_field(raw[:512], 124, b"\x80" + huge.to_bytes(11, "big")))
+        out.seek(512 + huge)  # sparse on disk
+        out.write(raw[512:])
+    samples = read_index(path).samples
+    assert [sample.key for sample in samples] == ["a", "b"]
+    assert samples[0].members["jpg"].size == huge
+
+
+PAIRS = [(f"{i:03d}.{e}", f"{i}{e}".encode() * 300) for i in range(6) for e in ("jpg", "txt")]
+
+
+def expected(entries: list[tuple[str, bytes]]) -> list[tuple[str, dict[str, bytes]]]:
+    samples: dict[str, dict[str, bytes]] = {}
+    for name, data in entries:
+        key, _, extension = name.partition(".")
+        samples.setdefault(key, {})[extension] = data
+    return list(samples.items())
+
+
+@pytest.mark.parametrize("damage", ["flipped", "zeros", "noise"])
+@settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(position=st.integers(0, len(PAIRS) - 1))
+def test_a_damaged_header_costs_its_member_only(tmp_path, damage, position):
+    path = write_tar(tmp_path / "a.tar", PAIRS)
+    extents = [extent for sample in read_index(path).samples for extent in sample.members.values()]
+    raw = bytearray(path.read_bytes())
+    start = extents[position].offset - 512
+    bad = {"flipped": bytes([raw[start] ^ 1]) + bytes(raw[start + 1 : start + 512]), "zeros": bytes(512)}
+    raw[start : start + 512] = bad.get(damage, os.urandom(512))
+    path.write_bytes(bytes(raw))
+
+    index = read_index(path)
+    after = extents[position + 1 :]
+    member_end = after[0].offset - 512 if after else len(raw)
+    assert index.gaps == [(start, member_end - start)]
+    assert as_samples(path, index) == expected([m for i, m in enumerate(PAIRS) if i != position])
+
+
+def test_a_hole_of_zeros_does_not_end_the_shard(tmp_path):
+    path = write_tar(tmp_path / "a.tar", PAIRS)
+    raw = bytearray(path.read_bytes())
+    hole = [sample.members["jpg"].offset - 512 for sample in read_index(path).samples][1:3]
+    raw[hole[0] : hole[1]] = bytes(hole[1] - hole[0])
+    path.write_bytes(bytes(raw))
+    index = read_index(path)
+    assert index.gaps == [(hole[0], hole[1] - hole[0])]
+    assert as_samples(path, index) == expected([m for m in PAIRS if not m[0].startswith("001")])
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data(), st.sampled_from(sorted(FORMATS)))
+def test_a_truncated_shard_keeps_every_complete_member(tmp_path, data, tar_format):
+    entries = [("n" * 110 + name, content) for name, content in PAIRS]
+    try:
+        path = write_tar(tmp_path / "a.tar", entries, FORMATS[tar_format])
+    except ValueError:
+        entries = PAIRS
+        path = write_tar(tmp_path / "a.tar", entries, FORMATS[tar_format])
+    extents = [extent for sample in read_index(path).samples for extent in sample.members.values()]
+    raw = path.read_bytes()
+    cut = data.draw(st.integers(0, extents[-1].offset + extents[-1].size))
+    path.write_bytes(raw[:cut])
+
+    index = read_index(path)
+    complete = [m for m, extent in zip(entries, extents, strict=True) if sum(extent) <= cut]
+    assert as_samples(path, index) == expected(complete)
+    assert all(gap.offset + gap.size == cut for gap in index.gaps)
+    assert len(index.gaps) <= 1
+
+
+def test_junk_is_one_gap_and_no_samples(tmp_path):
+    path = tmp_path / "junk.tar"
+    path.write_bytes(b"\x01" * 5000)
+    assert read_index(path) == ([], [(0, 5000)])
+    path.write_bytes(b"")
+    assert read_index(path) == ([], [])
+
+
+def test_reading_beyond_the_end_is_an_error(tmp_path):
+    path = write_tar(tmp_path / "a.tar", PAIRS)
+    extent = read_index(path).samples[-1].members["txt"]
+    path.write_bytes(path.read_bytes()[: extent.offset + 5])
+    fd = os.open(path, os.O_RDONLY)
+    with pytest.raises(OSError, match="cut off"):
+        read_member(fd, extent)
+    os.close(fd)

@@ -1,0 +1,96 @@
+"""Pixels: shapes, purity in the randomness, agreement with torchvision's own pipeline."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+import torch
+from PIL import Image
+from tars import jpeg
+from torchvision import transforms as reference
+from torchvision.transforms.functional import InterpolationMode
+
+from neuclip_ds.data.transforms import DecodeError, decode, eval_transform, train_transform
+
+
+def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
+    out = io.BytesIO()
+    Image.open(io.BytesIO(jpeg(1, *size))).convert(mode).save(out, kind)
+    return out.getvalue()
+
+
+TRANSFORMS = {"train": train_transform(32, 0.5), "plain": train_transform(32, 1.0), "eval": eval_transform(32)}
+
+
+@pytest.mark.parametrize("name", TRANSFORMS)
+@pytest.mark.parametrize(
+    ("mode", "kind"), [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("RGB", "WEBP")]
+)
+def test_shape_and_type_for_every_mode(name, mode, kind):
+    pixels = TRANSFORMS[name](encoded(mode, kind), 5)
+    assert pixels.shape == (3, 32, 32)
+    assert pixels.dtype == torch.uint8
+    assert pixels.float().std() > 1
+
+
+@pytest.mark.parametrize("size", [(1, 1), (1, 60), (60, 1), (31, 33), (640, 480)])
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_odd_sizes(name, size):
+    assert TRANSFORMS[name](jpeg(2, *size), 3).shape == (3, 32, 32)
+
+
+def test_augmentation_is_a_function_of_its_randomness_alone():
+    transform, data = TRANSFORMS["train"], jpeg(3)
+    first = transform(data, 11)
+    torch.manual_seed(99)
+    before = torch.get_rng_state()
+    assert torch.equal(transform(data, 11), first)
+    assert torch.equal(torch.get_rng_state(), before), "the caller's random stream is untouched"
+    assert len({transform(data, r).numpy().tobytes() for r in (1, 2**63, 2**64 - 1, 7)}) == 4
+
+
+def test_crop_scale_one_is_the_evaluation_transform():
+    data = jpeg(4)
+    assert torch.equal(TRANSFORMS["plain"](data, 1), TRANSFORMS["eval"](data, 2))
+
+
+def test_equal_to_torchvisions_pipelines():
+    data = jpeg(5)
+    image = Image.open(io.BytesIO(data)).convert("RGB")
+    bicubic = InterpolationMode.BICUBIC
+    centre = reference.Compose([reference.Resize(32, bicubic), reference.CenterCrop(32), reference.PILToTensor()])
+    assert torch.equal(TRANSFORMS["eval"](data), centre(image))
+    random = reference.Compose(
+        [reference.RandomResizedCrop(32, (0.5, 1.0), interpolation=bicubic), reference.PILToTensor()]
+    )
+    torch.manual_seed(17)
+    assert torch.equal(TRANSFORMS["train"](data, 17), random(image))
+
+
+def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
+    assert decode(jpeg(6, 199, 150), least_side=100).image.size == (199, 150)
+    assert decode(jpeg(6, 400, 200), least_side=100).image.size == (200, 100)
+    assert decode(jpeg(6, 400, 200), least_side=100).full_size == (400, 200)
+    data, transform = jpeg(6, 640, 480), train_transform(64, 0.9)
+    full = Image.open(io.BytesIO(data)).convert("RGB")
+    random = reference.RandomResizedCrop(64, (0.9, 1.0), interpolation=InterpolationMode.BICUBIC)
+    torch.manual_seed(3)
+    expected = reference.functional.pil_to_tensor(random(full)).float()
+    assert (transform(data, 3).float() - expected).abs().mean() < 2  # of 255
+
+
+@pytest.mark.parametrize(
+    "data",
+    [b"", b"\xff\xd8\xff\xe0junk", jpeg(7)[:400], encoded("RGB", "PNG")[:-40], b"GIF89a", jpeg(8, 3000, 20)],
+    ids=["empty", "junk", "cut jpeg", "cut png", "cut gif", "strip"],
+)
+@pytest.mark.parametrize("name", TRANSFORMS)
+def test_unusable_bytes_are_decode_errors(name, data):
+    with pytest.raises(DecodeError, match=r"\w"):
+        TRANSFORMS[name](data, 1)
+
+
+def test_a_broken_transform_is_not_taken_for_a_broken_image():
+    with pytest.raises(ValueError, match="must be > 0"):
+        eval_transform(-1)(jpeg(9))

@@ -1,0 +1,93 @@
+"""Who says what, and where: ranks, the console, log.txt, third parties."""
+
+from __future__ import annotations
+
+import io
+import logging
+import sys
+import warnings
+
+import pytest
+import rich
+
+from neuclip_ds.reporting.log import configure_logging
+
+ours = logging.getLogger("neuclip_ds.training.trainer")
+pytestmark = pytest.mark.usefixtures("logging_put_back")
+
+
+@pytest.fixture
+def logging_put_back():
+    loggers = [logging.getLogger(name) for name in (None, "neuclip_ds", "transformers", "DeepSpeed")]
+    before = [(logger.level, list(logger.handlers), list(logger.filters)) for logger in loggers]
+    yield
+    for logger, (level, handlers, filters) in zip(loggers, before, strict=True):
+        for handler in [handler for handler in logger.handlers if handler not in handlers]:
+            logger.removeHandler(handler)
+            handler.close()
+        logger.setLevel(level)
+        logger.filters[:] = filters
+    logging.captureWarnings(False)
+    rich.reconfigure()
+
+
+def test_rank_zero_writes_console_and_file_once_however_often_configured(capsys, tmp_path):
+    file = tmp_path / "runs" / "x" / "log.txt"
+    for _ in range(3):
+        configure_logging(0, file)
+    ours.info("hello")
+    for text in (capsys.readouterr().err, file.read_text()):
+        assert text.count("INFO hello\n") == 1
+
+
+def test_log_file_is_appended_to(tmp_path):
+    for message in ("before", "after"):
+        configure_logging(0, tmp_path / "log.txt")
+        ours.info(message)
+    assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["before", "after"]
+
+
+def test_other_ranks_tell_warnings_only_with_their_rank(capsys, tmp_path):
+    configure_logging(3, tmp_path / "log.txt")
+    ours.info("quiet")
+    ours.warning("trouble")
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("[rank 3] ")
+    assert line.endswith(" WARNING trouble")
+    assert not (tmp_path / "log.txt").exists()
+
+
+def test_third_parties_tell_warnings_only(capsys, monkeypatch):
+    configure_logging(0)
+    logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as importing some versions of it does
+    for name in ("DeepSpeed", "transformers.modeling_utils", "httpx"):
+        # a library that has been imported may use a handler of its own
+        monkeypatch.setattr(logging.getLogger(name), "propagate", True)
+        logging.getLogger(name).info("chatter of %s", name)
+        logging.getLogger(name).warning("trouble in %s", name)
+    told = capsys.readouterr().err
+    assert "chatter" not in told
+    assert told.count("trouble") == 3
+
+
+def test_python_warnings_are_logged(capsys, tmp_path):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        logging.captureWarnings(False)  # as if never asked for, so that this context's display is what is replaced
+        configure_logging(0, tmp_path / "log.txt")
+        warnings.warn("mind the gap", UserWarning, stacklevel=1)
+        logging.captureWarnings(False)
+    assert "UserWarning: mind the gap" in (tmp_path / "log.txt").read_text()
+    assert "UserWarning: mind the gap" in capsys.readouterr().err
+
+
+def test_a_terminal_gets_richs_layout_on_the_console_that_the_bar_shares(monkeypatch):
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    configure_logging(0)
+    ours.info("hello")
+    assert terminal.getvalue().count("hello") == 1
+    (handler,) = [handler for handler in logging.getLogger().handlers if handler.name == "neuclip_ds.reporting.log"]
+    assert handler.console is rich.get_console()
+    assert handler.console.stderr

@@ -1,0 +1,113 @@
+"""metrics.jsonl and TensorBoard: valid JSON whatever the numbers, and resumption that leaves no trace."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from neuclip_ds.reporting.metrics import MetricsLog, read_metrics
+
+STEPS = range(0, 60, 10)
+
+
+def metrics_of(step: int) -> dict[str, float]:
+    return {"loss": 1 / (step + 3), "tau": 0.07, "lr": math.inf if step == 20 else 1e-4, "samples": step * 256}
+
+
+def run(folder: Path, resume_step: int | None = None, last: int = STEPS[-1]) -> bytes:
+    """Writes what a run does that starts after `resume_step`; the file's content."""
+    with MetricsLog(folder, resume_step) as metrics:
+        for step in STEPS:
+            if (resume_step is None or step > resume_step) and step <= last:
+                metrics.write(step, metrics_of(step))
+    return (folder / "metrics.jsonl").read_bytes()
+
+
+def points(folder: Path, tag: str) -> list[tuple[int, float]]:
+    accumulator = EventAccumulator(str(folder / "tensorboard"))
+    accumulator.Reload()
+    return [(event.step, event.value) for event in accumulator.Scalars(tag)]
+
+
+def test_lines_are_flat_records_that_are_there_at_once(tmp_path):
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(10, {"loss": 2.5, "pairs": 256})
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10, "loss": 2.5, "pairs": 256}\n'
+        metrics.write(20, {"loss": 2.0})
+        assert points(tmp_path, "loss") == [(10, 2.5), (20, 2.0)]
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [
+        {"step": 10, "loss": 2.5, "pairs": 256},
+        {"step": 20, "loss": 2.0},
+    ]
+
+
+def test_numbers_that_json_lacks_stay_valid_json_and_come_back(tmp_path):
+    with MetricsLog(tmp_path) as metrics:
+        metrics.write(1, {"a": math.nan, "b": math.inf, "c": -math.inf, "d": 0.1})
+
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    record = json.loads((tmp_path / "metrics.jsonl").read_text(), parse_constant=refuse)
+    assert record == {"step": 1, "a": "nan", "b": "inf", "c": "-inf", "d": 0.1}
+    (read,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert math.isnan(read.pop("a"))
+    assert read == {"step": 1, "b": math.inf, "c": -math.inf, "d": 0.1}
+
+
+@settings(deadline=None, max_examples=25)
+@given(resume_step=st.sampled_from([*STEPS, 5, 35]), killed_after=st.integers(0, 1000))
+def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, resume_step, killed_after):
+    whole = run(tmp_path_factory.mktemp("whole"))
+    folder = tmp_path_factory.mktemp("killed")
+    written = run(folder)
+    # the checkpoint of `resume_step` comes after its line, so the kill does too, at whatever byte
+    lines_before = sum(step <= resume_step for step in STEPS)
+    safe = len(b"".join(written.splitlines(keepends=True)[:lines_before]))
+    (folder / "metrics.jsonl").write_bytes(written[: min(safe + killed_after, len(written))])
+    assert run(folder, resume_step) == whole
+    assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "tensorboard"}
+
+
+def test_tensorboard_shows_the_resumed_points_only(tmp_path):
+    with MetricsLog(tmp_path) as metrics:
+        for step in STEPS:
+            metrics.write(step, {"loss": 100.0 + step})
+    with MetricsLog(tmp_path, resume_step=20) as metrics:
+        metrics.write(30, {"loss": 3.0})
+    assert points(tmp_path, "loss") == [(0, 100.0), (10, 110.0), (20, 120.0), (30, 3.0)]
+
+
+def test_a_fresh_run_in_an_old_folder_starts_both_records_afresh(tmp_path):
+    run(tmp_path)
+    with MetricsLog(tmp_path, resume_step=None) as metrics:
+        metrics.write(0, {"loss": 7.0})
+    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 0, "loss": 7.0}]
+    assert points(tmp_path, "loss") == [(0, 7.0)]
+
+
+def test_resume_at_step_zero_keeps_step_zero(tmp_path):
+    run(tmp_path, last=30)
+    assert run(tmp_path, resume_step=0) == run(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("garbled", [b"\0\0\0\n", b"[1, 2]\n", b"12\n", b'{"loss": 1}\n', b"\xff\xfe\n"])
+def test_garbled_lines_are_left_out_with_a_warning(tmp_path, caplog, garbled):
+    written = run(tmp_path, last=20)
+    (tmp_path / "metrics.jsonl").write_bytes(garbled + written)
+    with caplog.at_level(logging.WARNING, logger="neuclip_ds"):
+        assert run(tmp_path, resume_step=20, last=20) == written
+    assert "line 1 is not a metrics record" in caplog.text
+
+
+def test_reader_leaves_out_a_half_written_line(tmp_path):
+    written = run(tmp_path)
+    (tmp_path / "metrics.jsonl").write_bytes(written[:-1])
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(STEPS[:-1])
