@@ -45,7 +45,7 @@ class DataConfig(Section):
     val: str = "auto"
     """Held-out pairs for retrieval, in the same forms; `auto` is a folder `val` beside `train`, empty is none."""
     zero_shot: str = "auto"
-    """Zero-shot set in CLIP_benchmark's webdataset layout; `auto` is a folder `zero_shot` beside `train`, empty is none."""
+    """Zero-shot set in CLIP_benchmark's layout; `auto` is a folder `zero_shot` beside `train`, empty is none."""
     batch_size: int = Field(256, ge=2)
     """Global batch: pairs that contrast with each other in one step, over all ranks."""
     micro_batch: int | None = Field(None, ge=1)
@@ -63,7 +63,7 @@ class DataConfig(Section):
     shuffle_block: int = Field(80_000, ge=1)
     """Samples that are shuffled together within a slot."""
     tail: Literal["pad", "drop"] = "pad"
-    """End of an epoch: `pad` sees every sample exactly once (the last batches have empty rows), `drop` skips the rest."""
+    """End of an epoch: `pad` sees every sample exactly once (the last batch has empty rows), `drop` skips the rest."""
     reader: Literal["tar", "webdataset"] = "tar"
     """Who reads shards: our indexed tar reader, or the webdataset library (slower, for comparison)."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
@@ -123,7 +123,7 @@ class TemperatureConfig(Section):
     lr: float | None = Field(None, ge=0)
     """Learning rate of log(1/tau); absent: the encoders'."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
-    """`encoder` follows the encoders' warm-up and cosine; `third_below_0.03`: lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    """`encoder` follows the encoders' schedule; `third_below_0.03` is lr, and lr/3 while tau < 0.03 (FastCLIP)."""
     rho: float = 0.0
     """Margin rho of the robust contrastive loss RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12)."""
     data_term: Literal["paper", "released_code"] = "paper"

@@ -150,7 +150,9 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise UserError(f"There is no recipe or file {name} (recipes: {', '.join(recipe_names())}){_nearest(name, recipe_names())}")
+    raise UserError(
+        f"There is no recipe or file {name} (recipes: {', '.join(recipe_names())}){_nearest(name, recipe_names())}"
+    )
 
 
 def _explain(problem: Any) -> str:

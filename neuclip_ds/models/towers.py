@@ -25,8 +25,9 @@ class VisionTower(nn.Module):
     def __init__(self, config: VisionConfig, embed_dim: int) -> None:
         super().__init__()
         self._mean, self._std = config.mean, config.std
-        self.backbone = _timm_model(config)
-        self.projection = _projection(self.backbone.num_features, embed_dim)
+        backbone: Any = _timm_model(config)  # timm's models share attributes that no type describes
+        self.backbone = backbone
+        self.projection = _projection(backbone.num_features, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
         """(b, 3, H, W) uint8 -> (b, embed_dim) in the weights' dtype."""

@@ -79,7 +79,9 @@ class Checkpoints:
                 )
         loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         if loaded is None:
-            raise UserError(f"DeepSpeed found no weights in {path}/engine; delete the folder to go on from an older one.")
+            raise UserError(
+                f"DeepSpeed found no weights in {path}/engine; delete the folder to go on from an older one."
+            )
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
         objective.load_replicated_state(load_file(path / "objective.safetensors"))

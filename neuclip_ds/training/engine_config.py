@@ -39,7 +39,9 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             )
     for key in ("optimizer", "scheduler"):
         if key in engine:
-            raise UserError(f"{path} has a section {key}, which the recipe owns (optimizer.*): remove it from the JSON.")
+            raise UserError(
+                f"{path} has a section {key}, which the recipe owns (optimizer.*): remove it from the JSON."
+            )
     if engine.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
     stage = engine.get("zero_optimization", {}).get("stage", 0)

@@ -13,25 +13,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
-
-
-class Batch(Protocol):
-    """A rank's rows of the batch, on the host."""
-
-    image: Tensor  # (b, 3, H, W) uint8
-    tokens: Tensor  # (b, T) int64
-    index: Tensor  # (b,) int64
-    valid: Tensor  # (b,) bool
 
 
 class TrainStep:
@@ -93,9 +85,7 @@ class TrainStep:
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 
-    def _backward(
-        self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool
-    ) -> None:
+    def _backward(self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool) -> None:
         surrogate = (features[0] * gradients.image[rows]).sum() + (features[1] * gradients.text[rows]).sum()
         self._engine.set_gradient_accumulation_boundary(last)
         self._engine.backward(surrogate * self._communicator.world_size)

@@ -35,7 +35,7 @@ def openclip(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
 
 
 def global_contrastive(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
-    """tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)] with u (2, B) and the leading tau constant (FastCLIP eq. 7)."""
+    """tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)], u (2, B) and the leading tau constant (FastCLIP eq. 7)."""
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
     return tau.detach() * (g / (eps + u)).mean(1).sum()
 

@@ -1,0 +1,146 @@
+"""`--dry-run`: checks everything that can be checked without training, and says what the run would cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.manifest import Manifest, open_manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
+from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.objectives import find_method
+from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+
+
+def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | None) -> None:
+    """Prints the plan on rank 0.
+
+    Raises:
+        UserError: config, DeepSpeed JSON, hostfile or data cannot work.
+    """
+    nodes = read_hostfile(hostfile) if hostfile else None
+    world_size = sum(nodes.values()) if nodes else environment.world_size
+    engine = load_engine_config(config, world_size)
+    rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    find_method(config.objective.method)
+    lines = [f"method     {config.objective.method}"]
+    if nodes:
+        lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
+    lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
+    lines += _model_lines(config, engine, world_size)
+    problem, manifest = None, None
+    try:
+        manifest = _manifest(config)
+    except UserError as error:
+        problem = error
+    lines += _data_lines(config, manifest)
+    lines += _objective_lines(config, engine, world_size, manifest)
+    if environment.rank == 0:
+        print("\n".join(lines))
+    if problem is not None:
+        raise problem
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Node name -> slots, as DeepSpeed reads it.
+
+    Raises:
+        UserError: missing, or a line that is not `NAME slots=N`.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no hostfile {path}; hostfiles/ holds examples.")
+    nodes: dict[str, int] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = line.split("#")[0].split()
+        if not entry:
+            continue
+        name, _, slots = entry[-1].partition("=")
+        if len(entry) != 2 or name != "slots" or not slots.isdigit():
+            raise UserError(f"{path}: the line {line!r} is not of the form `NAME slots=N`.")
+        nodes[entry[0]] = int(slots)
+    if not nodes:
+        raise UserError(f"The hostfile {path} names no node; write lines of the form `NAME slots=N`.")
+    return nodes
+
+
+def _model_lines(config: Config, engine: dict[str, Any], world_size: int) -> list[str]:
+    with torch.device("meta"):
+        model = build_dual_encoder(config.model, _tokenizer_sizes(config))
+    image, text = parameter_count(model.vision), parameter_count(model.text)
+    stage, width = zero_stage(engine), 2 if is_bf16(engine) else 4
+    share = [world_size if stage >= level else 1 for level in (3, 2, 1)]  # weights, gradients, optimizer
+    total = image + text
+    master = 12 if width == 2 else 8  # two float32 moments, and a float32 master beside bf16 weights
+    weights, gradients, optimizer = (total * b / k / 1e6 for b, k in zip((width, 4, master), share, strict=True))
+    return [
+        f"model      {config.model.vision.name} {image:,} + text {text:,} = {total:,} parameters",
+        f"precision  {'bf16' if width == 2 else 'float32'}, ZeRO {stage} ({config.deepspeed})",
+        f"per rank   weights {weights:,.0f} MB, gradients {gradients:,.0f} MB, optimizer {optimizer:,.0f} MB "
+        "(computed; activations not counted)",
+    ]
+
+
+class _Sizes:
+    """Stands for a tokenizer that is yet to be trained."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size, self.bos_id, self.eos_id, self.pad_id = vocab_size, 0, 1, 1
+
+
+def _tokenizer_sizes(config: Config) -> Any:
+    text = config.model.text
+    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else _Sizes(text.vocab_size)
+
+
+def _manifest(config: Config) -> Manifest:
+    from neuclip_ds.training.trainer import CACHE, resolve
+
+    if not config.data.train:
+        raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+    return open_manifest(resolve(config.data.train), CACHE / "manifests")
+
+
+def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return [f"data       {config.data.train or 'not named'}: see the error below"]
+    data = config.data
+    order = GlobalOrder(
+        manifest.starts,
+        manifest.sizes,
+        data.batch_size,
+        slots=data.slots,
+        shuffle_block=data.shuffle_block,
+        tail=data.tail,
+    )
+    steps = config.budget.steps or max(1, round(config.budget.epochs * order.steps_per_epoch))
+    return [
+        f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
+        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.slots} slots)",
+    ]
+
+
+def _objective_lines(config: Config, engine: dict[str, Any], world_size: int, manifest: Manifest | None) -> list[str]:
+    objective, dim = config.objective, config.model.embed_dim
+    batch, rank_batch = config.data.batch_size, config.data.batch_size // world_size
+    wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[objective.wire]
+    features = (world_size - 1) * rank_batch * (2 * dim * wire + 8)
+    kept = rank_batch * (2 * batch - rank_batch) * 4
+    kept = min(kept, int(objective.similarity_budget_mb * 1e6))
+    lines = [
+        f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)",
+        f"objective  similarities {kept / 1e6:,.1f} MB per rank (computed)",
+    ]
+    sections = find_method(objective.method).sections
+    if "moving_average" in sections:
+        rows = "n unknown" if manifest is None else f"{8 * manifest.n / world_size / 1e6:,.2f} MB per rank (computed)"
+        lines.append(f"u          {rows}")
+    if "npn" in sections:
+        size = objective.npn.prototypes * dim * 4 * 6 / world_size / 1e6
+        lines.append(f"NPN        prototypes, AdaGrad state and queue {size:,.1f} MB per rank (computed)")
+    return lines
