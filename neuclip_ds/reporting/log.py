@@ -34,6 +34,9 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)
+    for name in ("DeepSpeed", "transformers"):  # which bring handlers of their own: one voice, and in log.txt as well
+        logging.getLogger(name).handlers.clear()
+        logging.getLogger(name).propagate = True
     # a filter and not a level, for DeepSpeed sets its logger's level when it is imported, perhaps after this
     logging.getLogger("DeepSpeed").addFilter(_is_warning)
     logging.captureWarnings(True)

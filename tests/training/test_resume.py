@@ -1,0 +1,151 @@
+"""A killed run, started again with the same command, ends bit-equal to one that was never interrupted."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from neuclip_ds.data.demo import make_demo_data
+
+ROOT = Path(__file__).parents[2]
+TINY = [
+    "--data.batch_size=32",
+    "--data.workers=1",
+    "--data.micro_batch=8",
+    "--model.vision.image_size=16",
+    '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
+    "--model.text.width=16",
+    "--model.text.layers=1",
+    "--model.text.heads=2",
+    "--model.text.vocab_size=300",
+    "--model.embed_dim=16",
+    "--objective.npn.prototypes=64",
+    "--objective.npn.restart_every=5",
+    "--run.checkpoint_every=4",
+    "--run.log_every=1",
+    "--budget.steps=14",  # into the second epoch
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, pairs=300, held_out=40, zero_shot=80, size=32, processes=1)
+    return folder / "train"
+
+
+def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
+    call = [sys.executable, str(ROOT / "train.py"), "demo", f"--data.train={shards}", f"--run.folder={runs}"]
+    return [*call, f"--run.name={name}", *TINY, *options]
+
+
+def environment() -> dict[str, str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def complete(call: list[str]) -> str:
+    done = subprocess.run(call, env=environment(), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stderr
+
+
+def kill_after(call: list[str], metrics: Path, steps: int) -> None:
+    """Starts the command in a group of its own and kills that group once `steps` steps have been logged."""
+    process = subprocess.Popen(
+        call, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
+    )
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and process.poll() is None:
+        if metrics.is_file() and metrics.read_text().count("\n") >= steps:
+            break
+        time.sleep(0.005)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def final_state(run: Path) -> dict[str, object]:
+    """Everything that training leaves: tensors as bytes, metrics without times."""
+    import torch
+
+    folder = max((run / "checkpoints").glob("step_*"))
+    state: dict[str, object] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        state.update({f"{path.name}/{key}": value.numpy().tobytes() for key, value in load_file(path).items()})
+    for path in sorted((folder / "engine").glob("*.pt")):
+        _flatten(torch.load(path, weights_only=False), path.name, state)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    timed = ("samples_per_second", "data_wait_share")
+    state["metrics"] = [{key: value for key, value in line.items() if key not in timed} for line in lines]
+    return state
+
+
+def _flatten(value: object, name: str, into: dict[str, object]) -> None:
+    import torch
+
+    if isinstance(value, torch.Tensor):
+        into[name] = value.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    elif isinstance(value, dict):
+        for key, part in value.items():
+            _flatten(part, f"{name}/{key}", into)
+    elif isinstance(value, list | tuple):
+        for number, part in enumerate(value):
+            _flatten(part, f"{name}/{number}", into)
+
+
+def compare(shards: Path, runs: Path, *options: str) -> None:
+    complete(command(shards, runs, "whole", *options))
+    call = command(shards, runs, "broken", *options)
+    for steps in (6, 10):
+        kill_after(call, runs / "broken" / "metrics.jsonl", steps)
+    complete(call)
+    whole, broken = final_state(runs / "whole"), final_state(runs / "broken")
+    assert len(whole["metrics"]) == 15  # type: ignore[arg-type]
+    assert whole.keys() == broken.keys()
+    assert sum(isinstance(value, bytes) for value in whole.values()) > 20
+    assert [key for key in whole if whole[key] != broken[key]] == []
+
+
+@pytest.mark.parametrize("engine", ["zero1_bf16"])
+def test_killed_twice_and_resumed(engine: str, shards: Path, tmp_path: Path) -> None:
+    compare(shards, tmp_path, f"--deepspeed={engine}")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["neuclip", "fastclip_v3", "openclip"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_every_stage_and_precision(stage: int, precision: str, method: str, shards: Path, tmp_path: Path) -> None:
+    compare(shards, tmp_path, f"--deepspeed=zero{stage}_{precision}", f"--objective.method={method}")
+
+
+def test_sigterm_saves_and_exits(shards: Path, tmp_path: Path) -> None:
+    call = command(shards, tmp_path, "asked", "--budget.steps=100000", "--run.checkpoint_every=100000")
+    process = subprocess.Popen(call, env=environment(), stderr=subprocess.PIPE, text=True)
+    metrics = tmp_path / "asked" / "metrics.jsonl"
+    limit = time.monotonic() + 120
+    while time.monotonic() < limit and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 0, said
+    assert "stopped by a signal" in said
+    (checkpoint,) = (tmp_path / "asked" / "checkpoints").glob("step_*")
+    assert json.loads((checkpoint / "meta.json").read_text())["step"] >= 2
+
+
+def test_a_checkpoint_of_other_data_is_refused(shards: Path, tmp_path: Path) -> None:
+    complete(command(shards, tmp_path, "run", "--budget.steps=2"))
+    changed = command(shards, tmp_path, "run", "--budget.steps=3", "--run.seed=5")
+    done = subprocess.run(changed, env=environment(), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert "seed=0, but this run has seed=5" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,153 @@
+"""Training under DeepSpeed equals training without it: ZeRO 0-3, micro-batches, two real ranks."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.loader import Batch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, FeatureGradients, Step
+from neuclip_ds.training.engine_config import load_engine_config
+from neuclip_ds.training.optimizers import build_optimizer
+from neuclip_ds.training.step import TrainStep
+
+ROWS, STEPS, LR = 16, 5, 1e-3
+TREE: dict[str, Any] = {
+    "data": {"batch_size": ROWS},
+    "model": {
+        "vision": {
+            "name": "vit_tiny_patch16_224",
+            "image_size": 16,
+            "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+        },
+        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
+        "embed_dim": 16,
+    },
+    # a warm accumulator: from zero, AdaGrad's first step is a sign, which turns with the last bit of a small gradient
+    "objective": {"npn": {"prototypes": 24, "lr": 0.05, "initial_accumulator": 0.01}, "temperature": {"rho": 2.0}},
+    "optimizer": {"lr": LR, "weight_decay": 0.1, "clip_norm": 0.5},
+}
+TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1)
+
+
+def config_of(method: str, engine: str = "zero0_fp32", **changes: Any) -> Config:
+    tree = {**TREE, "deepspeed": engine, "objective": {**TREE["objective"], "method": method}, **changes}
+    return Config.model_validate(tree)
+
+
+def data(number: int) -> Batch:
+    generator = torch.Generator().manual_seed(number)
+    image = torch.randint(0, 256, (ROWS, 3, 16, 16), generator=generator, dtype=torch.uint8)
+    tokens = torch.randint(2, 300, (ROWS, 8), generator=generator)
+    tokens[:, 0], tokens[:, -1] = TOKENS.bos_id, TOKENS.eos_id
+    return Batch(image, tokens, torch.arange(ROWS) + number, torch.ones(ROWS, dtype=torch.bool))
+
+
+def share(batch: Batch, communicator: Communicator) -> Batch:
+    rows = ROWS // communicator.world_size
+    mine = slice(communicator.rank * rows, (communicator.rank + 1) * rows)
+    return Batch(batch.image[mine], batch.tokens[mine], batch.index[mine], batch.valid[mine])
+
+
+def place(number: int) -> Step:
+    return Step(number, 0, LR, LR)
+
+
+def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
+    """One process, the whole batch, no DeepSpeed: autograd through the towers from the feature gradients."""
+    config = config_of(method)
+    torch.manual_seed(0)
+    model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+    optimizer = build_optimizer(model, config.optimizer)
+    objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
+    for number in range(STEPS):
+        batch = data(number)
+        features = model(batch.image, batch.tokens)
+        detached = SimpleNamespace(image=features[0].detach(), text=features[1].detach())
+        detached.index, detached.valid = batch.index, batch.valid
+        found = objective(detached, place(number))  # type: ignore[arg-type]
+        optimizer.zero_grad()
+        torch.autograd.backward(features, (found.image, found.text))
+        torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+    return {name: value.detach() for name, value in model.named_parameters()}, objective.tau
+
+
+def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
+    import deepspeed
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    results = []
+    for name in engines:
+        config = config_of(method, name)
+        torch.manual_seed(0)
+        model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        engine, *_ = deepspeed.initialize(
+            model=model,
+            optimizer=build_optimizer(model, config.optimizer),
+            config=load_engine_config(config, communicator.world_size),
+        )
+        objective = build_objective(config, Context(16, 100, communicator), torch.float32)
+        step = TrainStep(engine, objective, communicator, micro, seed=0)
+        for number in range(STEPS):
+            step(share(data(number), communicator), place(number))
+        with deepspeed.zero.GatheredParameters(list(model.parameters())):
+            weights = {key: value.detach().float().clone() for key, value in model.named_parameters()}
+        results.append((weights, objective.tau))
+    return results
+
+
+FLOAT32 = [f"zero{stage}_fp32" for stage in range(4)]
+BFLOAT16 = [f"zero{stage}_bf16" for stage in range(4)]
+
+
+@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
+def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str) -> None:
+    """Two ranks, micro-batches of 4 out of 8, clipping, five AdamW steps; ZeRO 0, 1, 2 and 3."""
+    wanted, tau = plain(method, clip=0.5)
+    ranks = run_ranks(2, under_deepspeed, method, FLOAT32, 4)
+    for rank in ranks:
+        for name, (weights, found_tau) in zip(FLOAT32, rank, strict=True):
+            assert found_tau == pytest.approx(tau, rel=1e-5)
+            for key, value in weights.items():
+                torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
+
+
+def test_bf16_stays_close_to_float32() -> None:
+    """bf16 has 8 bits: five steps of 1e-3 agree to bf16's spacing, in every ZeRO stage, and the stages with another."""
+    wanted, _ = plain("openclip", clip=0.5)
+    (results,) = run_ranks(1, under_deepspeed, "openclip", BFLOAT16, 8)
+    for name, (weights, _) in zip(BFLOAT16, results, strict=True):
+        for key, value in weights.items():
+            torch.testing.assert_close(value, wanted[key], rtol=2**-7, atol=1.2e-2, msg=f"{name} {key}")
+
+
+class _Explodes:
+    """An objective whose gradient is not finite."""
+
+    tau = 0.07
+
+    def __call__(self, features: Any, step: Step) -> FeatureGradients:
+        bad = torch.full_like(features.image, torch.inf)
+        metrics = {"feature_grad_norm": torch.tensor(torch.inf), "tau": torch.tensor(0.07)}
+        return FeatureGradients(bad, bad, torch.tensor(1.0), metrics)
+
+
+def test_what_is_not_finite_ends_the_run_before_the_weights_change() -> None:
+    model = build_dual_encoder(config_of("openclip").model, TOKENS)  # type: ignore[arg-type]
+    before = [value.clone() for value in model.parameters()]
+    engine: Any = model
+    engine.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    step = TrainStep(engine, _Explodes(), Communicator(), ROWS, seed=0)  # type: ignore[arg-type]
+    with pytest.raises(TrainingDiverged, match=r"step 3.*indices \[7, 8"):
+        step(data(7), place(3))
+    assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))
