@@ -1,1 +1,1 @@
-"""The dual encoder: timm image tower, transformers text tower, tokenizer. Knows nothing of losses or data."""
+"""Image and text towers, the dual encoder made of them, and the tokenizer of captions."""

@@ -1,9 +1,12 @@
-"""Image and text tower side by side: what the DeepSpeed engine wraps."""
+"""The dual encoder of CLIP: two towers, and their features on the unit sphere of the joint space.
+
+It knows nothing of losses; the temperature is a float32 parameter of the objective, outside of DeepSpeed's engine.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.nn.functional import normalize
+from torch.nn import functional
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
@@ -11,7 +14,7 @@ from neuclip_ds.models.towers import TextTower, VisionTower
 
 
 class DualEncoder(nn.Module):
-    """Two towers into one space. Normalisation is done in float32, whatever the weights' precision."""
+    """An image and a text tower into one space of width d."""
 
     def __init__(self, vision: VisionTower, text: TextTower) -> None:
         super().__init__()
@@ -19,26 +22,43 @@ class DualEncoder(nn.Module):
         self.text = text
 
     def forward(self, image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        """(b, 3, H, W) uint8 and (b, T) int64 -> (b, d) float32 unit rows of each; None for an absent side."""
-        text_features = None if tokens is None else normalize(self.text(tokens).float(), dim=1)
-        image_features = None if image is None else normalize(self.vision(image).float(), dim=1)
+        """Features of images and captions; None where the input is None.
+
+        Args:
+            image: (b, 3, H, W) uint8 pixels.
+            tokens: (b, T) int64 ids of a `CaptionTokenizer`.
+
+        Returns:
+            (b, d) image and text features, float32 and of unit norm whatever the dtype of the weights.
+        """
+        # The text tower, which is the faster, goes first: the gather of its features can overlap the image tower.
+        text_features = None if tokens is None else _to_sphere(self.text(tokens))
+        image_features = None if image is None else _to_sphere(self.vision(image))
         return image_features, text_features
 
 
 def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> DualEncoder:
-    """The model that the config describes, with fresh weights drawn from torch's global generator.
+    """The dual encoder of a config with random weights, a function of torch's seed.
+
+    Both towers take OpenAI's quick GELU where the image model is one of timm's `quickgelu` variants, else GELU, as in
+    open_clip's configurations.
 
     Raises:
-        UserError: timm does not know the model, or its size or options cannot work.
+        UserError: the config does not fit timm or the tokenizer; see `VisionTower` and `TextTower`.
     """
-    model = DualEncoder(
-        VisionTower(config.vision, config.embed_dim), TextTower(config.text, tokenizer, config.embed_dim)
-    )
+    activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
+    vision = VisionTower(config.vision, config.embed_dim)
+    text = TextTower(config.text, tokenizer, config.embed_dim, activation)
     if config.activation_checkpointing:
-        model.vision.checkpoint_activations()
-        model.text.checkpoint_activations()
-    return model
+        vision.checkpoint_activations()
+        text.checkpoint_activations()
+    return DualEncoder(vision, text)
 
 
 def parameter_count(module: nn.Module) -> int:
+    """Number of parameters, trained or not."""
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+def _to_sphere(features: Tensor) -> Tensor:
+    return functional.normalize(features.float(), dim=-1)

@@ -1,9 +1,14 @@
-"""Captions to token ids: a byte-level BPE trained on the captions, or any transformers tokenizer."""
+"""From captions to token ids: any transformers tokenizer, or a byte-level BPE trained on the captions themselves.
+
+A row is BOS, the caption's tokens, EOS, padding. The text tower reads its feature at the first EOS, so there is
+exactly one before the padding: a caption that spells a special token is taken as plain text.
+"""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -13,98 +18,137 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from neuclip_ds.errors import UserError
 
-# the loaders' workers are forks; tokenizers' own threads would warn about each and add nothing
+# Loader processes are forked after the tokenizer's threads may have started; without this, each one warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"  # CLIP's; EOS also pads
-_LEGACY_EOS = 2  # transformers pools CLIP models with this id at the largest id instead of the first EOS
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+_SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
 
 
 class CaptionTokenizer:
-    """BOS, the caption's tokens cut so that EOS fits, EOS, padding; picklable."""
+    """Captions to token ids, ready for the text tower; can be pickled.
+
+    Attributes:
+        context_length: tokens T of a row.
+        vocab_size: rows that an embedding of these ids needs.
+        bos_id: what begins a row; None where the tokenizer has no such token, or the same one as its end (GPT-2).
+        eos_id: what ends a caption.
+        pad_id: what fills the row after EOS; EOS itself where the tokenizer has no padding token.
+
+    Example:
+        >>> tokenize = train_bpe(["a dog", "a cat"], vocab_size=300, context_length=8)
+        >>> tokenize(["a dog"]).shape
+        torch.Size([1, 8])
+    """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
         """
         Raises:
-            UserError: the tokenizer has no end token, or one whose id makes transformers pool elsewhere.
+            UserError: the tokenizer has nothing that could mark a caption's end.
         """
-        self._tokenizer = tokenizer
-        self.context_length = context_length
-        eos = _first(tokenizer.eos_token_id, tokenizer.sep_token_id)
+        eos = _first_present(tokenizer.eos_token_id, tokenizer.sep_token_id)
         if eos is None:
-            raise UserError("The tokenizer has neither an end-of-text nor a separator token to pool at; use another.")
-        if eos == _LEGACY_EOS:
             raise UserError(
-                f"The tokenizer's end token has id {_LEGACY_EOS}, which transformers' CLIP pools at the wrong place; "
-                "use another tokenizer, or leave model.text.tokenizer empty to train one."
+                f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
+                "reads its feature; add `eos_token` to its tokenizer_config.json or choose another."
             )
+        bos = _first_present(tokenizer.bos_token_id, tokenizer.cls_token_id)
+        self.context_length = context_length
+        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
         self.eos_id: int = eos
-        self.bos_id: int = _first(tokenizer.bos_token_id, tokenizer.cls_token_id, eos)  # type: ignore[assignment]
-        self.pad_id: int = _first(tokenizer.pad_token_id, eos)  # type: ignore[assignment]
-        self.vocab_size = len(tokenizer)
+        self.bos_id: int | None = None if bos == eos else bos
+        self.pad_id: int = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
+        self._tokenizer = tokenizer
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Captions -> (b, context_length) int64."""
-        room = self.context_length - 2
-        ids = self._tokenizer(captions, add_special_tokens=False, truncation=True, max_length=room)["input_ids"]
+        """(b, context_length) int64 ids; long captions are cut before EOS, an empty one is BOS and EOS."""
         rows = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
-        for row, caption in zip(rows, ids, strict=True):
-            tokens = [self.bos_id, *caption, self.eos_id]
-            row[: len(tokens)] = torch.tensor(tokens)
+        start = [] if self.bos_id is None else [self.bos_id]
+        room = self.context_length - len(start) - 1
+        for row, ids in zip(rows, self._encode(captions, room), strict=True):
+            row[: len(start) + len(ids) + 1] = torch.tensor([*start, *ids, self.eos_id])
         return rows
 
-    def save(self, folder: Path) -> None:
-        """Keeps the tokenizer in a folder that `load` reads."""
-        self._tokenizer.save_pretrained(str(folder))
+    def _encode(self, captions: list[str], room: int) -> list[list[int]]:
+        if not captions:  # transformers raises IndexError
+            return []
+        encoded = self._tokenizer(
+            captions,
+            add_special_tokens=False,
+            split_special_tokens=True,
+            padding=False,
+            truncation=True,
+            max_length=room,
+            return_attention_mask=False,
+        )
+        return encoded["input_ids"]
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer's files; `load` and `transformers.AutoTokenizer` read them."""
+        self._tokenizer.save_pretrained(folder)
 
     @classmethod
-    def load(cls, name: str | Path, context_length: int) -> CaptionTokenizer:
-        """A transformers tokenizer from a folder or the hub.
+    def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
+        """A saved tokenizer, or one of the hub.
 
         Raises:
-            UserError: it is in neither place, or has no usable end token.
+            UserError: found neither locally nor on the hub, or without a token for the end of a caption.
         """
         try:
-            return cls(AutoTokenizer.from_pretrained(str(name)), context_length)
-        except (OSError, ValueError) as error:
-            raise UserError(
-                f"model.text.tokenizer={name} was found neither as a folder nor on the hub: name a folder saved by "
-                "transformers, or leave it empty to train one on the captions."
-            ) from error
+            tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
+        except (OSError, ValueError, ImportError) as error:
+            raise UserError(_not_loaded(name_or_folder, error)) from error
+        return cls(tokenizer, context_length)
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
-    """A lower-casing byte-level BPE with `<|startoftext|>` = 0 and `<|endoftext|>` = 1; deterministic.
+    """A byte-level BPE of the captions, NFC and lower-case, the same whenever the captions are.
+
+    Args:
+        captions: read once, in a stream.
+        vocab_size: at most so many tokens; few captions give fewer.
 
     Raises:
-        UserError: there are no captions.
+        UserError: no caption has text, or the vocabulary is too small for the 256 bytes and BOS and EOS.
     """
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip(), normalizers.Lowercase()]
-    )
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size, special_tokens=[BOS, EOS], initial_alphabet=alphabet, show_progress=False
-    )
-    seen = 0
-
-    def counted() -> Iterable[str]:
-        nonlocal seen
-        for caption in captions:
-            seen += 1
-            yield caption
-
-    tokenizer.train_from_iterator(counted(), trainer)
-    if seen == 0:
+    if vocab_size < _SMALLEST_BPE:
+        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
+    with_text = (caption for caption in captions if caption.strip())
+    first = next(with_text, None)
+    if first is None:
         raise UserError(
-            "There are no captions to train a tokenizer on; check data.train, or name model.text.tokenizer."
+            "There is no caption with text to train a BPE on; check data.train or name model.text.tokenizer."
         )
-    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token=BOS, eos_token=EOS, pad_token=EOS)
-    return CaptionTokenizer(fast, context_length)
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word is one token at any place
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],  # ids 0 and 1
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(chain([first], with_text), trainer=trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+    return CaptionTokenizer(tokenizer, context_length)
 
 
-def _first(*values: int | None) -> int | None:
-    return next((value for value in values if value is not None), None)
+def _first_present(*ids: int | None) -> int | None:
+    return next((token for token in ids if token is not None), None)
+
+
+def _not_loaded(name_or_folder: Path | str, error: Exception) -> str:
+    reason = str(error).strip().partition("\n")[0]
+    if Path(name_or_folder).is_dir():
+        return (
+            f"Folder {str(name_or_folder)!r} holds no tokenizer that transformers can read ({reason}); it needs the "
+            "files that `save_pretrained` writes, tokenizer.json and tokenizer_config.json."
+        )
+    return (
+        f"Tokenizer {str(name_or_folder)!r} was found neither as a local folder nor on the hub ({reason}). Give "
+        "model.text.tokenizer the folder of a tokenizer saved where there is network, or leave it out to train a BPE "
+        "on the captions."
+    )

@@ -1,4 +1,7 @@
-"""The two towers, each with a bias-free projection to the joint space."""
+"""The two towers: a timm image model and transformers' CLIP text model, each with a projection to the joint space.
+
+Parameters are used in their own module's forward only, and none is 0-dimensional: DeepSpeed's ZeRO needs both.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 
 import timm
 import torch
+from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -16,98 +20,208 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 
 class VisionTower(nn.Module):
-    """A timm model without its classifier, and a projection.
+    """A timm model's pooled feature, projected: uint8 (b, 3, H, W) to (b, embed_dim) in the weights' dtype.
 
-    Pixels are normalised here, on the device and in float32. Mean and deviation are plain numbers, because DeepSpeed
-    casts buffers to bf16.
+    The projection is linear and without bias. Models that pool by attention (CLIP's ResNets) end in a projection of
+    their own, with bias, which takes its place (Radford et al. 2021, sec. 2.4).
     """
 
     def __init__(self, config: VisionConfig, embed_dim: int) -> None:
+        """
+        Raises:
+            UserError: timm does not know the name or refuses the options, or the image size does not fit the model.
+        """
         super().__init__()
-        self._mean, self._std = config.mean, config.std
-        backbone: Any = _timm_model(config)  # timm's models share attributes that no type describes
-        self.backbone = backbone
-        self.projection = _projection(backbone.num_features, embed_dim)
+        width = _checked_width(config)
+        self._mean, self._std = config.mean, config.std  # no buffers: DeepSpeed may cast those to bf16
+        self.trunk = _create(config)
+        self.projection: nn.Module = nn.Identity()
+        if isinstance(getattr(self.trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
+            self.trunk.reset_classifier(embed_dim)
+            nn.init.zeros_(self.trunk.head.proj.bias)
+            nn.init.normal_(self.trunk.head.proj.weight, std=width**-0.5)
+        else:
+            self.projection = _projection(width, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        """(b, 3, H, W) uint8 -> (b, embed_dim) in the weights' dtype."""
-        shape = (1, 3, 1, 1)
-        mean = torch.tensor(self._mean, device=image.device).view(shape)
-        std = torch.tensor(self._std, device=image.device).view(shape)
-        pixels = (image.float() / 255 - mean) / std
-        return self.projection(self.backbone(pixels.to(self.projection.weight.dtype)))
+        return self.projection(self.trunk(self._normalise(image)))
+
+    def _normalise(self, image: Tensor) -> Tensor:
+        """Pixels minus mean over standard deviation, computed in float32, in the dtype of the weights."""
+        if image.dtype != torch.uint8:
+            raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
+        pixels = image.float()
+        for channel, (mean, std) in enumerate(zip(self._mean, self._std, strict=True)):
+            pixels[:, channel].sub_(255 * mean).div_(255 * std)
+        return pixels.to(next(self.parameters()).dtype)
 
     def checkpoint_activations(self) -> None:
-        """Recompute block activations in the backward pass."""
-        self.backbone.set_grad_checkpointing(True)
+        """Blocks recompute their activations in the backward pass.
+
+        Raises:
+            UserError: the timm model cannot.
+        """
+        try:
+            self.trunk.set_grad_checkpointing(True)
+        except (AssertionError, AttributeError) as error:
+            raise UserError(
+                f"timm's {type(self.trunk).__name__} has no activation checkpointing ({error}); set "
+                "model.activation_checkpointing=false."
+            ) from error
 
 
 class TextTower(nn.Module):
-    """CLIP's text transformer, pooled at the first end-of-text token, and a projection."""
+    """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype."""
 
-    def __init__(self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int) -> None:
+    def __init__(
+        self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
+    ) -> None:
+        """
+        Args:
+            activation: of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
+
+        Raises:
+            UserError: the tokenizer gives ids or rows beyond what the config has room for.
+        """
         super().__init__()
-        self.transformer = CLIPTextModel(
+        self._context_length = config.context_length
+        self._eos_id = tokenizer.eos_id
+        self.trunk = CLIPTextModel(
             CLIPTextConfig(
-                vocab_size=max(tokenizer.vocab_size, config.vocab_size if config.tokenizer is None else 0),
+                vocab_size=_checked_vocab_size(config, tokenizer),
                 hidden_size=config.width,
                 intermediate_size=4 * config.width,
                 num_hidden_layers=config.layers,
                 num_attention_heads=config.heads,
                 max_position_embeddings=config.context_length,
+                hidden_act=activation,
                 bos_token_id=tokenizer.bos_id,
                 eos_token_id=tokenizer.eos_id,
                 pad_token_id=tokenizer.pad_id,
                 attn_implementation="sdpa",
             )
         )
+        _init_attention(self.trunk)
         self.projection = _projection(config.width, embed_dim)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """(b, T) int64 -> (b, embed_dim) in the weights' dtype."""
-        return self.projection(self.transformer(input_ids=tokens).pooler_output)
+        if tokens.shape[1] > self._context_length:
+            raise UserError(
+                f"Captions of {tokens.shape[1]} tokens do not fit model.text.context_length={self._context_length}; "
+                "tokenize with that context length."
+            )
+        hidden = self.trunk(input_ids=tokens).last_hidden_state  # (b, T, width)
+        # Not the trunk's own pooled output, which is read at the largest id where EOS is 2, for the sake of old files.
+        first_eos = (tokens == self._eos_id).int().argmax(dim=1)
+        return self.projection(hidden[torch.arange(len(hidden), device=hidden.device), first_eos])
 
     def checkpoint_activations(self) -> None:
-        """Recompute layer activations in the backward pass."""
-        self.transformer.gradient_checkpointing_enable({"use_reentrant": False})
-
-
-def _timm_model(config: VisionConfig) -> nn.Module:
-    if not timm.is_model(config.name):
-        nearest = difflib.get_close_matches(config.name, timm.list_models(), n=3)
-        raise UserError(f"model.vision.name={config.name} is no timm model; the nearest are {', '.join(nearest)}.")
-    options: dict[str, Any] = dict(config.options)
-    _check_size(config)
-    attempts = [{"img_size": config.image_size, **options}, options]  # plain CNNs take images of any size
-    for attempt in attempts:
-        try:
-            return timm.create_model(config.name, num_classes=0, **attempt)
-        except TypeError as error:
-            problem = str(error)
-        except (ValueError, AssertionError, RuntimeError) as error:
-            raise UserError(f"timm cannot build {config.name} with {attempt}: {error}; mend model.vision.") from error
-    raise UserError(f"timm cannot build {config.name} with {options}: {problem}; mend model.vision.options.")
-
-
-def _check_size(config: VisionConfig) -> None:
-    """Refuses sizes that timm would cut silently."""
-    size, patch = config.image_size, config.options.get("patch_size")
-    if patch is None and "_patch" in config.name:
-        digits = config.name.split("_patch")[1].split("_")[0]
-        patch = int(digits) if digits.isdigit() else None
-    if isinstance(patch, int) and (size % patch or size < patch):
-        below = max(patch, size // patch * patch)
-        raise UserError(
-            f"model.vision.image_size={size} is not a multiple of the patch size {patch} of {config.name}; "
-            f"use {below} or {below + patch}, or another model.vision.options.patch_size."
-        )
-    if patch is None and size < 32:
-        raise UserError(
-            f"model.vision.image_size={size} is too small for {config.name}, which needs 32 pixels or more."
-        )
+        """Blocks recompute their activations in the backward pass."""
+        self.trunk.activation_checkpointing_enable({"use_reentrant": False})
 
 
 def _projection(width: int, embed_dim: int) -> nn.Linear:
-    layer = nn.Linear(width, embed_dim, bias=False)
-    nn.init.normal_(layer.weight, std=width**-0.5)
-    return layer
+    projection = nn.Linear(width, embed_dim, bias=False)
+    nn.init.normal_(projection.weight, std=width**-0.5)
+    return projection
+
+
+@torch.no_grad()
+def _init_attention(model: Any) -> None:
+    """CLIP's initial attention weights: width^-1/2 inwards and (2 layers width)^-1/2 outwards.
+
+    Transformers has the two the other way round, unlike OpenAI's code and open_clip's.
+    """
+    inwards = model.config.hidden_size**-0.5
+    outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5
+    for layer in model.encoder.layers:
+        attention = layer.self_attn
+        for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
+            nn.init.normal_(projection.weight, std=inwards)
+        nn.init.normal_(attention.out_proj.weight, std=outwards)
+
+
+def _checked_vocab_size(config: TextConfig, tokenizer: CaptionTokenizer) -> int:
+    """Rows of the token embedding: those of a named tokenizer, or as many as the config gives a trained one."""
+    if tokenizer.context_length > config.context_length:
+        raise UserError(
+            f"The tokenizer makes rows of {tokenizer.context_length} tokens, more than "
+            f"model.text.context_length={config.context_length}; make them equal."
+        )
+    if config.tokenizer is not None:
+        return tokenizer.vocab_size
+    if tokenizer.vocab_size > config.vocab_size:
+        raise UserError(
+            f"model.text.vocab_size={config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
+            f"set it to at least {tokenizer.vocab_size}."
+        )
+    return config.vocab_size
+
+
+def _create(config: VisionConfig) -> Any:
+    size = {"img_size": config.image_size} if timm.get_pretrained_cfg(config.name).fixed_input_size else {}
+    return timm.create_model(config.name, num_classes=0, **size, **config.options)
+
+
+def _checked_width(config: VisionConfig) -> int:
+    """Width of the pooled feature, from a trial without memory on the meta device.
+
+    Raises:
+        UserError: see `VisionTower`.
+    """
+    _check_names(config)
+    doing = f"{config.name!r} with model.vision.image_size={config.image_size} and options={config.options}"
+    with torch.device("meta"):
+        try:
+            trial = _create(config).eval()
+        except Exception as error:  # timm's constructors assert, raise and fail as they like
+            raise UserError(f"timm cannot build {doing} ({type(error).__name__}: {error}); mend them.") from error
+        _check_image_size(config, trial)
+        if any(parameter.ndim == 0 for parameter in trial.parameters()):
+            raise UserError(f"{config.name!r} has 0-dimensional parameters, which DeepSpeed cannot hold; use another.")
+        try:
+            feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
+        except Exception as error:
+            raise UserError(f"timm cannot run {doing} ({type(error).__name__}: {error}); mend them.") from error
+    if not isinstance(feature, Tensor) or feature.ndim != 2:
+        raise UserError(
+            f"{doing} gives no pooled feature (batch, width); drop the options that change pooling or output."
+        )
+    return feature.shape[1]
+
+
+def _check_names(config: VisionConfig) -> None:
+    architecture, _, tag = config.name.partition(".")
+    if not timm.is_model(architecture):
+        nearest = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else "timm.list_models() has the names."
+        raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
+    if tag:
+        raise UserError(
+            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}), which are not loaded here; "
+            f"use {architecture!r}."
+        )
+    taken = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
+    if taken:
+        raise UserError(
+            f"model.vision.options must not set {', '.join(sorted(taken))}: the size is model.vision.image_size, and "
+            "the tower begins with random weights and without classes."
+        )
+
+
+def _check_image_size(config: VisionConfig, model: Any) -> None:
+    """timm cuts off what does not fill a patch, and convolves on over one position, both without a word."""
+    size = config.image_size
+    reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
+    if size < reduction:
+        raise UserError(
+            f"model.vision.image_size={size} is smaller than the {reduction} pixels that {config.name!r} reduces to "
+            f"one position; use {reduction} or more."
+        )
+    patch = model.patch_embed.patch_size[0] if isinstance(getattr(model, "patch_embed", None), PatchEmbed) else 1
+    if size % patch:
+        below = size // patch * patch
+        raise UserError(
+            f"model.vision.image_size={size} does not divide into patches of {patch} pixels ({config.name!r}); use "
+            f"{below} or {below + patch}."
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.data.manifest import Manifest, open_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.distributed.environment import RankEnvironment
@@ -89,13 +89,14 @@ def _model_lines(config: Config, engine: dict[str, Any], world_size: int) -> lis
 class _Sizes:
     """Stands for a tokenizer that is yet to be trained."""
 
-    def __init__(self, vocab_size: int) -> None:
-        self.vocab_size, self.bos_id, self.eos_id, self.pad_id = vocab_size, 0, 1, 1
+    def __init__(self, text: TextConfig) -> None:
+        self.vocab_size, self.context_length = text.vocab_size, text.context_length
+        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
 
 
 def _tokenizer_sizes(config: Config) -> Any:
     text = config.model.text
-    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else _Sizes(text.vocab_size)
+    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else _Sizes(text)
 
 
 def _manifest(config: Config) -> Manifest:

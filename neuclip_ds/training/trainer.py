@@ -59,10 +59,13 @@ def train(config: Config, environment: RankEnvironment) -> None:
     micro_batch = config.micro_batch(environment.world_size)
     find_method(config.objective.method)
     communicator = _connect()
-    folder = config.run.folder / str(config.run.name)
-    communicator.on_rank_zero(lambda: _prepare(folder, config))
-    configure_logging(communicator.rank, folder / "log.txt")
-    Run(config, engine_config, micro_batch, communicator, folder).train()
+    try:
+        folder = config.run.folder / str(config.run.name)
+        communicator.on_rank_zero(lambda: _prepare(folder, config))
+        configure_logging(communicator.rank, folder / "log.txt")
+        Run(config, engine_config, micro_batch, communicator, folder).train()
+    finally:
+        communicator.close()
 
 
 def _connect() -> Communicator:

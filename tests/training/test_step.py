@@ -36,7 +36,7 @@ TREE: dict[str, Any] = {
     "objective": {"npn": {"prototypes": 24, "lr": 0.05, "initial_accumulator": 0.01}, "temperature": {"rho": 2.0}},
     "optimizer": {"lr": LR, "weight_decay": 0.1, "clip_norm": 0.5},
 }
-TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1)
+TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=8)
 
 
 def config_of(method: str, engine: str = "zero0_fp32", **changes: Any) -> Config:

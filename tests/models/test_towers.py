@@ -1,0 +1,229 @@
+import copy
+import math
+
+import pytest
+import timm
+import torch
+from torch import Tensor, nn
+
+from neuclip_ds.config import TextConfig, VisionConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.towers import TextTower, VisionTower
+
+TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
+TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)
+VIT = VisionConfig(
+    name="vit_tiny_patch16_224",
+    image_size=32,
+    options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+)
+RESNET = VisionConfig(name="resnet50", image_size=32, options={"layers": [1, 1, 1, 1]})
+
+
+def pixels(side: int, rows: int = 2) -> Tensor:
+    return torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def text_tower(tokenizer: CaptionTokenizer = TOKENIZE, config: TextConfig = TEXT) -> TextTower:
+    torch.manual_seed(0)
+    return TextTower(config, tokenizer, embed_dim=16)
+
+
+def vision_tower(config: VisionConfig) -> VisionTower:
+    torch.manual_seed(0)
+    return VisionTower(config, embed_dim=16)
+
+
+def gradients(tower: nn.Module, inputs: Tensor) -> list[Tensor]:
+    tower.train()
+    tower.zero_grad()
+    tower(inputs).square().sum().backward()
+    return [parameter.grad.clone() for parameter in tower.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("config", [VIT, RESNET], ids=["vit", "resnet"])
+def test_pixels_are_normalised_per_channel(config: VisionConfig) -> None:
+    tower, image = vision_tower(config).eval(), pixels(32)
+    mean, std = (torch.tensor(values)[:, None, None] for values in (config.mean, config.std))
+    expected = tower.projection(tower.trunk((image.double() / 255 - mean).div(std).float()))
+    torch.testing.assert_close(tower(image), expected, rtol=1e-4, atol=1e-5)
+    assert image.dtype == torch.uint8
+    assert torch.equal(image, pixels(32))  # left as it was
+
+
+def test_images_that_are_not_uint8_are_refused() -> None:
+    with pytest.raises(TypeError, match="uint8"):
+        vision_tower(VIT)(pixels(32).float())
+
+
+@pytest.mark.parametrize(
+    ("name", "side", "width"),
+    [
+        ("vit_base_patch32_clip_224", 224, 768),
+        ("vit_base_patch32_clip_quickgelu_224", 224, 768),
+        ("vit_base_patch16_clip_224", 112, 768),
+        ("vit_huge_patch14_clip_quickgelu_224", 224, 1280),
+        ("vit_base_patch16_siglip_224", 224, 768),
+        ("resnet50", 64, 2048),
+        ("resnet50_clip_gap", 64, 2048),
+        ("convnext_tiny", 100, 768),
+        ("swin_tiny_patch4_window7_224", 56, 768),
+    ],
+)
+def test_families_end_in_one_projection_without_bias(name: str, side: int, width: int) -> None:
+    with torch.device("meta"):
+        tower = VisionTower(VisionConfig(name=name, image_size=side), 64).eval()
+        assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 64)
+    assert tower.projection.weight.shape == (64, width)
+    assert tower.projection.bias is None
+    assert isinstance(tower.trunk.get_classifier(), nn.Identity)
+
+
+@pytest.mark.parametrize("side", [224, 160])
+def test_attention_pools_own_projection_is_the_only_one(side: int) -> None:
+    """OpenAI's RN50 has an image tower of 38,316,896 parameters with a grid of 7 x 7 positions."""
+    with torch.device("meta"):
+        tower = VisionTower(VisionConfig(name="resnet50_clip", image_size=side), 1024).eval()
+        assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 1024)
+    assert not list(tower.projection.parameters())
+    fewer_positions = 49 - (side // 32) ** 2
+    assert sum(parameter.numel() for parameter in tower.parameters()) == 38_316_896 - 2048 * fewer_positions
+
+
+def test_attention_pool_trains_in_bf16() -> None:
+    torch.manual_seed(0)
+    tower = VisionTower(VisionConfig(name="resnet50_clip", image_size=32), 16).bfloat16()
+    projection = tower.trunk.head.proj
+    assert projection.weight.float().std().item() == pytest.approx(2048**-0.5, rel=0.05)
+    assert (projection.bias == 0).all()
+    assert all(gradient.isfinite().all() for gradient in gradients(tower, pixels(32)))
+
+
+@pytest.mark.parametrize("tower", [vision_tower(VIT), vision_tower(RESNET), text_tower()], ids=["vit", "rn", "text"])
+def test_deepspeed_can_hold_every_parameter(tower: nn.Module) -> None:
+    assert all(parameter.ndim > 0 for parameter in tower.parameters())
+    own = {name for name, _ in tower.named_parameters(recurse=False)}
+    assert not own  # the towers use no parameter themselves
+    assert not list(tower.named_buffers(recurse=False))
+
+
+@pytest.mark.parametrize("build", [lambda: vision_tower(VIT), text_tower], ids=["vision", "text"])
+def test_projections_and_seeds(build) -> None:
+    tower, again = build(), build()
+    assert tower.projection.weight.std().item() == pytest.approx(32**-0.5, rel=0.15)
+    assert all(torch.equal(a, b) for a, b in zip(tower.state_dict().values(), again.state_dict().values(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("build", "inputs"),
+    [
+        (lambda: vision_tower(VIT), pixels(32)),
+        (lambda: vision_tower(RESNET), pixels(64, rows=4)),
+        (text_tower, TOKENIZE(["a dog", "two cats sleep"])),
+    ],
+    ids=["vit", "resnet", "text"],
+)
+def test_checkpointing_keeps_gradients_and_recomputes(build, inputs: Tensor) -> None:
+    plain, checkpointed = build(), build()
+    checkpointed.checkpoint_activations()
+    calls = []
+    norm = [module for module in checkpointed.trunk.modules() if isinstance(module, nn.LayerNorm | nn.BatchNorm2d)][-2]
+    norm.register_forward_hook(lambda *_: calls.append(1))
+    for a, b in zip(gradients(plain, inputs), gradients(checkpointed, inputs), strict=True):
+        torch.testing.assert_close(a, b)
+    assert len(calls) == 2  # forward, and once more in the backward pass
+
+
+def test_a_model_that_cannot_checkpoint_is_a_user_error() -> None:
+    tower = vision_tower(VIT)
+    tower.trunk = nn.Flatten()
+    with pytest.raises(UserError, match="activation_checkpointing=false"):
+        tower.checkpoint_activations()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (VisionConfig(name="vit_base_patch32_clip_22"), "did you mean vit_base_patch32_clip_224"),
+        (VisionConfig(name="hf-hub:timm/vit"), "timm has no model"),
+        (VisionConfig(name="vit_base_patch32_clip_224.openai"), "names pretrained weights"),
+        (VisionConfig(name="dm_nfnet_f0"), "0-dimensional"),
+        (VIT.model_copy(update={"image_size": 50}), "does not divide into patches of 8 pixels.*use 48 or 56"),
+        (VisionConfig(name="vit_huge_patch14_clip_224", image_size=336 + 1), "use 336 or 350"),
+        (VisionConfig(name="vit_base_patch32_clip_224", image_size=16), "use 32 or more"),
+        (VisionConfig(name="resnet50", image_size=16), "smaller than the 32 pixels"),
+        (VisionConfig(name="resnet50_clip", image_size=24), "smaller than the 32 pixels"),
+        (VIT.model_copy(update={"options": {"patchsize": 8}}), "patchsize"),
+        (VIT.model_copy(update={"options": {"embed_dim": 30, "num_heads": 4}}), "timm cannot build"),
+        (VIT.model_copy(update={"options": {"in_chans": 1}}), "timm cannot run"),
+        (VIT.model_copy(update={"options": {"img_size": 64}}), "must not set img_size"),
+        (VisionConfig(name="resnet50", options={"global_pool": ""}), "no pooled feature"),
+    ],
+)
+def test_mistakes_in_the_vision_config_are_user_errors(config: VisionConfig, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        VisionTower(config, 16)
+
+
+def test_an_image_size_is_refused_before_memory_is_taken(monkeypatch) -> None:
+    devices = []
+    create = timm.create_model
+
+    def spied(*arguments, **options):
+        model = create(*arguments, **options)
+        devices.append(next(model.parameters()).device.type)
+        return model
+
+    monkeypatch.setattr(timm, "create_model", spied)
+    with pytest.raises(UserError):
+        VisionTower(VIT.model_copy(update={"image_size": 50}), 16)
+    assert devices == ["meta"]
+
+
+@pytest.mark.parametrize("eos", [1, 2, 7])
+def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
+    """Also where EOS has id 2, for which transformers reads the largest id."""
+    tokenizer = copy.copy(TOKENIZE)
+    tokenizer.eos_id = eos
+    tower = text_tower(tokenizer).eval()
+    row = torch.tensor([[0, 40, 50, eos, 60, 299, eos, 70, eos, eos, 80, 20]])
+    other_end, other_start = row.clone(), row.clone()
+    other_end[:, 4:] = torch.tensor([90, eos, 298, 3, 4, 5, 6, 8])
+    other_start[:, 1] = 41
+    assert torch.equal(tower(row), tower(other_end))
+    assert not torch.allclose(tower(row), tower(other_start))
+    expected = tower.projection(tower.trunk(input_ids=row).last_hidden_state[:, 3])
+    assert torch.equal(tower(row), expected)
+    torch.testing.assert_close(tower(row[:, :4]), expected)  # without anything after it
+
+
+def test_attention_is_fused() -> None:
+    assert text_tower().trunk.config._attn_implementation == "sdpa"
+
+
+def test_text_weights_begin_as_in_clip() -> None:
+    tower = text_tower(config=TextConfig(vocab_size=300, context_length=12, width=128, layers=4, heads=4)).trunk
+    inwards, outwards = 128**-0.5, 128**-0.5 * 8**-0.5
+    for layer in tower.encoder.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        for weight in (attention.q_proj.weight, attention.k_proj.weight, attention.v_proj.weight):
+            assert weight.std().item() == pytest.approx(inwards, rel=0.05)
+        assert attention.out_proj.weight.std().item() == pytest.approx(outwards, rel=0.05)
+        assert mlp.fc1.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
+        assert mlp.fc2.weight.std().item() == pytest.approx(outwards, rel=0.05)
+    assert tower.embeddings.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
+
+
+def test_too_many_tokens_are_a_user_error() -> None:
+    with pytest.raises(UserError, match=r"13 tokens do not fit model.text.context_length=12"):
+        text_tower()(torch.zeros(1, 13, dtype=torch.int64))
+
+
+def test_gelu_and_quick_gelu_differ() -> None:
+    outputs = []
+    for activation in ("gelu", "quick_gelu"):
+        torch.manual_seed(0)
+        outputs.append(TextTower(TEXT, TOKENIZE, 16, activation)(TOKENIZE(["a dog"])))
+    assert not torch.equal(*outputs)
+    assert math.isclose(*(output.norm().item() for output in outputs), rel_tol=0.1)

@@ -1,0 +1,98 @@
+"""A mistake is one sentence with the mend and exit code 2, on one rank and on two, without traceback or hang."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+
+
+def run(options: list[str], ranks: int, folder: Path) -> tuple[int, str]:
+    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PATH=f"{Path(sys.executable).parent}:{env['PATH']}")
+    call = [sys.executable, str(ROOT / "train.py")]
+    if ranks > 1:
+        port = str(29600 + os.getpid() % 300)
+        call = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
+        call += ["--master_port", port, str(ROOT / "train.py")]
+    done = subprocess.run(
+        [*call, *options, f"--run.folder={folder}/runs"],
+        env=env,
+        capture_output=True,
+        text=True,
+        timeout=90,
+        cwd=folder,
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+def check(options: list[str], ranks: int, folder: Path, *words: str) -> None:
+    code, said = run(options, ranks, folder)
+    assert code == 2, said
+    assert "Traceback" not in said
+    (line,) = [line for line in said.splitlines() if "error: " in line and "neuclip" not in line.split("error: ")[0]]
+    for word in words:
+        assert word in line
+
+
+CONFIG = [
+    (["demo", "--data.btach_size=3"], "did you mean data.batch_size"),
+    (["dem"], "did you mean demo"),
+    (["demo", "--optimizer.lr=fast"], "optimizer.lr='fast'"),
+    (["demo", "--objective.method=neuclp"], "did you mean neuclip"),
+    (["demo", "--data.micro_batch=100"], "use 128"),
+    (["demo", "--deepspeed=zero9"], "zero1_bf16"),
+    (["demo", "--data.train="], "--data.train"),
+    (["demo", "--data.train=/no/such/folder"], "/no/such/folder"),
+    (["demo", "--model.text.vocab_size=100"], "300"),
+]
+
+
+@pytest.mark.parametrize(("options", "word"), CONFIG)
+def test_config(options: list[str], word: str, tmp_path: Path) -> None:
+    check(options, 1, tmp_path, word)
+
+
+def test_image_size_that_does_not_fit_the_patch(tmp_path: Path) -> None:
+    from neuclip_ds.data.demo import make_demo_data
+
+    make_demo_data(tmp_path / "data", pairs=40, held_out=10, zero_shot=80, size=32, processes=1)
+    options = ["demo", f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--model.vision.image_size=50"]
+    check(options, 1, tmp_path, "50")
+
+
+def test_contradicting_engine_config(tmp_path: Path) -> None:
+    path = tmp_path / "mine.json"
+    path.write_text(json.dumps({"train_batch_size": 8}))
+    check(["demo", f"--deepspeed={path}"], 1, tmp_path, "train_batch_size", "256")
+    path.write_text(json.dumps({"optimizer": {"type": "Adam"}}))
+    check(["demo", f"--deepspeed={path}"], 1, tmp_path, "optimizer")
+
+
+@pytest.mark.parametrize(
+    ("options", "word"),
+    [
+        (["demo", "--data.batch_size=255"], "not divisible by the 2 ranks"),
+        (["demo", "--data.train=/no/such/folder"], "/no/such/folder"),
+    ],
+)
+def test_two_ranks(options: list[str], word: str, tmp_path: Path) -> None:
+    check(options, 2, tmp_path, word)
+
+
+def test_shards_without_captions(tmp_path: Path) -> None:
+    import webdataset as wds
+
+    (tmp_path / "data").mkdir()
+    with wds.TarWriter(str(tmp_path / "data" / "00000.tar")) as out:
+        for number in range(4):
+            out.write({"__key__": f"{number:09d}", "jpg": b"\xff\xd8"})
+    check(["demo", f"--data.train={tmp_path}/data"], 1, tmp_path, "caption")
+    (tmp_path / "empty").mkdir()
+    check(["demo", f"--data.train={tmp_path}/empty"], 1, tmp_path, "empty")
