@@ -233,6 +233,7 @@ def _stopping_workers(iterator: Iterator[Batch | UserError]) -> Iterator[None]:
         for worker in iterator._workers:
             if worker.is_alive():
                 worker.kill()
+            worker.join()  # or it stays as a zombie
 
     atexit.register(stop)
     try:
