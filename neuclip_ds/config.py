@@ -167,8 +167,8 @@ class ObjectiveConfig(Section):
     """Name of a composition in `neuclip_ds.objectives.METHODS`."""
     eps: float = Field(1e-14, gt=0)
     """Added to every normaliser (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
-    chunk: int = Field(1024, ge=1)
-    """Columns of the similarity matrix that are worked on at once."""
+    chunk: int | None = Field(None, ge=1)
+    """Columns of the similarity matrix that are worked on at once; absent: 1024 on a CPU, 8192 on a GPU."""
     similarity_budget_mb: float = Field(1024, ge=0)
     """Similarities are kept between the two passes up to this many MB a rank, recomputed beyond."""
     wire: Literal["auto", "float32", "bfloat16"] = "auto"

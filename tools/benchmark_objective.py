@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, NpnConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -35,7 +35,7 @@ from neuclip_ds.objectives.gather import Features
 Work = Callable[[], object]
 
 
-def peer_loss(rank: int, world_size: int) -> tuple[str, Callable[[Tensor, Tensor, Tensor], Tensor]]:
+def peer_loss(rank: int, world_size: int) -> tuple[str, Callable[..., Tensor]]:
     """Name and function (image, text, logit_scale) -> loss of this rank."""
     try:
         from open_clip.loss import ClipLoss
@@ -43,7 +43,9 @@ def peer_loss(rank: int, world_size: int) -> tuple[str, Callable[[Tensor, Tensor
         loss = ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, rank=rank, world_size=world_size)
         return "open_clip ClipLoss", loss
     except ImportError:
-        return "written-out OpenCLIP loss", lambda image, text, scale: _written_out(image, text, scale, rank, world_size)
+        return "written-out OpenCLIP loss", lambda image, text, scale: _written_out(
+            image, text, scale, rank, world_size
+        )
 
 
 def _written_out(image: Tensor, text: Tensor, scale: Tensor, rank: int, world_size: int) -> Tensor:
@@ -85,38 +87,42 @@ def _resident() -> int:
 
 
 def measure(rank: int, world_size: int, rows: int, dim: int, repeats: int, folder: str) -> None:
-    """One rank's measurements, written to FOLDER/RANK.json."""
+    """One rank's measurements, written to FOLDER/RANK.json; memory with repeats = 0, else seconds and bytes."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
     communicator = Communicator()
     generator = torch.Generator().manual_seed(rank)
     image, text = (normalize(torch.randn(rows, dim, generator=generator), dim=1) for _ in range(2))
     works: dict[str, Work] = {}
-    name, loss = peer_loss(rank, world_size)
+    peer, loss = peer_loss(rank, world_size)
     scale = torch.tensor(1 / 0.07, requires_grad=True)
     leaves = [image.clone().requires_grad_(), text.clone().requires_grad_()]
-    works[name] = lambda: torch.autograd.grad(loss(*leaves, scale), [*leaves, scale])
-    counted: dict[str, Communicator] = {}
+    works[peer] = lambda: torch.autograd.grad(loss(*leaves, scale), [*leaves, scale])
+    counted = {method: Communicator() for method in METHODS}
     for method in METHODS:
-        counted[method] = Communicator()
         works[method] = _our_step(method, counted[method], image, text, rank)
-    results = {key: {"seconds": [], "peak_mb": []} for key in works}
-    for repeat in range(repeats + 2):
+    for _ in range(2 + NpnConfig().prototypes // (rows * world_size)):  # NPN predicts once its queue is full
+        for work in works.values():
+            work()
+    measured: dict[str, Any] = {key: {"seconds": []} for key in works}
+    for communicator_of in counted.values():
+        communicator_of.traffic.clear()
+    for _ in range(repeats):
         for key, work in works.items():
             communicator.barrier()
             began = time.perf_counter()
             work()
-            if repeat >= 2:  # warm
-                results[key]["seconds"].append(time.perf_counter() - began)
-    for key, work in works.items():
+            measured[key]["seconds"].append(time.perf_counter() - began)
+    for key, work in works.items() if repeats == 0 else ():
         communicator.barrier()
         with _PeakMemory() as memory:
             work()
-        results[key]["peak_mb"].append(memory.megabytes)
+        measured[key]["megabytes"] = memory.megabytes
+    for key, of in counted.items() if repeats else ():
+        measured[key]["bytes"] = {name: traffic.bytes_received // repeats for name, traffic in of.traffic.items()}
     share = (world_size - 1) * rows * dim * 4
-    bytes_of = {key: _traffic(communicator, repeats + 3) for key, communicator in counted.items()}
-    bytes_of[name] = {"features": 2 * share, "feature gradients": 2 * share}  # ring all-gather and reduce-scatter
-    Path(folder, f"{rank}.json").write_text(json.dumps({"results": results, "bytes": bytes_of, "peer": name}))
+    measured[peer]["bytes"] = {"features": 2 * share, "feature gradients": 2 * share}  # ring algorithms
+    Path(folder, f"{rank}.json").write_text(json.dumps(measured))
     dist.destroy_process_group()
 
 
@@ -129,22 +135,29 @@ def _our_step(method: str, communicator: Communicator, image: Tensor, text: Tens
     return lambda: objective(features, Step(0, 0, 1e-4, 1e-4))
 
 
-def _traffic(communicator: Communicator, steps: int) -> dict[str, int]:
-    return {purpose: traffic.bytes_received // steps for purpose, traffic in communicator.traffic.items()}
+def run(world_size: int, rows: int, dim: int, repeats: int) -> list[dict[str, Any]]:
+    """The measurements of every rank."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (world_size, rows, dim, repeats, folder), nprocs=world_size)
+        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
 
 
-def report(folder: str, world_size: int, rows: int, dim: int) -> list[str]:
-    """Lines of a Markdown table: slowest rank's median step, ratio to the peer, peak memory, bytes by purpose."""
-    ranks: list[dict[str, Any]] = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world_size)]
-    peer = ranks[0]["peer"]
+def compare(world_size: int, rows: int, dim: int, repeats: int) -> list[str]:
+    """Lines of a Markdown table; the first is the peer. Times and memory are those of the worst rank."""
+    timed = run(world_size, rows, dim, repeats)
+    # freed blocks return to the system at once, which costs time but makes resident memory what lives
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
+    weighed = run(world_size, rows, dim, repeats=0)
+    del os.environ["MALLOC_MMAP_THRESHOLD_"]
     lines = []
-    seconds = {k: max(statistics.median(rank["results"][k]["seconds"]) for rank in ranks) for k in ranks[0]["results"]}
-    memory = {k: max(rank["results"][k]["peak_mb"][0] for rank in ranks) for k in seconds}
+    peer = next(iter(timed[0]))
+    seconds = {key: max(statistics.median(rank[key]["seconds"]) for rank in timed) for key in timed[0]}
+    memory = {key: max(rank[key]["megabytes"] for rank in weighed) for key in timed[0]}
     for key in seconds:
-        traffic = ", ".join(f"{purpose} {count / 1e3:,.1f} kB" for purpose, count in ranks[0]["bytes"][key].items())
+        traffic = ", ".join(f"{name} {count / 1e3:,.1f}" for name, count in timed[0][key]["bytes"].items())
         lines.append(
             f"| {world_size} | {rows} | {key} | {seconds[key] * 1e3:.1f} | {seconds[key] / seconds[peer]:.2f} "
-            f"| {memory[key]:.1f} | {memory[key] / max(memory[peer], 1e-9):.2f} | {traffic or '-'} |"
+            f"| {memory[key]:.1f} | {memory[key] / memory[peer]:.2f} | {traffic if world_size > 1 else '-'} |"
         )
     return lines
 
@@ -156,16 +169,12 @@ def main() -> None:
     parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
     arguments = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed blocks return to the system: resident memory is what lives
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, float32\n")
-    print("| ranks | b | objective | ms | ratio | peak MB | ratio | received per rank and step |")
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, float32, d = {arguments.dim}\n")
+    print("| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |")
     print("|---|---|---|---|---|---|---|---|")
     for world_size in arguments.ranks:
         for rows in arguments.batch:
-            with tempfile.TemporaryDirectory() as folder:
-                work = (world_size, rows, arguments.dim, arguments.repeats, folder)
-                mp.spawn(measure, work, nprocs=world_size)
-                print("\n".join(report(folder, world_size, rows, arguments.dim)), flush=True)
+            print("\n".join(compare(world_size, rows, arguments.dim, arguments.repeats)), flush=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 from neuclip_ds.state.partition import RowTable
@@ -68,13 +69,8 @@ class ContrastiveObjective:
             )
         tau = self._temperature.tau
         scale = self._scale(tau)
-        pairs = PairSimilarities(
-            batch,
-            self._pair_loss,
-            tau.expand(2, batch.size),
-            self._config.chunk,
-            self._config.similarity_budget_mb * 1e6,
-        )
+        grid = PairGrid(batch, self._config.chunk, self._config.similarity_budget_mb * 1e6)
+        pairs = PairSimilarities(grid, self._pair_loss, tau)
         log_g = pairs.log_mean_exp()
         estimate = self._normalizer(batch, log_g, tau, step)
         gradient = pairs.gradient(estimate.log_weight + scale.log())

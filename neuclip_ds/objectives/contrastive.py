@@ -1,41 +1,24 @@
-"""The weighted-pair gradient in closed form: this rank's rows against gathered columns, chunk by chunk.
+"""The weighted-pair gradient in closed form: this rank's rows against gathered columns, block by block.
 
 Every contrastive method has the feature gradient of
 
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
 
-with the weights W held constant (METHODS.md, "One gradient, many normalisers"). A rank needs its own rows of
-S = E1 E2^T and of its transpose T = E2 E1^T only. Where both anchor and partner are its own, T is S read the
-other way, so that block is multiplied, exponentiated and applied once. No gradient travels between ranks.
+with the weights W held constant (METHODS.md, "One gradient, many normalisers"). No gradient travels between ranks.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import deque
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_loss import PairLoss
-
-IMAGE, TEXT = 0, 1
-
-
-class _Block(NamedTuple):
-    """Similarities of this rank's rows on one side with some columns of the other side."""
-
-    side: int  # IMAGE: rows are images and columns texts; TEXT: the other way round
-    start: int  # columns [start, stop) of the B rows of the batch
-    stop: int
-    own: bool  # the columns are this rank's, so the block holds their anchors' similarities as well
-
-    @property
-    def columns(self) -> slice:
-        return slice(self.start, self.stop)
+from neuclip_ds.objectives.pair_grid import Block, PairGrid
+from neuclip_ds.objectives.pair_loss import Identity, PairLoss
 
 
 class PairGradient(NamedTuple):
@@ -49,126 +32,163 @@ class PairGradient(NamedTuple):
 class PairSimilarities:
     """The similarities of one batch, visited twice: for the log-mean-exps, then for the gradient.
 
-    Between the visits they are kept if they fit into `budget` bytes, and computed again if not, so that memory is
-    O(own x chunk) + budget.
+    Between the visits they are kept if they fit into the grid's budget, and computed again if not, so that memory is
+    O(own x block) + budget.
     """
 
-    def __init__(self, batch: GatheredFeatures, pair_loss: PairLoss, tau: Tensor, chunk: int, budget: float) -> None:
+    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         """
         Args:
-            batch: gathered features with B >= 2 valid rows.
+            grid: the batch.
             pair_loss: l.
-            tau: (2, B) temperature of every anchor.
-            chunk: columns worked on at once.
-            budget: bytes of similarities that may be kept.
+            tau: temperature, 0-dim if shared by all anchors, else (2, B).
         """
-        self._features = (batch.image, batch.text)
-        self._own = batch.own
-        self._size = batch.size
+        self._grid = grid
         self._pair_loss = pair_loss
         self._tau = tau
-        self._chunk = chunk
-        self._positive = torch.linalg.vecdot(batch.image, batch.text)  # (B,) s_ii
-        own = self._own.stop - self._own.start
-        kept = own * (2 * self._size - own) * batch.image.element_size()
-        self._keep = kept <= budget
-        self._kept: dict[_Block, Tensor] = {}
+        factors = tau.ndim == 0 and isinstance(pair_loss, Identity)
+        self._pairs: _FactoredPairs | _GeneralPairs = _FactoredPairs(grid, tau) if factors else self._general()
 
     def log_mean_exp(self) -> Tensor:
         """(2, own): log g of this rank's anchors."""
-        own = self._own.stop - self._own.start
-        result = self._positive.new_full((2, own), -math.inf)
-        for block in self._blocks():
-            similarity = self._similarity(block)
-            if self._keep:
-                self._kept[block] = similarity
-            exponent = self._exponent(similarity, block, anchors="rows")
-            result[block.side] = torch.logaddexp(result[block.side], exponent.logsumexp(dim=1))
-            if block.own:
-                exponent = self._exponent(similarity, block, anchors="columns")
-                result[1 - block.side, self._within_own(block)] = exponent.logsumexp(dim=0)
-        return result - math.log(self._size - 1)
+        log_sum = self._pairs.log_sum_exp()
+        if log_sum is None:
+            self._pairs = self._general()
+            log_sum = self._pairs.log_sum_exp()
+        return log_sum - math.log(self._grid.size - 1)
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Gradient of L for weights W = exp(log_weight), (2, B); ends the life of the kept similarities."""
-        own = self._own.stop - self._own.start
-        log_share = log_weight - math.log(self._size - 1)
-        grads = tuple(features.new_zeros((own, features.shape[1])) for features in self._features)
-        pull = self._positive.new_zeros((2, own))
-        mean_logit = self._positive.new_zeros((2, own))
-        for block in self._blocks():
-            similarity = self._kept.pop(block) if self._keep else self._similarity(block)
-            weight, logit = self._pair_weight(similarity, log_share, block, anchors="rows")
-            pull[block.side] += weight.sum(dim=1)
-            mean_logit[block.side] += logit
-            other, other_logit = self._pair_weight(similarity, log_share, block, anchors="columns")
-            columns = self._features[1 - block.side][block.columns]
-            if block.own:
-                within = self._within_own(block)
-                pull[1 - block.side, within] = other.sum(dim=0)
-                mean_logit[1 - block.side, within] = other_logit
-            weight += other
-            grads[block.side].addmm_(weight, columns)
-            if block.own:
-                grads[1 - block.side][within].addmm_(weight.T, self._features[block.side][self._own])
-        total = pull.sum(dim=0).unsqueeze(1)
-        for side, grad in enumerate(grads):
-            grad.addcmul_(total, self._features[1 - side][self._own], value=-1).div_(self._size)
-        return PairGradient(grads[IMAGE], grads[TEXT], mean_logit)
+        """Gradient of L for weights W = exp(log_weight), (2, B); after `log_mean_exp`, and once."""
+        log_share = log_weight - math.log((self._grid.size - 1) * self._grid.size)
+        gradient = self._pairs.gradient(log_share)
+        if gradient is None:
+            gradient = self._general().gradient(log_share)
+        return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
 
-    def _blocks(self) -> Iterator[_Block]:
-        """Own columns once, as image rows x text columns; columns of other ranks once for each side."""
-        start, stop = self._own.start, self._own.stop
-        for low in range(start, stop, self._chunk):
-            yield _Block(IMAGE, low, min(low + self._chunk, stop), own=True)
-        for first, last in ((0, start), (stop, self._size)):
-            for low in range(first, last, self._chunk):
-                for side in (IMAGE, TEXT):
-                    yield _Block(side, low, min(low + self._chunk, last), own=False)
+    def _general(self) -> _GeneralPairs:
+        return _GeneralPairs(self._grid, self._pair_loss, self._tau.expand(2, self._grid.size))
 
-    def _similarity(self, block: _Block) -> Tensor:
-        rows = self._features[block.side][self._own]
-        return rows @ self._features[1 - block.side][block.columns].T
 
-    def _within_own(self, block: _Block) -> slice:
-        return slice(block.start - self._own.start, block.stop - self._own.start)
+class _GeneralPairs:
+    """Any pair loss and temperatures: each pair has an exponential for either of its anchors."""
 
-    def _anchors(self, values: Tensor, block: _Block, anchors: str) -> Tensor:
-        """Values of a block's row or column anchors out of (2, B), shaped to broadcast over the block."""
-        if anchors == "rows":
-            return values[block.side, self._own].unsqueeze(1)
-        return values[1 - block.side, block.columns].unsqueeze(0)
+    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
+        self._grid = grid
+        self._pair_loss = pair_loss
+        self._inverse_tau = tau.reciprocal()
+        self._positive = grid.positive.expand(2, -1)
+        self._kept: deque[Tensor] = deque()
 
-    def _difference(self, similarity: Tensor, block: _Block, anchors: str) -> Tensor:
-        positive = self._positive.expand(2, -1)
-        return similarity - self._anchors(positive, block, anchors)
+    def log_sum_exp(self) -> Tensor:
+        result = self._grid.per_anchor(-math.inf)
+        for block in self._grid.blocks():
+            similarity = self._grid.similarity(block)
+            if self._grid.keeps:
+                self._kept.append(similarity)
+            _, logit = self._logits(similarity, block)
+            self._grid.mask_positive_(logit[0], block, -math.inf)
+            row_sums = result[block.side, block.rows]
+            row_sums.copy_(torch.logaddexp(row_sums, logit[0].logsumexp(dim=1)))
+            if block.own is not None:
+                self._grid.mask_positive_(logit[1], block, -math.inf)
+                column_sums = result[1 - block.side, block.own]
+                column_sums.copy_(torch.logaddexp(column_sums, logit[1].logsumexp(dim=0)))
+        return result
 
-    def _exponent(self, similarity: Tensor, block: _Block, anchors: str) -> Tensor:
-        """l(x)/tau with the positives masked out by -inf."""
-        x = self._pair_loss.value_(self._difference(similarity, block, anchors))
-        x.mul_(self._anchors(self._tau, block, anchors).reciprocal())
-        self._mask_positive_(x, block, -math.inf)
-        return x
+    def gradient(self, log_share: Tensor) -> PairGradient:
+        pull, mean_logit = self._grid.per_anchor(0.0), self._grid.per_anchor(0.0)
 
-    def _pair_weight(
-        self, similarity: Tensor, log_share: Tensor, block: _Block, anchors: str
-    ) -> tuple[Tensor, Tensor | None]:
-        """Derivative of B L by each similarity, and the anchors' sum of weight times logit (own anchors only)."""
-        difference = self._difference(similarity, block, anchors)
-        slope = self._pair_loss.slope(difference)
-        inverse_tau = self._anchors(self._tau, block, anchors).reciprocal()
-        logit = self._pair_loss.value_(difference).mul_(inverse_tau)
-        weight = (logit + self._anchors(log_share, block, anchors)).exp_()
-        self._mask_positive_(weight, block, 0.0)
-        mean_logit = None
-        if anchors == "rows":
-            mean_logit = logit.mul_(weight).sum(dim=1)
-        elif block.own:
-            mean_logit = logit.mul_(weight).sum(dim=0)
-        if slope is not None:
-            weight.mul_(slope)
-        return weight.mul_(inverse_tau), mean_logit
+        def weight(block: Block) -> Tensor:
+            similarity = self._kept.popleft() if self._kept else self._grid.similarity(block)
+            differences, logits = self._logits(similarity, block)
+            total = torch.zeros_like(similarity)
+            anchors = zip(
+                differences,
+                logits,
+                self._grid.anchors(log_share, block),
+                self._grid.anchors(self._inverse_tau, block),
+                ((block.side, block.rows, 1), (1 - block.side, block.own, 0)),
+                strict=True,
+            )
+            for difference, logit, share, inverse_tau, (side, where, dim) in anchors:
+                part = (logit + share).exp_()
+                self._grid.mask_positive_(part, block, 0.0)
+                if where is not None:
+                    mean_logit[side, where] += (logit.mul_(part)).sum(dim)
+                slope = self._pair_loss.slope(difference)
+                part.mul_(inverse_tau if slope is None else slope.mul_(inverse_tau))
+                if where is not None:
+                    pull[side, where] += part.sum(dim)
+                total += part
+            return total
 
-    def _mask_positive_(self, x: Tensor, block: _Block, value: float) -> None:
-        if block.own:
-            x.diagonal(offset=self._own.start - block.start).fill_(value)
+        image, text = self._grid.gradient(weight, lambda: pull.sum(dim=0))
+        return PairGradient(image, text, mean_logit)
+
+    def _logits(self, similarity: Tensor, block: Block) -> tuple[list[Tensor], list[Tensor]]:
+        """x = s - s_ii and l(x)/tau for the block's row anchors and for its column anchors."""
+        differences = [similarity - positive for positive in self._grid.anchors(self._positive, block)]
+        inverse_taus = self._grid.anchors(self._inverse_tau, block)
+        logits = [self._pair_loss.value_(x.clone()).mul_(t) for x, t in zip(differences, inverse_taus, strict=True)]
+        return differences, logits
+
+
+class _FactoredPairs:
+    """l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
+
+    The first factor is the same for both anchors of a pair and for both visits, so a pair costs one exponential.
+    It must be representable: c moves the largest possible exponent 1/tau down to `_limit`, and where what counts
+    would vanish below all the same, the answer is None.
+    """
+
+    def __init__(self, grid: PairGrid, tau: Tensor) -> None:
+        self._grid = grid
+        self._tau = tau
+        # a sum of B terms, and a product with the anchor's factor, have room beyond it
+        self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
+        self._shift = (tau.reciprocal() - self._limit).clamp(min=0)
+        self._log_factor = self._shift - grid.positive / tau  # (B,)
+        self._total, self._moment = grid.per_anchor(0.0), grid.per_anchor(0.0)
+        self._kept: deque[Tensor] = deque()
+
+    def log_sum_exp(self) -> Tensor | None:
+        for block in self._grid.blocks():
+            exponent, exponential = self._exponential(block)
+            if self._grid.keeps:
+                self._kept.append(exponential)
+            self._total[block.side, block.rows] += exponential.sum(dim=1)
+            moment = exponent.mul_(exponential)
+            self._moment[block.side, block.rows] += moment.sum(dim=1)
+            if block.own is not None:
+                self._total[1 - block.side, block.own] += exponential.sum(dim=0)
+                self._moment[1 - block.side, block.own] += moment.sum(dim=0)
+        log_total = self._total.log()
+        if not bool((log_total > -self._limit).all()):
+            self._kept.clear()
+            return None
+        return log_total + self._log_factor[self._grid.own]
+
+    def gradient(self, log_share: Tensor) -> PairGradient | None:
+        log_factor = log_share + self._log_factor
+        if not bool((log_factor.abs() < 1.1 * self._limit).all()):
+            self._kept.clear()
+            return None
+        factor = log_factor.exp()  # (2, B)
+        by_similarity = factor / self._tau
+
+        def weight(block: Block) -> Tensor:
+            exponential = self._kept.popleft() if self._kept else self._exponential(block)[1]
+            return torch.add(*self._grid.anchors(by_similarity, block)).mul_(exponential)
+
+        own = self._grid.own
+        image, text = self._grid.gradient(weight, lambda: (by_similarity[:, own] * self._total).sum(dim=0))
+        # y = (s_ij/tau - c) + (c - s_ii/tau)
+        mean_logit = factor[:, own] * (self._moment + self._log_factor[own] * self._total)
+        return PairGradient(image, text, mean_logit)
+
+    def _exponential(self, block: Block) -> tuple[Tensor, Tensor]:
+        """s/tau - c of a block and its exponential, zero for positives."""
+        exponent = self._grid.similarity(block).div_(self._tau).sub_(self._shift)
+        exponential = exponent.exp()
+        self._grid.mask_positive_(exponential, block, 0.0)
+        return exponent, exponential

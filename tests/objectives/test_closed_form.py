@@ -13,7 +13,8 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_loss import Hinge
+from neuclip_ds.objectives.pair_grid import PairGrid
+from neuclip_ds.objectives.pair_loss import Hinge, Identity
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
 TAUS = [0.01, 0.07, 1.0]
@@ -108,14 +109,15 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
 
 @pytest.mark.parametrize("tau", [0.01, 0.1])
 @pytest.mark.parametrize("power", [1.0, 2.0])
-def test_hinge(tau: float, power: float) -> None:
+@pytest.mark.parametrize("budget", [0, 1e9])
+def test_hinge(tau: float, power: float, budget: float) -> None:
     """The pair loss of TuneCLIP under random weights, individual temperatures included."""
     image, text = leaves(19, 6)
     generator = torch.Generator().manual_seed(3)
     tau_of = tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))
     log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
     gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
-    similarities = PairSimilarities(gathered, Hinge(0.2, power), tau_of, chunk=4, budget=0)
+    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of)
     log_g = similarities.log_mean_exp()
     found = similarities.gradient(log_weight)
 
@@ -128,6 +130,21 @@ def test_hinge(tau: float, power: float) -> None:
     )
     assert relative_error(log_g, wanted.detach()) < EXACT
     compare(found, (log_weight.exp() * wanted.exp()).mean(1).sum(), image, text)
+
+
+@pytest.mark.parametrize(("negative", "excess"), [(0.1, 0.0), (-0.97, 0.0), (-0.3, 60.0)])
+def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, excess: float) -> None:
+    """tau = 0.01: all negatives nearly opposite, so that exp(s/tau) vanishes; weights far above 1/g."""
+    image = torch.eye(2, 8, dtype=torch.float64)
+    text = negative * image.flip(0) + (1 - negative**2) ** 0.5 * image
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
+        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), Identity(), torch.tensor(0.01, dtype=dtype))
+        log_g = similarities.log_mean_exp()
+        results.append((log_g, *similarities.gradient(excess - log_g)))
+    for single, double in zip(*results, strict=True):
+        assert relative_error(single.double(), double) < 1e-4
 
 
 @pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])

@@ -21,21 +21,30 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.objectives.base import Context, Estimate, Step
-from neuclip_ds.objectives.contrastive import IMAGE, TEXT
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
 
 log = logging.getLogger(__name__)
 
+_CPU_BLOCK = 2**18  # elements worked on at once: what follows the product finds them in the core's cache
 _HEALTHY = (0.5, 2.0)  # mean of (eps + g)/(eps + ghat): 1 at the optimum (METHODS.md, "Health of the NPN")
+
+
+class _Side(NamedTuple):
+    """One direction's anchors against this rank's prototypes: exp(z_ik) = exponential_ik exp(log_scale_i)."""
+
+    unit: Tensor  # (own prototypes, d): W_k / |W_k|
+    exponential: Tensor  # (B, own prototypes), at most 1
+    total: Tensor  # (B,) sums of the exponential's rows
+    log_scale: Tensor  # (B,): the largest z_ik of the row, with z_ik = (cos(e_i, W_k) - s_ii) / tau
 
 
 class _Prediction(NamedTuple):
     """The network's answer for all anchors; direction 0 reads W1, direction 1 W2."""
 
     alpha: Tensor  # (2, B)
-    logits: list[Tensor]  # (B, own prototypes) each: z_ik = (cos(e_i, W_k) - s_ii) / tau
-    unit: list[Tensor]  # (own prototypes, d) each: W_k / |W_k|
+    sides: tuple[_Side, _Side]
 
 
 class NpnNormalizer:
@@ -67,7 +76,7 @@ class NpnNormalizer:
         log_target = _log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         self._restart_if_due(step)
         if self._drawn:
-            positive = torch.linalg.vecdot(batch.image, batch.text)  # s_ii
+            positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
             for _ in range(self._config.updates):
                 self._update(self._predict(batch, positive, tau), batch, log_target)
             estimate = self._estimate(self._predict(batch, positive, tau), batch, log_target, tau, step)
@@ -90,16 +99,25 @@ class NpnNormalizer:
         self._drawn = True
 
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
-        unit = [normalize(prototype.detach(), dim=1) for prototype in self._prototypes]
-        logits = [
-            torch.addmm(-positive.unsqueeze(1), anchors, columns.T).div_(tau)
-            for anchors, columns in zip((batch.image, batch.text), unit, strict=True)
-        ]
+        anchors = (batch.image, batch.text)
+        sides = [self._side(e, w, positive, tau) for e, w in zip(anchors, self._prototypes, strict=True)]
         ceiling = ((1 - positive) / tau).double()
-        partial = torch.stack([block.logsumexp(dim=1).double() - ceiling for block in logits]).exp()
+        partial = torch.stack([side.total.double().log() + side.log_scale.double() - ceiling for side in sides]).exp()
         total = self._communicator.all_reduce(partial, "normalizer")
         log_ghat = total.log() + ceiling - math.log(self._config.prototypes)
-        return _Prediction(_log_eps_plus(log_ghat.to(positive.dtype), self._eps), logits, unit)
+        return _Prediction(_log_eps_plus(log_ghat.to(positive.dtype), self._eps), (sides[IMAGE], sides[TEXT]))
+
+    def _side(self, anchors: Tensor, prototypes: Tensor, positive: Tensor, tau: Tensor) -> _Side:
+        unit = normalize(prototypes.detach(), dim=1)
+        exponential = anchors.new_empty((len(anchors), len(unit)))
+        total, peak = torch.zeros_like(positive), torch.zeros_like(positive)
+        rows_at_once = max(1, _CPU_BLOCK // max(1, len(unit))) if anchors.device.type == "cpu" else len(anchors)
+        for low in range(0, len(anchors) if len(unit) else 0, rows_at_once):
+            rows = slice(low, low + rows_at_once)
+            block = torch.mm(anchors[rows], unit.T, out=exponential[rows]).div_(tau)
+            peak[rows] = block.amax(dim=1)
+            total[rows] = block.sub_(peak[rows].unsqueeze(1)).exp_().sum(dim=1)
+        return _Side(unit, exponential, total, peak - positive / tau)
 
     def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor) -> None:
         """One AdaGrad step on J = tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i] over both directions.
@@ -108,17 +126,18 @@ class NpnNormalizer:
         that is orthogonal to W_k.
         """
         residual = 1 - (log_target - prediction.alpha).exp()  # (2, B) r_i
-        for side, anchors in enumerate((batch.image, batch.text)):
-            share = self._share(prediction, side).mul_(residual[side].unsqueeze(1) / batch.size)
-            pull, unit, prototype = share.T @ anchors, prediction.unit[side], self._prototypes[side]
-            along = torch.linalg.vecdot(pull, unit).unsqueeze(1)
-            prototype.grad = (pull - along * unit).div_(prototype.detach().norm(dim=1, keepdim=True))
+        weights = self._log_share(prediction).exp_().mul_(residual).div_(batch.size)
+        for number, anchors in enumerate((batch.image, batch.text)):
+            side, prototype = prediction.sides[number], self._prototypes[number]
+            pull = side.exponential.T @ (weights[number].unsqueeze(1) * anchors)
+            along = (pull * side.unit).sum(dim=1, keepdim=True)
+            prototype.grad = (pull - along * side.unit).div_(prototype.detach().norm(dim=1, keepdim=True))
         self._adagrad.step()
 
-    def _share(self, prediction: _Prediction, side: int) -> Tensor:
-        """(B, own prototypes) p_ik = exp(z_ik) / (m (eps + ghat_i)); sums to about 1 over all prototypes."""
-        shift = prediction.alpha[side] + math.log(self._config.prototypes)
-        return (prediction.logits[side] - shift.unsqueeze(1)).exp_()
+    def _log_share(self, prediction: _Prediction) -> Tensor:
+        """(2, B) log of what turns the exponentials into p_ik = exp(z_ik) / (m (eps + ghat_i)); p sums to about 1."""
+        log_scale = torch.stack([side.log_scale for side in prediction.sides])
+        return log_scale - prediction.alpha - math.log(self._config.prototypes)
 
     def _estimate(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
@@ -137,12 +156,15 @@ class NpnNormalizer:
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """The terms r_i grad alpha_i of eq. 12: by the features (own rows) and tau times those by tau."""
-        shares = [self._share(prediction, side) for side in (IMAGE, TEXT)]
-        drawn = torch.stack([share @ unit for share, unit in zip(shares, prediction.unit, strict=True)], dim=1)
-        image_drawn, text_drawn = batch.sum_own(drawn, "normalizer").unbind(dim=1)  # (own, d): sum_k p_ik W_k/|W_k|
-        moments = torch.stack(
-            [torch.stack([p.sum(1), (p * z).sum(1)]) for p, z in zip(shares, prediction.logits, strict=True)]
-        )
+        sides, share = prediction.sides, self._log_share(prediction).exp_()
+        drawn = torch.stack([side.exponential @ side.unit for side in sides]) * share.unsqueeze(2)
+        image_drawn, text_drawn = batch.sum_own(drawn.transpose(0, 1), "normalizer").unbind(
+            dim=1
+        )  # sum_k p_ik W_k/|W_k|
+        total = torch.stack([side.total for side in sides])
+        log_scale = torch.stack([side.log_scale for side in sides])
+        logit = torch.stack([torch.xlogy(side.exponential, side.exponential).sum(dim=1) for side in sides])
+        moments = torch.stack([share * total, share * (logit + log_scale * total)], dim=1)  # sums of p_ik, p_ik z_ik
         mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.own].unbind(dim=1)
         residual = residual[:, batch.own]
         pull = (residual * mass).sum(dim=0).unsqueeze(1)  # both directions' alpha_i fall with s_ii

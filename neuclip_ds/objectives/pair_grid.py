@@ -1,0 +1,108 @@
+"""The pairs of a batch that one rank works on, cut into blocks.
+
+A rank needs its own rows of S = E1 E2^T and of its transpose T = E2 E1^T only. Where both anchor and partner are
+its own, T is S read the other way, so that block is multiplied once and serves both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.objectives.gather import GatheredFeatures
+
+IMAGE, TEXT = 0, 1
+
+_CPU_COLUMNS, _CPU_ROWS = 1024, 256  # a float32 block of 1 MB: what follows the product finds it in the core's cache
+_GPU_COLUMNS = 8192
+
+
+class Block(NamedTuple):
+    """Some of this rank's rows on one side against some columns of the other side."""
+
+    side: int  # IMAGE: rows are images and columns texts; TEXT: the other way round
+    rows: slice  # among this rank's rows
+    columns: slice  # among the B rows of the batch
+    own: slice | None  # the columns among this rank's rows, None where they are another rank's
+
+
+class PairGrid:
+    """Features of a batch of B >= 2 valid rows and the blocks of their similarities.
+
+    Attributes:
+        own: which of the B rows are this rank's.
+        size: B.
+        positive: (B,) s_ii.
+        keeps: whether the similarities of all blocks fit into the budget.
+    """
+
+    def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
+        """
+        Args:
+            batch: gathered features.
+            columns: width of a block; None suits the device.
+            budget: bytes of similarities that may be kept between two visits.
+        """
+        self._features = (batch.image, batch.text)
+        self.own = batch.own
+        self.size = batch.size
+        self.positive = torch.einsum("id,id->i", batch.image, batch.text)
+        self._count = self.own.stop - self.own.start
+        self.keeps = self._count * (2 * self.size - self._count) * batch.image.element_size() <= budget
+        on_cpu = batch.image.device.type == "cpu"
+        self._columns = columns or (_CPU_COLUMNS if on_cpu else _GPU_COLUMNS)
+        self._rows = _CPU_ROWS if on_cpu else max(1, self._count)
+
+    def blocks(self) -> Iterator[Block]:
+        """Own columns once, as image rows x text columns; columns of other ranks once for each side."""
+        start, stop = self.own.start, self.own.stop
+        row_slices = [slice(low, min(low + self._rows, self._count)) for low in range(0, self._count, self._rows)]
+        for first, last in ((start, stop), (0, start), (stop, self.size)):
+            for low in range(first, last, self._columns):
+                columns = slice(low, min(low + self._columns, last))
+                is_own = first == start and low < stop
+                own = slice(columns.start - start, columns.stop - start) if is_own else None
+                for side in (IMAGE,) if is_own else (IMAGE, TEXT):
+                    for rows in row_slices:
+                        yield Block(side, rows, columns, own)
+
+    def similarity(self, block: Block) -> Tensor:
+        """(rows, columns) similarities of a block."""
+        rows = self._features[block.side][self.own][block.rows]
+        return rows @ self._features[1 - block.side][block.columns].T
+
+    def anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+        """Values of a block's row anchors (rows, 1) and of its column anchors (1, columns), out of (2, B)."""
+        of_rows = values[block.side, self.own][block.rows]
+        return of_rows.unsqueeze(1), values[1 - block.side, block.columns].unsqueeze(0)
+
+    def per_anchor(self, value: float) -> Tensor:
+        """(2, own) filled with `value`."""
+        return self.positive.new_full((2, self._count), value)
+
+    def mask_positive_(self, x: Tensor, block: Block, value: float) -> None:
+        """Overwrites a block's diagonal, where anchor and partner are one sample."""
+        if block.own is not None:
+            x.diagonal(offset=block.rows.start - block.own.start).fill_(value)
+
+    def gradient(self, weight: Callable[[Block], Tensor], pull: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        """Feature gradient of a sum over pairs, this rank's (own, d) rows for images and texts.
+
+        Args:
+            weight: the (rows, columns) derivative by each similarity s_ij of a block.
+            pull: after all blocks, the (own,) derivative by -s_ii of both directions together.
+        """
+        grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
+        for block in self.blocks():
+            by_similarity = weight(block)
+            grads[block.side][block.rows].addmm_(by_similarity, self._features[1 - block.side][block.columns])
+            if block.own is not None:
+                rows = self._features[block.side][self.own][block.rows]
+                grads[1 - block.side][block.own].addmm_(by_similarity.T, rows)
+        towards_partner = pull().unsqueeze(1)
+        for side, grad in enumerate(grads):
+            grad.addcmul_(towards_partner, self._features[1 - side][self.own], value=-1)
+        return grads[IMAGE], grads[TEXT]
