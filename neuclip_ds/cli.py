@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import TrainingDiverged, UserError
+from neuclip_ds.errors import RankError, TrainingDiverged, UserError
 from neuclip_ds.recipe import dump, parse
 
 T = TypeVar("T")
@@ -21,11 +21,11 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def exit_on_mistake(work: Callable[[], T]) -> T:
-    """Runs `work`; a `UserError` is printed by rank 0 and ends every rank with exit code 2."""
+    """Runs `work`; a `UserError` is printed once and ends every rank with exit code 2."""
     try:
         return work()
     except (UserError, TrainingDiverged) as error:
-        if read_environment().rank == 0:
+        if read_environment().rank == 0 or isinstance(error, RankError):
             print(f"error: {error}", file=sys.stderr, flush=True)
         logging.shutdown()
         sys.exit(2 if isinstance(error, UserError) else 1)

@@ -1,8 +1,12 @@
-"""The one exception for mistakes that a user can mend."""
+"""The exceptions that end a run with a sentence."""
 
 
 class UserError(Exception):
-    """A mistake in the input; the message names the thing and the mend. The program prints it and exits with 2."""
+    """A mistake in the input; the message names the thing and the mend. Rank 0 prints it and all exit with 2."""
+
+
+class RankError(UserError):
+    """A mistake that one rank alone has met, such as a shard that has become unreadable; that rank prints it."""
 
 
 class TrainingDiverged(Exception):

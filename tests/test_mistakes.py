@@ -96,3 +96,21 @@ def test_shards_without_captions(tmp_path: Path) -> None:
     check(["demo", f"--data.train={tmp_path}/data"], 1, tmp_path, "caption")
     (tmp_path / "empty").mkdir()
     check(["demo", f"--data.train={tmp_path}/empty"], 1, tmp_path, "empty")
+
+
+def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
+    """The second of two ranks finds an image of the zero-shot set that is none."""
+    import webdataset as wds
+
+    from neuclip_ds.data.demo import make_demo_data
+
+    make_demo_data(tmp_path / "data", pairs=40, held_out=10, zero_shot=80, size=32, processes=1)
+    tar = tmp_path / "data" / "zero_shot" / "test" / "0.tar"
+    read = wds.WebDataset(str(tar), shardshuffle=False)
+    samples = [{key: value for key, value in sample.items() if key in ("__key__", "jpg", "cls")} for sample in read]
+    samples[1]["jpg"] = b"none"
+    with wds.TarWriter(str(tar)) as out:
+        for sample in samples:
+            out.write(sample)
+    options = ["demo", f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--budget.steps=1"]
+    check(options, 2, tmp_path, "rank 1: ", "0.tar", samples[1]["__key__"], "cannot be decoded")

@@ -29,3 +29,6 @@ class Communicator(Protocol):
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Sum of x over ranks, the same bits on each."""
+
+    def agree(self, problem: str | None) -> None:
+        """Raises `UserError` on all ranks when any rank has a problem."""

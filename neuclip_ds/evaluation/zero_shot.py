@@ -127,7 +127,8 @@ def zero_shot(
     classes = class_embeddings(encode, tokenize, image_set, communicator, batch_size)
     every_class = torch.ones(classes.shape[0], dtype=torch.bool, device=classes.device)
     sums = torch.zeros(3, dtype=torch.float64, device=classes.device)
-    for images, labels in _image_batches(image_set, transform, communicator, batch_size):
+    problems: list[str] = []  # a rank that gave up alone would leave the others waiting for it
+    for images, labels in _image_batches(image_set, transform, communicator, batch_size, problems):
         features, _ = encode(images, None)
         assert features is not None
         labels = labels.to(features.device)
@@ -135,6 +136,7 @@ def zero_shot(
         ahead, tied = count_rivals(features[valid], classes, labels[valid], every_class)
         top1, top5 = (hit_probability(ahead, tied, k).sum() for k in (1, 5))
         sums += torch.stack([top1, top5, valid.sum()])
+    communicator.agree(problems[0] if problems else None)
     top1, top5, images_seen = communicator.all_reduce(sums, "evaluation").tolist()
     if not images_seen:
         raise UserError(f"The zero-shot set of {image_set.shards[0]} has no image; {LAYOUT}.")
@@ -178,8 +180,11 @@ def _image_batches(
     transform: Callable[[bytes], Tensor],
     communicator: Communicator,
     batch_size: int,
+    problems: list[str],
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """This rank's images (b, 3, H, W) and labels (b,), -1 where the set has run out.
+
+    An image that cannot be decoded is replaced and put down in `problems`.
 
     A round is `world_size * batch_size` images of the stream, of which rank r has every K-th from the r-th on. All
     ranks see the stream's end in the same round, hence give equally many batches without counting ahead.
@@ -188,10 +193,14 @@ def _image_batches(
     count, rows, labels = 0, [], []
     filler = torch.empty(0)
     for count, image in enumerate(image_set, start=1):
-        if count == 1:
-            filler = _pixels(image, transform)  # a rank may have no image of its own to fill a batch with
+        if count == 1:  # on every rank: one may have no image of its own to fill a batch with
+            filler = _pixels(image, transform)
         if (count - 1) % communicator.world_size == communicator.rank:
-            rows.append(_pixels(image, transform))
+            try:
+                rows.append(_pixels(image, transform))
+            except UserError as error:
+                rows.append(filler)
+                problems.append(str(error))
             labels.append(image.label)
         if count % round_size == 0:
             yield torch.stack(rows), torch.tensor(labels)

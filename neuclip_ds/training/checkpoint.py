@@ -17,10 +17,15 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
+from deepspeed.runtime.fp16.loss_scaler import LossScaler
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -77,7 +82,8 @@ class Checkpoints:
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."
                 )
-        loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+        with _weights_only():
+            loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         if loaded is None:
             raise UserError(
                 f"DeepSpeed found no weights in {path}/engine; delete the folder to go on from an older one."
@@ -98,6 +104,22 @@ class Checkpoints:
         for path in sorted(self._complete())[: -self._keep]:
             shutil.rmtree(path)
         log.info("checkpoint %s", target)
+
+
+@contextmanager
+def _weights_only() -> Iterator[None]:
+    """Has torch read DeepSpeed's files as data: a checkpoint from elsewhere cannot run code."""
+    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
+    before = os.environ.get(name)
+    os.environ[name] = "1"
+    try:
+        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
+            yield
+    finally:
+        if before is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = before
 
 
 def _empty(folder: Path) -> None:

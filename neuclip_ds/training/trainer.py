@@ -25,7 +25,7 @@ from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import eval_transform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import RankError, UserError
 from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
@@ -190,7 +190,7 @@ class Run:
                 batch_size=rank_batch,
                 workers=self._config.data.workers,
             )
-            results.update(retrieval(self._encode, batches, self._communicator))
+            results.update(retrieval(self._encode, _naming_rank(batches, self._communicator), self._communicator))
         if self._zero_shot is not None:
             results.update(
                 zero_shot(self._encode, self._tokenizer, self._zero_shot, transform, self._communicator, rank_batch)
@@ -239,7 +239,7 @@ class Run:
     def _batches(self, done: int) -> Iterator[Batch]:
         data = self._config.data
         epoch, step = divmod(done, self._order.steps_per_epoch)
-        return train_loader(
+        batches = train_loader(
             self._manifest,
             self._order,
             train_transform(self._config.model.vision.image_size, data.crop_scale),
@@ -255,6 +255,7 @@ class Run:
             reader=data.reader,
             pin_memory=self._communicator.device.type == "cuda",
         )
+        return _naming_rank(batches, self._communicator)
 
     def _place(self, number: int) -> Step:
         optimizer = self._config.optimizer
@@ -322,6 +323,14 @@ class Run:
             config.objective.method, manifest.n, manifest.n_shards, self._parameters,
             self._communicator.world_size, config.data.batch_size, self._total, done,
         )  # fmt: skip
+
+
+def _naming_rank(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
+    """Ranks read different samples, so one may meet a mistake that the others do not; its message says which."""
+    try:
+        yield from batches
+    except UserError as error:
+        raise RankError(f"rank {communicator.rank}: {error}") from error
 
 
 @contextmanager

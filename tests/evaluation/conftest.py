@@ -11,6 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from neuclip_ds.errors import UserError
+
 
 class FakeRank:
     """Rank `rank` of `world_size`; `slots` and `barrier` are shared with the others."""
@@ -25,13 +27,22 @@ class FakeRank:
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         return torch.stack(self._exchange(x, purpose)).sum(dim=0)
 
+    def agree(self, problem: str | None) -> None:
+        for rank, found in enumerate(self._meet(problem)):
+            if found is not None:
+                raise UserError(f"rank {rank}: {found}")
+
     def _exchange(self, x: Tensor, purpose: str) -> list[Tensor]:
         assert purpose == "evaluation"
+        everyones = self._meet(x)
+        assert len({(part.shape, part.dtype) for part in everyones}) == 1
+        return everyones
+
+    def _meet(self, x: Any) -> list[Any]:
         self._slots[self.rank] = x
         self._barrier.wait(timeout=10)
         everyones = list(self._slots)
         self._barrier.wait(timeout=10)
-        assert len({(part.shape, part.dtype) for part in everyones}) == 1
         return everyones
 
 

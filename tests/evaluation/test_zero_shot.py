@@ -186,11 +186,12 @@ def test_incomplete_sample_is_named(tmp_path, sample, message):
         list(image_set)
 
 
-def test_undecodable_image_is_named(tmp_path, run_ranks):
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_undecodable_image_is_named_on_all_ranks(tmp_path, run_ranks, world_size):
     images = random_images(3)
     image_set = write_set(tmp_path / "set", [*images, (["broken"], 0)], shards=1)
-    with pytest.raises(UserError, match="sample s0000003 cannot be decoded"):
-        measure(run_ranks, image_set)
+    with pytest.raises(UserError, match=f"rank {3 % world_size}: .*sample s0000003 cannot be decoded"):
+        measure(run_ranks, image_set, world_size)
 
 
 def test_empty_set_is_refused_on_all_ranks(tmp_path, run_ranks):
