@@ -20,13 +20,14 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-$(VENV)/.installed: requirements.txt
+$(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -r requirements.txt
+	$(BIN)/python -m pip install -q --no-deps -e .
 	touch $@
 
-$(VENV)/.installed-dev: $(VENV)/.installed pyproject.toml
-	$(BIN)/python -m pip install -q --no-deps -e . && $(BIN)/python -m pip install -q ruff mypy types-PyYAML
+$(VENV)/.installed-dev: $(VENV)/.installed
+	$(BIN)/python -m pip install -q ruff mypy types-PyYAML
 	touch $@
 
 clean:
