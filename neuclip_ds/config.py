@@ -124,10 +124,12 @@ class TemperatureConfig(Section):
     """Learning rate of log(1/tau); absent: the encoders'."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
     """`encoder` follows the encoders' schedule; `third_below_0.03` is lr, and lr/3 while tau < 0.03 (FastCLIP)."""
-    rho: float = 0.0
-    """Margin rho of the robust contrastive loss RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12)."""
+    rho: float | list[float] = 0.0
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10); a list's entries hold for equal parts of the run."""
     data_term: Literal["paper", "released_code"] = "paper"
     """Coefficient of the data term in tau's gradient: 1 in the papers, 2 in FastCLIP's released code."""
+    individual: Literal["paper", "released_code"] = "paper"
+    """Adam of individual temperatures: textbook, or with the released code's clamp and bias correction by epochs."""
 
     @model_validator(mode="after")
     def _bounds_hold_initial(self) -> TemperatureConfig:
@@ -138,11 +140,22 @@ class TemperatureConfig(Section):
         return self
 
 
+class HingeConfig(Section):
+    margin: float = Field(0.1, ge=0)
+    """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^power."""
+    power: float = Field(2.0, ge=1)
+    """Its exponent; TuneCLIP eq. 8 squares."""
+
+
 class MovingAverageConfig(Section):
+    gamma: Literal["cosine", "constant"] = "cosine"
+    """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min; a sample's first visit always takes 1."""
     gamma_min: float = Field(0.2, gt=0, le=1)
     """Weight of the new estimate once the schedule has ended."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
+    gamma_epoch_steps: int | None = Field(None, ge=1)
+    """Training steps that count as an epoch here; absent: the data's. For runs that see each sample about once."""
 
 
 class NpnConfig(Section):
@@ -173,7 +186,10 @@ class ObjectiveConfig(Section):
     """Similarities are kept between the two passes up to this many MB a rank, recomputed beyond."""
     wire: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features travel between ranks; `auto` is the towers' precision."""
+    scale: Literal["paper", "released_code"] = "paper"
+    """Leading factor of losses with constant or individual tau: tau in the papers, 1 in FastCLIP's released code."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    hinge: HingeConfig = Field(default_factory=HingeConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
     npn: NpnConfig = Field(default_factory=NpnConfig)
 

@@ -8,17 +8,17 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
-from neuclip_ds.config import Config, ObjectiveConfig
+from neuclip_ds.config import Config, ObjectiveConfig, OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, Objective
-from neuclip_ds.objectives.composed import ContrastiveObjective, by_tau, half
+from neuclip_ds.objectives.composed import ContrastiveObjective, Scale, by_tau, half, one
+from neuclip_ds.objectives.individual_temperature import IndividualTemperature
 from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
 from neuclip_ds.objectives.normalizers.moving_average import MovingAverageNormalizer
 from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
-from neuclip_ds.objectives.pair_loss import Identity, PairLoss
-from neuclip_ds.objectives.temperature import LogTemperature, RobustTemperature, Temperature
+from neuclip_ds.objectives.pair_loss import Hinge, Identity, PairLoss
+from neuclip_ds.objectives.temperature import ConstantTemperature, LogTemperature, RobustTemperature, Temperature
 
 log = logging.getLogger(__name__)
 
@@ -26,17 +26,31 @@ log = logging.getLogger(__name__)
 class Method(NamedTuple):
     """A row of METHODS.md, table 1."""
 
-    pair_loss: Callable[[], PairLoss]
+    pair_loss: Callable[[ObjectiveConfig], PairLoss]
     normalizer: Callable[[ObjectiveConfig, Context], Normalizer]
-    temperature: Callable[..., Temperature]
-    scale: Callable[[Tensor], Tensor]
+    temperature: Callable[[TemperatureConfig, OptimizerConfig, Context], Temperature]
+    scale: Scale
+    released_scale: Scale  # the same where the released code differs
     sections: tuple[str, ...]  # of the objective's config that this composition reads, beside the common ones
 
 
+def _average(temperature: Callable[..., Temperature], scale: Scale, pair_loss: type[PairLoss] = Identity) -> Method:
+    """SogCLR's family: a moving average under some rule for tau."""
+    # one global learnable tau is a factor of the loss in the code as well
+    released = scale if temperature is RobustTemperature else one
+    return Method(pair_loss, MovingAverageNormalizer, temperature, scale, released, ("moving_average",))
+
+
 METHODS = {
-    "openclip": Method(Identity, BatchNormalizer, LogTemperature, half, ()),
-    "fastclip_v3": Method(Identity, MovingAverageNormalizer, RobustTemperature, by_tau, ("moving_average",)),
-    "neuclip": Method(Identity, NpnNormalizer, RobustTemperature, by_tau, ("npn",)),
+    "openclip": Method(Identity, BatchNormalizer, LogTemperature, half, half, ()),
+    "sogclr": _average(ConstantTemperature, by_tau),
+    "isogclr": _average(IndividualTemperature, by_tau),
+    "fastclip_v0": _average(LogTemperature, one),
+    "fastclip_v1": _average(ConstantTemperature, by_tau),
+    "fastclip_v2": _average(IndividualTemperature, by_tau),
+    "fastclip_v3": _average(RobustTemperature, by_tau),
+    "neuclip": Method(Identity, NpnNormalizer, RobustTemperature, by_tau, by_tau, ("npn",)),
+    "tuneclip": _average(ConstantTemperature, by_tau, Hinge),
 }
 
 
@@ -64,10 +78,10 @@ def build_objective(config: Config, context: Context, wire: torch.dtype) -> Obje
     objective = config.objective
     method = find_method(objective.method)
     return ContrastiveObjective(
-        pair_loss=method.pair_loss(),
+        pair_loss=method.pair_loss(objective),
         normalizer=method.normalizer(objective, context),
         temperature=method.temperature(objective.temperature, config.optimizer, context),
-        scale=method.scale,
+        scale=method.scale if objective.scale == "paper" else method.released_scale,
         config=objective,
         context=context,
         wire=wire,

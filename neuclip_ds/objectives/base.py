@@ -24,6 +24,7 @@ class Step(NamedTuple):
     epoch: int
     lr: float  # the encoders' learning rate of this step
     peak_lr: float  # and its largest value
+    progress: float = 0.0  # share of the run that is done, in [0, 1)
 
 
 class FeatureGradients(NamedTuple):
@@ -76,7 +77,7 @@ class Normalizer(Stateful, Protocol):
         Args:
             batch: the gathered features.
             log_g: (2, own), log of the batch's mean over negatives for this rank's anchors.
-            tau: 0-dim temperature.
+            tau: temperature, 0-dim if shared by all anchors, else (2, B).
             step: where in the run.
         """
         ...
@@ -89,6 +90,3 @@ class Objective(Stateful, Protocol):
     """
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients: ...
-
-    @property
-    def tau(self) -> float: ...

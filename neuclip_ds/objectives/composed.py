@@ -18,10 +18,18 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 from neuclip_ds.state.partition import RowTable
 
+Scale = Callable[[Tensor], Tensor]
+"""The loss's leading factor, as a function of tau."""
+
 
 def half(tau: Tensor) -> Tensor:
     """Scale of OpenCLIP's loss: the mean of its two directions."""
     return torch.full_like(tau, 0.5)
+
+
+def one(tau: Tensor) -> Tensor:
+    """Scale of FastCLIP-v0, whose loss has no leading tau."""
+    return torch.ones_like(tau)
 
 
 def by_tau(tau: Tensor) -> Tensor:
@@ -37,7 +45,7 @@ class ContrastiveObjective:
         pair_loss: PairLoss,
         normalizer: Normalizer,
         temperature: Temperature,
-        scale: Callable[[Tensor], Tensor],
+        scale: Scale,
         config: ObjectiveConfig,
         context: Context,
         wire: torch.dtype,
@@ -49,10 +57,6 @@ class ContrastiveObjective:
         self._config = config
         self._communicator = context.communicator
         self._wire = wire
-
-    @property
-    def tau(self) -> float:
-        return float(self._temperature.tau)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
@@ -67,7 +71,7 @@ class ContrastiveObjective:
                 f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
                 "but a contrast needs two; look into bad_samples.jsonl and mend the shards, or enlarge the batch."
             )
-        tau = self._temperature.tau
+        tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk, self._config.similarity_budget_mb * 1e6)
         pairs = PairSimilarities(grid, self._pair_loss, tau)
@@ -78,21 +82,29 @@ class ContrastiveObjective:
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
+        own_tau, own_scale = (x if x.ndim == 0 else x[:, batch.own] for x in (tau, scale))
+        own_mean_logit = gradient.mean_logit / own_scale
         sums = torch.stack(
             [
-                estimate.value.sum(),
+                (own_scale * estimate.value + self._temperature.rho(step) * own_tau).sum(),
                 # OpenCLIP's loss of the same batch and tau, comparable between methods
-                torch.logaddexp(log_g + math.log(batch.size - 1), torch.zeros_like(log_g)).sum() / 2,
-                gradient.mean_logit.sum() / scale,
+                torch.logaddexp(log_g + math.log(pairs.divisor), torch.zeros_like(log_g)).sum() / 2,
+                own_mean_logit.sum(),
                 estimate.tau_term.sum(),
+                gradient.mean_logit.sum(),
                 image.square().sum() + text.square().sum(),
             ]
         )
         total = self._communicator.all_reduce(sums, "scalars")
-        value, batch_loss, mean_logit, tau_term = (total[:4] / batch.size).unbind()
-        loss = scale * value + self._temperature.penalty()
-        self._temperature.update(TemperatureSignal(mean_logit, tau_term), step)
-        metrics = {"tau": tau, "batch_loss": batch_loss, "feature_grad_norm": total[4].sqrt(), **estimate.metrics}
+        loss, batch_loss, mean_logit, tau_term, by_log = (total[:5] / batch.size).unbind()
+        signal = TemperatureSignal(mean_logit, tau_term, by_log, own_mean_logit, estimate.tau_term)
+        self._temperature.update(batch, signal, step)
+        metrics = {
+            "tau": tau.mean(),
+            "batch_loss": batch_loss,
+            "feature_grad_norm": total[5].sqrt(),
+            **estimate.metrics,
+        }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
     def replicated_state(self) -> dict[str, Tensor]:

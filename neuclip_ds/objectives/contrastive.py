@@ -43,6 +43,7 @@ class PairSimilarities:
             pair_loss: l.
             tau: temperature, 0-dim if shared by all anchors, else (2, B).
         """
+        self.divisor = pair_loss.divisor(grid.size)
         self._grid = grid
         self._pair_loss = pair_loss
         self._tau = tau
@@ -55,11 +56,11 @@ class PairSimilarities:
         if log_sum is None:
             self._pairs = self._general()
             log_sum = self._pairs.log_sum_exp()
-        return log_sum - math.log(self._grid.size - 1)
+        return log_sum - math.log(self.divisor)
 
     def gradient(self, log_weight: Tensor) -> PairGradient:
         """Gradient of L for weights W = exp(log_weight), (2, B); after `log_mean_exp`, and once."""
-        log_share = log_weight - math.log((self._grid.size - 1) * self._grid.size)
+        log_share = log_weight - math.log(self.divisor * self._grid.size)
         gradient = self._pairs.gradient(log_share)
         if gradient is None:
             gradient = self._general().gradient(log_share)

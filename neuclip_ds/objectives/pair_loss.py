@@ -6,6 +6,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from neuclip_ds.config import ObjectiveConfig
+
 
 class PairLoss(Protocol):
     """l(x) of x = s_ij - s_ii, in place, and its slope l'(x)."""
@@ -18,9 +20,16 @@ class PairLoss(Protocol):
         """l'(x), or None where it is 1 everywhere."""
         ...
 
+    def divisor(self, size: int) -> int:
+        """What the sum over an anchor's negatives in a batch of `size` rows is divided by."""
+        ...
+
 
 class Identity:
     """l(x) = x: every method but TuneCLIP."""
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        pass
 
     def value_(self, x: Tensor) -> Tensor:
         return x
@@ -28,13 +37,21 @@ class Identity:
     def slope(self, x: Tensor) -> None:
         return None
 
+    def divisor(self, size: int) -> int:
+        return size - 1
+
 
 class Hinge:
-    """l(x) = max(x + margin, 0)^power (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient."""
+    """l(x) = max(x + margin, 0)^power (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient.
 
-    def __init__(self, margin: float = 0.1, power: float = 2.0) -> None:
-        self.margin = margin
-        self.power = power
+    TuneCLIP divides an anchor's sum by the whole batch.
+    """
+
+    def __init__(self, config: ObjectiveConfig) -> None:
+        self.margin, self.power = config.hinge.margin, config.hinge.power
+
+    def divisor(self, size: int) -> int:
+        return size
 
     def value_(self, x: Tensor) -> Tensor:
         return x.add_(self.margin).clamp_(min=0).pow_(self.power)

@@ -15,33 +15,65 @@ from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.objectives.base import Context, Stateful, Step
+from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.state.partition import RowTable
 
 _SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
 
 
 class TemperatureSignal(NamedTuple):
-    """Global means over anchors, summed over both directions; 0-dim, equal on all ranks."""
+    """What a rule may use of one step.
 
-    mean_logit: Tensor  # of w/(B-1) sum_j exp(y_ij) y_ij; tau times the data term d g / d tau is minus this
-    tau_term: Tensor  # of the per-anchor part that is not the data term
+    `mean_logit` is w/(B-1) sum_j exp(y_ij) y_ij with y = l(x)/tau: -tau times the data term d g / d tau. `tau_term` is
+    the per-anchor part of d loss / d tau that is not the data term.
+    """
+
+    mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks
+    tau_term: Tensor  # 0-dim, likewise
+    by_log: Tensor  # 0-dim, gradient of the loss by log(1/tau) where its scale does not depend on tau
+    own_mean_logit: Tensor  # (2, own) of this rank's anchors
+    own_tau_term: Tensor  # (2, own)
 
 
 class Temperature(Stateful, Protocol):
     """A rule for tau."""
 
-    @property
-    def tau(self) -> Tensor:
-        """0-dim temperature."""
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        """Temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
         ...
 
-    def penalty(self) -> Tensor:
-        """The part of the loss that depends on tau alone."""
+    def rho(self, step: Step) -> float:
+        """The loss holds rho tau for each anchor and direction."""
         ...
 
-    def update(self, signal: TemperatureSignal, step: Step) -> None:
-        """One optimizer step of tau."""
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
+        """One optimizer step, after the gradient of the batch."""
         ...
+
+
+class ConstantTemperature:
+    """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
+
+    def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
+        self._tau = torch.tensor(config.initial, dtype=context.dtype, device=context.communicator.device)
+
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        return self._tau
+
+    def rho(self, step: Step) -> float:
+        return 0.0
+
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
+        pass
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {}
 
 
 class _Learnable:
@@ -53,12 +85,14 @@ class _Learnable:
         self._theta = torch.nn.Parameter(theta)
         self._adam = torch.optim.Adam([self._theta], lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
 
-    @property
-    def tau(self) -> Tensor:
-        return self._theta.detach().neg().exp().squeeze(0)
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        return self._tau()
 
-    def penalty(self) -> Tensor:
-        return self.tau.new_zeros(())
+    def rho(self, step: Step) -> float:
+        return 0.0
+
+    def _tau(self) -> Tensor:
+        return self._theta.detach().neg().exp().squeeze(0)
 
     def _descend(self, gradient: Tensor, step: Step) -> None:
         """Adam on theta with d loss / d theta (0-dim), then the clamp of tau to its bounds."""
@@ -74,7 +108,7 @@ class _Learnable:
             return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
         if self._config.schedule == "constant":
             return peak
-        return peak if float(self.tau) >= _SCHEDULE_THRESHOLD else peak / 3
+        return peak if float(self._tau()) >= _SCHEDULE_THRESHOLD else peak / 3
 
     def replicated_state(self) -> dict[str, Tensor]:
         moments = {f"adam.{key}": value for key, value in self._adam.state[self._theta].items()}
@@ -93,10 +127,10 @@ class _Learnable:
 
 
 class LogTemperature(_Learnable):
-    """OpenCLIP's rule: the gradient of the method's own loss, scale 1/2, with 1/tau clamped (at 100 by default)."""
+    """The gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100 by default); FastCLIP-v0 (eq. 8)."""
 
-    def update(self, signal: TemperatureSignal, step: Step) -> None:
-        self._descend(0.5 * signal.mean_logit, step)
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
+        self._descend(signal.by_log, step)
 
 
 class RobustTemperature(_Learnable):
@@ -106,10 +140,17 @@ class RobustTemperature(_Learnable):
     papers and 2 in FastCLIP's released code.
     """
 
-    def penalty(self) -> Tensor:
-        return 2 * self._config.rho * self.tau
+    def rho(self, step: Step) -> float:
+        return rho_of(self._config, step)
 
-    def update(self, signal: TemperatureSignal, step: Step) -> None:
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         coefficient = {"paper": 1.0, "released_code": 2.0}[self._config.data_term]
-        by_tau = signal.tau_term + 2 * self._config.rho - coefficient * signal.mean_logit
-        self._descend(-self.tau * by_tau, step)
+        by_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
+        self._descend(-self._tau() * by_tau, step)
+
+
+def rho_of(config: TemperatureConfig, step: Step) -> float:
+    """rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
+    if isinstance(config.rho, float):
+        return config.rho
+    return config.rho[min(int(step.progress * len(config.rho)), len(config.rho) - 1)]

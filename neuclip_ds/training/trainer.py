@@ -260,7 +260,8 @@ class Run:
     def _place(self, number: int) -> Step:
         optimizer = self._config.optimizer
         lr = warmup_cosine(number, self._total, optimizer)
-        return Step(number, number // self._order.steps_per_epoch, lr, optimizer.lr)
+        epoch = number // self._order.steps_per_epoch
+        return Step(number, epoch, lr, optimizer.lr, progress=number / self._total)
 
     def _record(self, gradients: FeatureGradients, number: int) -> dict[str, float]:
         record = {"loss": float(gradients.loss), "lr": self._place(number).lr}

@@ -15,7 +15,10 @@ ROWS, DIM, STEPS = 24, 6, 5
 NPN = {"prototypes": 19, "updates": 3, "restart_every": 3, "lr": 0.1}  # 19: no world size divides it
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip": ("openclip", {}),
-    "fastclip_v3": ("fastclip_v3", {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}}),
+    **{
+        name: (name, {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}})
+        for name in ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "tuneclip")
+    },
     "neuclip_stop": ("neuclip", {"npn": NPN}),
     "neuclip_full": ("neuclip", {"npn": {**NPN, "alpha_grad": "full"}}),
 }
@@ -42,7 +45,7 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
         for number in range(STEPS):
             rows = [part[mine] for part in global_batch(number)]
             found = built(batch(*rows), step(number, epoch=number // 2))
-            steps.append((found.image, found.text, found.loss, built.tau))
+            steps.append((found.image, found.text, found.loss, float(found.metrics["tau"])))
         tables = {f"{table}.{key}": t for table, rows in built.row_tables().items() for key, t in rows.tensors.items()}
         results[name] = {"steps": steps, "rows": tables, "traffic": dict(communicator.traffic)}
         communicator.traffic.clear()

@@ -10,6 +10,7 @@ import torch
 from build import batch, objective, pairs, relative_error, step
 from torch import Tensor
 
+from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -114,17 +115,18 @@ def test_hinge(tau: float, power: float, budget: float) -> None:
     """The pair loss of TuneCLIP under random weights, individual temperatures included."""
     image, text = leaves(19, 6)
     generator = torch.Generator().manual_seed(3)
+    config = ObjectiveConfig.model_validate({"hinge": {"margin": 0.2, "power": power}})
     tau_of = tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))
     log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
     gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
-    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of)
+    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(config), tau_of)
     log_g = similarities.log_mean_exp()
     found = similarities.gradient(log_weight)
 
     s, positive = image @ text.T, (image * text).sum(1, keepdim=True)
     wanted = torch.stack(
         [
-            oracle.log_mean_exp((x + 0.2).clamp(min=0) ** power / tau_of[side].unsqueeze(1))
+            oracle.log_mean_exp((x + 0.2).clamp(min=0) ** power / tau_of[side].unsqueeze(1)) + math.log(18 / 19)
             for side, x in enumerate((s - positive, s.T - positive))
         ]
     )
@@ -140,7 +142,9 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
     results = []
     for dtype in (torch.float32, torch.float64):
         gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), Identity(), torch.tensor(0.01, dtype=dtype))
+        similarities = PairSimilarities(
+            PairGrid(gathered, None, 1e9), Identity(ObjectiveConfig()), torch.tensor(0.01, dtype=dtype)
+        )
         log_g = similarities.log_mean_exp()
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):
@@ -164,7 +168,8 @@ def test_rows_that_do_not_count_change_nothing(method: str) -> None:
     assert torch.equal(holes.text[valid], clean.text)
     assert not holes.image[~valid].any()
     assert not holes.text[~valid].any()
-    assert with_holes.tau == without.tau
+    for key, value in without.replicated_state().items():
+        assert torch.equal(with_holes.replicated_state()[key], value)
 
 
 @pytest.mark.parametrize("reading", ["stop", "full"])

@@ -6,20 +6,28 @@ import math
 
 import pytest
 import torch
+from build import step
 
 from neuclip_ds.config import MovingAverageConfig
-from neuclip_ds.objectives.normalizers.moving_average import cosine_gamma, moving_average
+from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
 
 
 def test_gamma_falls_from_one_to_its_minimum() -> None:
     config = MovingAverageConfig(gamma_min=0.2, gamma_epochs=4)
-    found = [cosine_gamma(epoch, config) for epoch in range(6)]
+    found = [gamma_of(step(epoch, epoch), config) for epoch in range(6)]
     assert found == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2])
 
 
-def test_constant_gamma_is_a_schedule_of_no_epochs() -> None:
-    config = MovingAverageConfig(gamma_min=0.6, gamma_epochs=0)
-    assert cosine_gamma(0, config) == cosine_gamma(7, config) == 0.6
+def test_constant_gamma() -> None:
+    config = MovingAverageConfig(gamma="constant", gamma_min=0.6)
+    assert gamma_of(step(0, 0), config) == gamma_of(step(90, 30), config) == 0.6
+
+
+def test_gamma_of_a_run_within_one_epoch() -> None:
+    """Ten steps count as an epoch: the schedule goes through its four values though the data's epoch stays 0."""
+    config = MovingAverageConfig(gamma_min=0.2, gamma_epochs=4, gamma_epoch_steps=10)
+    found = [gamma_of(step(number, 0), config) for number in (0, 9, 10, 20, 39, 40)]
+    assert found == pytest.approx([1.0, 1.0, 0.8828427, 0.6, 0.3171573, 0.2])
 
 
 @pytest.mark.parametrize("gamma", [1.0, 0.5, 0.01])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,7 +16,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, FeatureGradients, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.optimizers import build_optimizer
 from neuclip_ds.training.step import TrainStep
@@ -58,6 +59,10 @@ def share(batch: Batch, communicator: Communicator) -> Batch:
     return Batch(batch.image[mine], batch.tokens[mine], batch.index[mine], batch.valid[mine])
 
 
+def tau_of(objective: Objective) -> float:
+    return math.exp(-float(objective.replicated_state()["temperature.theta"]))
+
+
 def place(number: int) -> Step:
     return Step(number, 0, LR, LR)
 
@@ -79,7 +84,7 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
         torch.autograd.backward(features, (found.image, found.text))
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
-    return {name: value.detach() for name, value in model.named_parameters()}, objective.tau
+    return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
 
 
 def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
@@ -102,7 +107,7 @@ def under_deepspeed(communicator: Communicator, method: str, engines: list[str],
             step(share(data(number), communicator), place(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
             weights = {key: value.detach().float().clone() for key, value in model.named_parameters()}
-        results.append((weights, objective.tau))
+        results.append((weights, tau_of(objective)))
     return results
 
 

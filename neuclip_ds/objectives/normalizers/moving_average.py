@@ -18,9 +18,10 @@ from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
 
-def cosine_gamma(epoch: int, config: MovingAverageConfig) -> float:
-    """gamma of an epoch: from 1 to gamma_min on a half cosine over gamma_epochs, then gamma_min (FastCLIP eq. 2)."""
-    if epoch >= config.gamma_epochs:
+def gamma_of(step: Step, config: MovingAverageConfig) -> float:
+    """gamma of a step: gamma_min, or from 1 to it on a half cosine over gamma_epochs (FastCLIP eq. 2)."""
+    epoch = step.epoch if config.gamma_epoch_steps is None else step.number // config.gamma_epoch_steps
+    if config.gamma == "constant" or epoch >= config.gamma_epochs:
         return config.gamma_min
     half_cosine = 0.5 * (1 + math.cos(math.pi * epoch / config.gamma_epochs))
     return half_cosine * (1 - config.gamma_min) + config.gamma_min
@@ -43,7 +44,7 @@ class MovingAverageNormalizer:
         self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
-        gamma = cosine_gamma(step.epoch, self._config)
+        gamma = gamma_of(step, self._config)
         before = batch.compact(self._store.read(batch.padded_index)).T  # (2, own)
         log_u = moving_average(before, log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")

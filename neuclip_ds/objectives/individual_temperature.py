@@ -1,0 +1,92 @@
+"""A temperature for each sample and direction, learned by its own Adam: iSogCLR, FastCLIP-v2 (FastCLIP eq. 6-7, 9).
+
+tau_{1,i}, tau_{2,i} and their moments live in a per-sample store, partitioned over ranks. A visit moves a sample's
+temperatures by the gradient
+
+    G_i = log(eps + u_i) + rho - mean logit of anchor i            (the factor 1/n is dropped: Adam is scale-free)
+
+The released code differs from the textbook's Adam: it clamps G to [-5, 5], corrects the bias by the epoch instead of
+the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import OptimizerConfig, TemperatureConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.temperature import TemperatureSignal, rho_of
+from neuclip_ds.state.partition import RowTable
+from neuclip_ds.state.sample_store import SampleStore
+
+_RELEASED_CLAMP = 5.0
+
+
+class IndividualTemperature:
+    """Temperatures by global sample index, within [minimum, maximum]."""
+
+    def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
+        if config.schedule == "third_below_0.03":
+            raise UserError(
+                "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
+                "individual ones take constant or encoder."
+            )
+        self._config = config
+        self._betas, self._eps = optimizer.betas, optimizer.eps
+        initial = {"tau": config.initial, "moment": 0.0, "square": 0.0}
+        fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
+        self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
+        self._rows: Tensor | None = None  # (own, fields) of the batch between `of` and `update`
+
+    def of(self, batch: GatheredFeatures) -> Tensor:
+        self._rows = batch.compact(self._store.read(batch.padded_index))
+        return batch.gather(self._rows[:, :2].T, "temperature")
+
+    def rho(self, step: Step) -> float:
+        return rho_of(self._config, step)
+
+    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
+        assert self._rows is not None, "update follows of"
+        tau, moment, square, visits = self._rows.T.split((2, 2, 2, 1))
+        gradient = signal.own_tau_term + self.rho(step) - signal.own_mean_logit
+        (beta1, beta2), (correction1, correction2) = self._betas, self._corrections(visits + 1, step)
+        if self._config.individual == "released_code":
+            gradient = gradient.clamp(-_RELEASED_CLAMP, _RELEASED_CLAMP)
+            if step.epoch == 0:
+                beta1, beta2 = 0.0, 0.0
+        moment = torch.lerp(gradient, moment, beta1)
+        square = torch.lerp(gradient.square(), square, beta2)
+        change = (moment / correction1) / ((square / correction2).sqrt() + self._eps)
+        tau = (tau - self._lr(step) * change).clamp(self._config.minimum, self._config.maximum)
+        rows = batch.gather(torch.cat([tau, moment, square, visits + 1]), "temperature")
+        self._store.write(batch.index, rows.T)
+        self._rows = None
+
+    def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
+        """1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""
+        if self._config.individual == "paper":
+            times = visits
+        else:
+            times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf)
+        beta1, beta2 = self._betas
+        return 1 - beta1**times, 1 - beta2**times
+
+    def _lr(self, step: Step) -> float:
+        peak = step.peak_lr if self._config.lr is None else self._config.lr
+        if self._config.schedule == "constant":
+            return peak
+        return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        pass
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {"temperatures": self._store.rows()}
