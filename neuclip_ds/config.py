@@ -173,6 +173,10 @@ class NpnConfig(Section):
     """Whether a restart also resets AdaGrad's accumulator."""
     alpha_grad: Literal["stop", "full"] = "stop"
     """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
+    objective: Literal["unified", "separate"] = "unified"
+    """What the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    order: Literal["alternating", "simultaneous"] = "alternating"
+    """Network first and the encoders with its new prediction, or both from the old one (Algorithm 3, ablation)."""
 
 
 class ObjectiveConfig(Section):

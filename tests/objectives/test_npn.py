@@ -12,10 +12,13 @@ from build import batch, objective, pairs, relative_error, step
 from neuclip_ds.distributed.communicator import Communicator
 
 
-def test_updates_follow_adagrad_on_the_papers_objective() -> None:
+@pytest.mark.parametrize("separate", [False, True])
+@pytest.mark.parametrize("order", ["alternating", "simultaneous"])
+def test_updates_follow_adagrad_on_the_papers_objective(separate: bool, order: str) -> None:
     """Three updates equal torch.optim.Adagrad on autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
     dim, size, eps, tau = 6, 20, 1e-14, torch.tensor(0.07, dtype=torch.float64)
-    npn = {"prototypes": size, "updates": 3, "lr": 0.3, "initial_accumulator": 0.01}
+    npn = {"prototypes": size, "updates": 3, "lr": 0.3, "initial_accumulator": 0.01, "order": order}
+    npn["objective"] = "separate" if separate else "unified"
     method = objective("neuclip", Communicator(), dim, eps=eps, npn=npn, temperature={"lr": 0.0})
     first_image, first_text = pairs(size, dim, seed=1)
     method(batch(first_image, first_text), step(0))
@@ -26,13 +29,26 @@ def test_updates_follow_adagrad_on_the_papers_objective() -> None:
     for _ in range(3):
         adagrad.zero_grad()
         alpha = oracle.alphas(image, text, tau, w1, w2, eps)
-        (tau * ((-alpha).exp() * (eps + g) + alpha).mean(1).sum()).backward()
+        unified = tau * ((-alpha).exp() * (eps + g) + alpha)
+        ((alpha - torch.log(eps + g)).square() if separate else unified).mean(1).sum().backward()
         adagrad.step()
     method(batch(image, text), step(1))
     table = method.row_tables()["npn"].tensors
     for name, wanted in (("w1", w1), ("w2", w2)):
         assert relative_error(table[name], wanted.detach()) < 1e-10
         assert relative_error(table[f"{name}_accumulator"], adagrad.state[wanted]["sum"]) < 1e-10
+
+
+def test_simultaneous_order_predicts_with_the_network_before_its_updates() -> None:
+    found = {}
+    for order, updates in (("simultaneous", 3), ("alternating", 3), ("alternating", 0)):
+        npn = {"prototypes": 8, "updates": updates, "lr": 0.3, "order": order}
+        method = objective("neuclip", Communicator(), 4, npn=npn)
+        method(batch(*pairs(8, 4, seed=1)), step(0))
+        found[order, updates] = method(batch(*pairs(8, 4)), step(1))
+    untouched = found["alternating", 0].image
+    assert torch.equal(found["simultaneous", 3].image, untouched)
+    assert not torch.equal(found["alternating", 3].image, untouched)
 
 
 def test_updates_in_float32() -> None:

@@ -77,9 +77,11 @@ class NpnNormalizer:
         self._restart_if_due(step)
         if self._drawn:
             positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
-            for _ in range(self._config.updates):
-                self._update(self._predict(batch, positive, tau), batch, log_target)
+            if self._config.order == "alternating":
+                self._fit(batch, positive, log_target, tau)
             estimate = self._estimate(self._predict(batch, positive, tau), batch, log_target, tau, step)
+            if self._config.order == "simultaneous":
+                self._fit(batch, positive, log_target, tau)
         else:
             estimate = self._batch_estimate(batch, log_target)
         self._enqueue(batch)
@@ -97,6 +99,10 @@ class NpnNormalizer:
             if self._config.reset_accumulator:
                 self._adagrad.state[prototype]["sum"].fill_(self._config.initial_accumulator)
         self._drawn = True
+
+    def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
+        for _ in range(self._config.updates):
+            self._update(self._predict(batch, positive, tau), batch, log_target, tau)
 
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
         anchors = (batch.image, batch.text)
@@ -119,13 +125,14 @@ class NpnNormalizer:
             total[rows] = block.sub_(peak[rows].unsqueeze(1)).exp_().sum(dim=1)
         return _Side(unit, exponential, total, peak - positive / tau)
 
-    def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor) -> None:
+    def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> None:
         """One AdaGrad step on J = tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i] over both directions.
 
         dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|), the part of V_k = sum_i r_i p_ik e_i
-        that is orthogonal to W_k.
+        that is orthogonal to W_k. The separate objective 1/B sum_i (alpha_i - log(eps + g_i))^2 has another r_i.
         """
-        residual = 1 - (log_target - prediction.alpha).exp()  # (2, B) r_i
+        error = prediction.alpha - log_target
+        residual = 2 / tau * error if self._config.objective == "separate" else 1 - error.neg().exp()  # (2, B) r_i
         weights = self._log_share(prediction).exp_().mul_(residual).div_(batch.size)
         for number, anchors in enumerate((batch.image, batch.text)):
             side, prototype = prediction.sides[number], self._prototypes[number]
