@@ -16,6 +16,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import pickle
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -82,8 +83,14 @@ class Checkpoints:
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."
                 )
-        with _weights_only():
-            loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+        try:
+            with _weights_only():
+                loaded, _ = engine.load_checkpoint(str(path), tag="engine")
+        except pickle.UnpicklingError as error:
+            raise UserError(
+                f"The checkpoint {path} holds more than tensors and could run code, so it is not loaded; "
+                "if it is not this program's own, delete it."
+            ) from error
         if loaded is None:
             raise UserError(
                 f"DeepSpeed found no weights in {path}/engine; delete the folder to go on from an older one."

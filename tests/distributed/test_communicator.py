@@ -1,0 +1,80 @@
+"""Collectives on real gloo ranks, what they count, and errors that all ranks share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+
+
+def collect(communicator: Communicator) -> dict[str, Any]:
+    rank = communicator.rank
+    x = torch.arange(6.0).reshape(3, 2) + 10 * rank
+    rows = torch.arange(float(4 * communicator.world_size)).reshape(-1, 2)
+    before = x.clone()
+    result = {
+        "gathered": communicator.all_gather(x, "features"),
+        "sum": communicator.all_reduce(x, "scalars"),
+        "own": communicator.reduce_scatter(rows * (rank + 1), "state"),
+    }
+    assert torch.equal(x, before), "the arguments stay as they are"
+    return {**result, "traffic": dict(communicator.traffic)}
+
+
+def fail(communicator: Communicator) -> list[str]:
+    """The errors of a rank-0 job, and of a problem that the last rank alone has."""
+
+    def job() -> None:
+        raise UserError("the disk is full")
+
+    said = []
+    alone = "no shard" if communicator.rank == communicator.world_size - 1 else None
+    for work in (lambda: communicator.on_rank_zero(job), lambda: communicator.agree(alone)):
+        try:
+            work()
+        except UserError as error:
+            said.append(str(error))
+    communicator.agree(None)
+    assert communicator.on_rank_zero(lambda: communicator.rank + 7) == 7
+    return said
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_collectives(world_size: int) -> None:
+    ranks = run_ranks(world_size, collect)
+    x = [torch.arange(6.0).reshape(3, 2) + 10 * rank for rank in range(world_size)]
+    rows = torch.arange(float(4 * world_size)).reshape(-1, 2) * sum(range(1, world_size + 1))
+    for number, found in enumerate(ranks):
+        assert torch.equal(found["gathered"], torch.cat(x))
+        assert torch.equal(found["sum"], sum(x))
+        assert torch.equal(found["own"], rows[2 * number : 2 * number + 2])
+        traffic = found["traffic"]
+        assert traffic["features"].bytes_received == (world_size - 1) * 6 * 4
+        assert traffic["scalars"].bytes_sent == 2 * (world_size - 1) * 24 // world_size
+        assert traffic["state"].bytes_sent == (world_size - 1) * 4 * 4
+        assert all(counted.calls == 1 and counted.seconds > 0 for counted in traffic.values())
+
+
+def test_one_rank_is_free() -> None:
+    found = collect(Communicator())
+    assert found["traffic"] == {}
+    assert torch.equal(found["gathered"], found["sum"])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_errors_reach_all_ranks(world_size: int) -> None:
+    ranks = run_ranks(world_size, fail) if world_size > 1 else [fail(Communicator())]
+    own = "no shard" if world_size == 1 else "rank 1: no shard"
+    assert ranks == [["the disk is full", own]] * world_size
+
+
+def test_rows_that_ranks_do_not_divide() -> None:
+    communicator = Communicator()
+    communicator.world_size = 2
+    with pytest.raises(ValueError, match="3 rows over 2 ranks"):
+        communicator.reduce_scatter(torch.zeros(3, 1), "state")

@@ -1,0 +1,128 @@
+"""From the command line and YAML to a validated config."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives import find_method
+from neuclip_ds.recipe import dump, load_recipe, merge, option_names, parse, recipe_names, validate
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_is_valid_and_survives_its_dump(name: str) -> None:
+    config = parse([name]).config
+    assert config.run.name == name
+    find_method(config.objective.method)
+    assert validate(yaml.safe_load(dump(config))) == config
+
+
+def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
+    before = parse(["demo"]).config
+    options = ["--optimizer.lr=2e-3", "--data.micro_batch=32", "--optimizer.betas=[0.8,0.9]", "--run.name=mine"]
+    after = parse(["demo", *options, "--objective.npn.reset_accumulator=true"]).config
+    assert after.optimizer.lr == 2e-3
+    assert after.optimizer.betas == (0.8, 0.9)
+    assert after.data.micro_batch == 32
+    assert after.run.name == "mine"
+    assert after.objective.npn.reset_accumulator
+    assert after.objective.npn.prototypes == before.objective.npn.prototypes
+    assert after.model == before.model
+
+
+def test_null_takes_a_value_away() -> None:
+    assert parse(["demo"]).config.objective.temperature.lr is not None
+    assert parse(["demo", "--objective.temperature.lr=null"]).config.objective.temperature.lr is None
+
+
+def test_the_launchers_argument_is_ignored() -> None:
+    assert parse(["--local_rank=1", "demo"]) == parse(["demo"])
+
+
+def test_switches() -> None:
+    asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"])
+    assert asked.dry_run
+    assert asked.hostfile == Path("hostfiles/8node")
+    assert not asked.print_config
+    assert parse(["demo", "--print_config"]).print_config
+
+
+def test_includes_are_laid_under_the_recipe(tmp_path: Path) -> None:
+    (tmp_path / "parts").mkdir()
+    (tmp_path / "parts" / "a.yaml").write_text("data: {batch_size: 8, workers: 1}\noptimizer: {lr: 0.5}\n")
+    (tmp_path / "parts" / "b.yaml").write_text("data: {workers: 3}\n")
+    (tmp_path / "mine.yaml").write_text("include: [parts/a, parts/b.yaml]\noptimizer: {lr: 0.25}\n")
+    assert load_recipe(str(tmp_path / "mine.yaml")) == {
+        "data": {"batch_size": 8, "workers": 3},
+        "optimizer": {"lr": 0.25},
+    }
+
+
+def test_merge_leaves_its_arguments_alone() -> None:
+    base, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}
+    assert merge(base, over) == {"a": {"b": 3, "c": 2}, "d": 4}
+    assert base == {"a": {"b": 1, "c": 2}}
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["demo", "--data.bach_size=3"], "did you mean data.batch_size"),
+        (["demo", "--batch_size=3"], "did you mean data.batch_size"),
+        (["demo", "--data.batch_size=few"], "data.batch_size='few'"),
+        (["demo", "--data.batch_size=1"], "greater than or equal to 2"),
+        (["demo", "--data.reader=zip"], "'tar' or 'webdataset'"),
+        (["demo", "--model.text.heads=5"], "heads=5 does not divide width=128"),
+        (["demo", "--objective.temperature.initial=3"], "initial=3.0 is outside"),
+        (["dmeo"], "did you mean demo"),
+        ([], "Name a recipe"),
+    ],
+)
+def test_mistakes_name_the_thing_and_the_mend(options: list[str], words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(options)
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("data: {bach_size: 3}", "unknown key data.bach_size; did you mean data.batch_size?"),
+        ("data: [", "not valid YAML"),
+        ("- data", "must be a mapping"),
+        ("include: [nothing]", "no recipe or file nothing"),
+    ],
+)
+def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError) as caught:
+        parse([str(path)])
+    assert words in str(caught.value)
+
+
+def test_help_lists_every_option_with_its_meaning(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        parse(["--help"])
+    assert ended.value.code == 0
+    said = capsys.readouterr().out
+    missing = [name for name in option_names(Config) if f"--{name}" not in said]
+    assert not missing
+    assert "pairs that contrast with each other" in " ".join(said.split())
+
+
+def test_every_option_is_explained() -> None:
+    def unexplained(model: type, prefix: str = "") -> list[str]:
+        found = []
+        for key, field in model.model_fields.items():
+            if isinstance(field.annotation, type) and hasattr(field.annotation, "model_fields"):
+                found += unexplained(field.annotation, f"{prefix}{key}.")
+            elif not field.description:
+                found.append(prefix + key)
+        return found
+
+    assert not unexplained(Config)

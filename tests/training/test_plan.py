@@ -1,0 +1,62 @@
+"""`--dry-run`: the plan of every recipe, and what is wrong with hostfiles and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tars import write_pairs
+
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse, recipe_names
+from neuclip_ds.training.plan import print_plan, read_hostfile
+
+ONE = RankEnvironment(0, 0, 1)
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_on_eight_nodes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The plan is printed even where the data are not at hand, which the error then says."""
+    config = parse([name, f"--data.train={tmp_path}/nothing"]).config
+    with pytest.raises(UserError, match="nothing"):
+        print_plan(config, ONE, ROOT / "hostfiles" / "8node")
+    said = capsys.readouterr().out
+    assert f"method     {config.objective.method}" in said
+    assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in said
+    assert "parameters" in said
+    assert "of features received per rank and step" in said
+
+
+def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # manifests of a dry run are kept in .cache
+    write_pairs(tmp_path / "data", [10, 6])
+    options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--budget.epochs=3"]
+    print_plan(parse(["demo", *options]).config, ONE, None)
+    said = capsys.readouterr().out
+    assert "16 samples in 2 shards, 0 incomplete" in said
+    assert "6 (2 an epoch" in said
+
+
+def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(["demo", f"--data.train={tmp_path}/nothing"]).config
+    with pytest.raises(UserError):
+        print_plan(config, RankEnvironment(1, 1, 2), None)
+    assert capsys.readouterr().out == ""
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two\nnode1 slots=8\n\nnode2 slots=4  # smaller\n")
+    assert read_hostfile(path) == {"node1": 8, "node2": 4}
+
+
+@pytest.mark.parametrize(("text", "words"), [("node1 8\n", "'node1 8'"), ("", "names no node")])
+def test_hostfile_mistakes(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_hostfile(path)
+    with pytest.raises(UserError, match="no hostfile"):
+        read_hostfile(tmp_path / "other")
