@@ -199,6 +199,8 @@ class ObjectiveConfig(Section):
 
 
 class OptimizerConfig(Section):
+    name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
+    """Optimizer of the encoders; the temperature always has Adam."""
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
@@ -206,11 +208,13 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(500, ge=0)
     """Steps of linear warm-up."""
     weight_decay: float = Field(0.2, ge=0)
-    """AdamW's decoupled decay of weight matrices; gains and biases have none."""
+    """Decay of weight matrices; gains and biases have none. Coupled with the gradient in sgd, decoupled elsewhere."""
     betas: tuple[float, float] = (0.9, 0.98)
-    """AdamW's moment decays, for the encoders and the temperature."""
+    """Moment decays of AdamW, LAMB and Lion, and of the temperature's Adam."""
     eps: float = Field(1e-6, gt=0)
-    """AdamW's epsilon."""
+    """Epsilon of AdamW and LAMB, and of the temperature's Adam."""
+    momentum: float = Field(0.9, ge=0, lt=1)
+    """Momentum of sgd."""
     clip_norm: float = Field(0.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
 

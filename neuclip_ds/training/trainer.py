@@ -138,7 +138,7 @@ class Run:
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         model = build_dual_encoder(config.model, self._tokenizer)
         self._parameters = parameter_count(model)
-        optimizer = build_optimizer(model, config.optimizer)
+        optimizer = build_optimizer(model, config.optimizer, communicator if zero_stage(engine_config) else None)
         self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
         towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
         wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
