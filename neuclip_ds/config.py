@@ -140,6 +140,11 @@ class TemperatureConfig(Section):
         return self
 
 
+class SiglipConfig(Section):
+    bias: float = -10.0
+    """Bias of the logits at step 0; it is learned. SigLIP starts with it and with temperature 0.1."""
+
+
 class HingeConfig(Section):
     margin: float = Field(0.1, ge=0)
     """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^power."""
@@ -193,6 +198,7 @@ class ObjectiveConfig(Section):
     scale: Literal["paper", "released_code"] = "paper"
     """Leading factor of losses with constant or individual tau: tau in the papers, 1 in FastCLIP's released code."""
     temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    siglip: SiglipConfig = Field(default_factory=SiglipConfig)
     hinge: HingeConfig = Field(default_factory=HingeConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
     npn: NpnConfig = Field(default_factory=NpnConfig)

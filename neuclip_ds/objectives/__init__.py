@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -18,12 +18,22 @@ from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
 from neuclip_ds.objectives.normalizers.moving_average import MovingAverageNormalizer
 from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
 from neuclip_ds.objectives.pair_loss import Hinge, Identity, PairLoss
+from neuclip_ds.objectives.sigmoid import SigmoidObjective
 from neuclip_ds.objectives.temperature import ConstantTemperature, LogTemperature, RobustTemperature, Temperature
 
 log = logging.getLogger(__name__)
 
 
-class Method(NamedTuple):
+class Method(Protocol):
+    """How an objective is built, and which sections of its config it reads beside the common ones."""
+
+    @property
+    def sections(self) -> tuple[str, ...]: ...
+
+    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective: ...
+
+
+class Contrastive(NamedTuple):
     """A row of METHODS.md, table 1."""
 
     pair_loss: Callable[[ObjectiveConfig], PairLoss]
@@ -31,25 +41,47 @@ class Method(NamedTuple):
     temperature: Callable[[TemperatureConfig, OptimizerConfig, Context], Temperature]
     scale: Scale
     released_scale: Scale  # the same where the released code differs
-    sections: tuple[str, ...]  # of the objective's config that this composition reads, beside the common ones
+    sections: tuple[str, ...]
+
+    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective:
+        objective = config.objective
+        return ContrastiveObjective(
+            pair_loss=self.pair_loss(objective),
+            normalizer=self.normalizer(objective, context),
+            temperature=self.temperature(objective.temperature, config.optimizer, context),
+            scale=self.scale if objective.scale == "paper" else self.released_scale,
+            config=objective,
+            context=context,
+            wire=wire,
+        )
+
+
+class Sigmoid(NamedTuple):
+    """SigLIP, which has no normaliser."""
+
+    sections: tuple[str, ...] = ("siglip",)
+
+    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective:
+        return SigmoidObjective(config, context, wire)
 
 
 def _average(temperature: Callable[..., Temperature], scale: Scale, pair_loss: type[PairLoss] = Identity) -> Method:
     """SogCLR's family: a moving average under some rule for tau."""
     # one global learnable tau is a factor of the loss in the code as well
     released = scale if temperature is RobustTemperature else one
-    return Method(pair_loss, MovingAverageNormalizer, temperature, scale, released, ("moving_average",))
+    return Contrastive(pair_loss, MovingAverageNormalizer, temperature, scale, released, ("moving_average",))
 
 
-METHODS = {
-    "openclip": Method(Identity, BatchNormalizer, LogTemperature, half, half, ()),
+METHODS: dict[str, Method] = {
+    "openclip": Contrastive(Identity, BatchNormalizer, LogTemperature, half, half, ()),
+    "siglip": Sigmoid(),
     "sogclr": _average(ConstantTemperature, by_tau),
     "isogclr": _average(IndividualTemperature, by_tau),
     "fastclip_v0": _average(LogTemperature, one),
     "fastclip_v1": _average(ConstantTemperature, by_tau),
     "fastclip_v2": _average(IndividualTemperature, by_tau),
     "fastclip_v3": _average(RobustTemperature, by_tau),
-    "neuclip": Method(Identity, NpnNormalizer, RobustTemperature, by_tau, by_tau, ("npn",)),
+    "neuclip": Contrastive(Identity, NpnNormalizer, RobustTemperature, by_tau, by_tau, ("npn",)),
     "tuneclip": _average(ConstantTemperature, by_tau, Hinge),
 }
 
@@ -75,14 +107,4 @@ def build_objective(config: Config, context: Context, wire: torch.dtype) -> Obje
         context: width, data set size, ranks.
         wire: precision in which features travel.
     """
-    objective = config.objective
-    method = find_method(objective.method)
-    return ContrastiveObjective(
-        pair_loss=method.pair_loss(objective),
-        normalizer=method.normalizer(objective, context),
-        temperature=method.temperature(objective.temperature, config.optimizer, context),
-        scale=method.scale if objective.scale == "paper" else method.released_scale,
-        config=objective,
-        context=context,
-        wire=wire,
-    )
+    return find_method(config.objective.method).build(config, context, wire)

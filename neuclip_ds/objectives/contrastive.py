@@ -87,11 +87,11 @@ class _GeneralPairs:
             if self._grid.keeps:
                 self._kept.append(similarity)
             _, logit = self._logits(similarity, block)
-            self._grid.mask_positive_(logit[0], block, -math.inf)
+            self._grid.positives(logit[0], block).fill_(-math.inf)
             row_sums = result[block.side, block.rows]
             row_sums.copy_(torch.logaddexp(row_sums, logit[0].logsumexp(dim=1)))
             if block.own is not None:
-                self._grid.mask_positive_(logit[1], block, -math.inf)
+                self._grid.positives(logit[1], block).fill_(-math.inf)
                 column_sums = result[1 - block.side, block.own]
                 column_sums.copy_(torch.logaddexp(column_sums, logit[1].logsumexp(dim=0)))
         return result
@@ -113,7 +113,7 @@ class _GeneralPairs:
             )
             for difference, logit, share, inverse_tau, (side, where, dim) in anchors:
                 part = (logit + share).exp_()
-                self._grid.mask_positive_(part, block, 0.0)
+                self._grid.positives(part, block).fill_(0.0)
                 if where is not None:
                     mean_logit[side, where] += (logit.mul_(part)).sum(dim)
                 slope = self._pair_loss.slope(difference)
@@ -123,8 +123,9 @@ class _GeneralPairs:
                 total += part
             return total
 
-        image, text = self._grid.gradient(weight, lambda: pull.sum(dim=0))
-        return PairGradient(image, text, mean_logit)
+        grads = self._grid.gradient(weight)
+        self._grid.add_positives(grads, -pull.sum(dim=0))
+        return PairGradient(*grads, mean_logit)
 
     def _logits(self, similarity: Tensor, block: Block) -> tuple[list[Tensor], list[Tensor]]:
         """x = s - s_ii and l(x)/tau for the block's row anchors and for its column anchors."""
@@ -182,14 +183,15 @@ class _FactoredPairs:
             return torch.add(*self._grid.anchors(by_similarity, block)).mul_(exponential)
 
         own = self._grid.own
-        image, text = self._grid.gradient(weight, lambda: (by_similarity[:, own] * self._total).sum(dim=0))
+        grads = self._grid.gradient(weight)
+        self._grid.add_positives(grads, -(by_similarity[:, own] * self._total).sum(dim=0))
         # y = (s_ij/tau - c) + (c - s_ii/tau)
         mean_logit = factor[:, own] * (self._moment + self._log_factor[own] * self._total)
-        return PairGradient(image, text, mean_logit)
+        return PairGradient(*grads, mean_logit)
 
     def _exponential(self, block: Block) -> tuple[Tensor, Tensor]:
         """s/tau - c of a block and its exponential, zero for positives."""
         exponent = self._grid.similarity(block).div_(self._tau).sub_(self._shift)
         exponential = exponent.exp()
-        self._grid.mask_positive_(exponential, block, 0.0)
+        self._grid.positives(exponential, block).fill_(0.0)
         return exponent, exponential

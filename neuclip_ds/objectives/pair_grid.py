@@ -83,17 +83,17 @@ class PairGrid:
         """(2, own) filled with `value`."""
         return self.positive.new_full((2, self._count), value)
 
-    def mask_positive_(self, x: Tensor, block: Block, value: float) -> None:
-        """Overwrites a block's diagonal, where anchor and partner are one sample."""
-        if block.own is not None:
-            x.diagonal(offset=block.rows.start - block.own.start).fill_(value)
+    def positives(self, x: Tensor, block: Block) -> Tensor:
+        """View of those elements of a block where anchor and partner are one sample."""
+        if block.own is None:
+            return x.new_empty(0)
+        return x.diagonal(offset=block.rows.start - block.own.start)
 
-    def gradient(self, weight: Callable[[Block], Tensor], pull: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
-        """Feature gradient of a sum over pairs, this rank's (own, d) rows for images and texts.
+    def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
+        """Feature gradient of a function of the similarities, this rank's (own, d) rows for images and texts.
 
         Args:
-            weight: the (rows, columns) derivative by each similarity s_ij of a block.
-            pull: after all blocks, the (own,) derivative by -s_ii of both directions together.
+            weight: the (rows, columns) derivative by each similarity of a block.
         """
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():
@@ -102,7 +102,9 @@ class PairGrid:
             if block.own is not None:
                 rows = self._features[block.side][self.own][block.rows]
                 grads[1 - block.side][block.own].addmm_(by_similarity.T, rows)
-        towards_partner = pull().unsqueeze(1)
-        for side, grad in enumerate(grads):
-            grad.addcmul_(towards_partner, self._features[1 - side][self.own], value=-1)
         return grads[IMAGE], grads[TEXT]
+
+    def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
+        """Adds to the (own, d) gradients those of a function of the positives s_ii with the given (own,) derivative."""
+        for side, grad in enumerate(grads):
+            grad.addcmul_(by_positive.unsqueeze(1), self._features[1 - side][self.own])

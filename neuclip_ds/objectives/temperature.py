@@ -76,31 +76,44 @@ class ConstantTemperature:
         return {}
 
 
-class _Learnable:
-    """theta = log(1/tau) with its Adam state, schedule and bounds."""
+class LearnableTemperature:
+    """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned beside it."""
 
-    def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
+    def __init__(
+        self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context, **beside: float
+    ) -> None:
         self._config = config
-        theta = torch.tensor([-math.log(config.initial)], dtype=context.dtype, device=context.communicator.device)
-        self._theta = torch.nn.Parameter(theta)
-        self._adam = torch.optim.Adam([self._theta], lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
+        initial = {"theta": -math.log(config.initial), **beside}
+        device = context.communicator.device
+        self._scalars = {
+            name: torch.nn.Parameter(torch.tensor([value], dtype=context.dtype, device=device))
+            for name, value in initial.items()
+        }
+        self._adam = torch.optim.Adam(self._scalars.values(), lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        return self._tau()
+        return self.tau
+
+    @property
+    def tau(self) -> Tensor:
+        """0-dim temperature."""
+        return self.scalar("theta").neg().exp()
+
+    def scalar(self, name: str) -> Tensor:
+        """0-dim copy of a learned scalar."""
+        return self._scalars[name].detach().squeeze(0).clone()
 
     def rho(self, step: Step) -> float:
         return 0.0
 
-    def _tau(self) -> Tensor:
-        return self._theta.detach().neg().exp().squeeze(0)
-
-    def _descend(self, gradient: Tensor, step: Step) -> None:
-        """Adam on theta with d loss / d theta (0-dim), then the clamp of tau to its bounds."""
-        self._theta.grad = gradient.reshape(1).to(self._theta.dtype)
+    def descend(self, step: Step, **gradients: Tensor) -> None:
+        """Adam with d loss / d scalar (0-dim) for each by name, then the clamp of tau to its bounds."""
+        for name, gradient in gradients.items():
+            self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         self._adam.param_groups[0]["lr"] = self._lr(step)
         self._adam.step()
         with torch.no_grad():
-            self._theta.clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
+            self._scalars["theta"].clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
 
     def _lr(self, step: Step) -> float | Tensor:
         peak = step.peak_lr if self._config.lr is None else self._config.lr
@@ -108,32 +121,36 @@ class _Learnable:
             return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
         if self._config.schedule == "constant":
             return peak
-        return peak if float(self._tau()) >= _SCHEDULE_THRESHOLD else peak / 3
+        return peak if float(self.tau) >= _SCHEDULE_THRESHOLD else peak / 3
 
     def replicated_state(self) -> dict[str, Tensor]:
-        moments = {f"adam.{key}": value for key, value in self._adam.state[self._theta].items()}
-        return {"theta": self._theta.detach(), **moments}
+        state = {name: scalar.detach() for name, scalar in self._scalars.items()}
+        for name, scalar in self._scalars.items():
+            state.update({f"adam.{name}.{key}": value for key, value in self._adam.state[scalar].items()})
+        return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        with torch.no_grad():
-            self._theta.copy_(state["theta"])
-        moments = {key.removeprefix("adam."): value for key, value in state.items() if key.startswith("adam.")}
-        self._adam.state[self._theta] = {
-            key: value.clone() if key == "step" else value.clone().to(self._theta) for key, value in moments.items()
-        }
+        for name, scalar in self._scalars.items():
+            with torch.no_grad():
+                scalar.copy_(state[name])
+            prefix = f"adam.{name}."
+            moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            self._adam.state[scalar] = {
+                key: value.clone() if key == "step" else value.clone().to(scalar) for key, value in moments.items()
+            }
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
 
 
-class LogTemperature(_Learnable):
+class LogTemperature(LearnableTemperature):
     """The gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100 by default); FastCLIP-v0 (eq. 8)."""
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        self._descend(signal.by_log, step)
+        self.descend(step, theta=signal.by_log)
 
 
-class RobustTemperature(_Learnable):
+class RobustTemperature(LearnableTemperature):
     """The robust global contrastive loss with one temperature, RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12).
 
     d/dtau = mean over anchors of both directions' log-normaliser terms + 2 rho - c * mean logit, with c = 1 in the
@@ -146,7 +163,7 @@ class RobustTemperature(_Learnable):
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         coefficient = {"paper": 1.0, "released_code": 2.0}[self._config.data_term]
         by_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
-        self._descend(-self._tau() * by_tau, step)
+        self.descend(step, theta=-self.tau * by_tau)
 
 
 def rho_of(config: TemperatureConfig, step: Step) -> float:

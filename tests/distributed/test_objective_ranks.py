@@ -15,6 +15,7 @@ ROWS, DIM, STEPS = 24, 6, 5
 NPN = {"prototypes": 19, "updates": 3, "restart_every": 3, "lr": 0.1}  # 19: no world size divides it
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip": ("openclip", {}),
+    "siglip": ("siglip", {}),
     **{
         name: (name, {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}})
         for name in ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "tuneclip")

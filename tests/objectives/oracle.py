@@ -34,6 +34,12 @@ def openclip(image: Tensor, text: Tensor, tau: Tensor) -> Tensor:
     return (torch.nn.functional.cross_entropy(scores, labels) + torch.nn.functional.cross_entropy(scores.T, labels)) / 2
 
 
+def siglip(image: Tensor, text: Tensor, tau: Tensor, bias: Tensor) -> Tensor:
+    """Minus the log-likelihood of which pairs belong together, summed over pairs and divided by B (SigLIP eq. 1)."""
+    sign = 2 * torch.eye(len(image)).to(image) - 1
+    return -torch.nn.functional.logsigmoid(sign * (image @ text.T / tau + bias)).sum() / len(image)
+
+
 def global_contrastive(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps: float) -> Tensor:
     """tau/B sum_i [g1_i/(eps + u1_i) + g2_i/(eps + u2_i)], u (2, B) and the leading tau constant (FastCLIP eq. 7)."""
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])

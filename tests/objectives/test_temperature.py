@@ -20,7 +20,7 @@ def descent(method, monkeypatch: pytest.MonkeyPatch, features, at) -> float:
     """d loss / d theta that the rule hands to Adam."""
     seen = []
     rule = method._temperature
-    monkeypatch.setattr(rule, "_descend", lambda gradient, _: seen.append(float(gradient)))
+    monkeypatch.setattr(rule, "descend", lambda _, theta: seen.append(float(theta)))
     method(features, at)
     return seen[-1]
 

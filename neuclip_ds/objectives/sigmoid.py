@@ -1,0 +1,68 @@
+"""SigLIP's pairwise sigmoid loss (Zhai et al. 2023, eq. 1) in the closed form.
+
+    L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
+
+A pair's derivative needs nothing but its own similarity, so each block is visited once. Pairs of own images with other
+ranks' texts count for the loss; pairs of own texts with other ranks' images, which those ranks count, for the gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from neuclip_ds.config import Config
+from neuclip_ds.objectives.base import Context, FeatureGradients, Step
+from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
+from neuclip_ds.objectives.temperature import LearnableTemperature
+from neuclip_ds.state.partition import RowTable
+
+
+class SigmoidObjective:
+    """Feature gradient of one batch, and one Adam step of temperature and bias."""
+
+    def __init__(self, config: Config, context: Context, wire: torch.dtype) -> None:
+        objective = config.objective
+        self._config = objective
+        self._communicator = context.communicator
+        self._wire = wire
+        self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=objective.siglip.bias)
+
+    @torch.no_grad()
+    def __call__(self, features: Features, step: Step) -> FeatureGradients:
+        """Gradient of the global loss with respect to this rank's features; updates temperature and bias."""
+        batch = GatheredFeatures(features, self._communicator, self._wire)
+        tau, bias = self._logit.tau, self._logit.scalar("bias")
+        grid = PairGrid(batch, self._config.chunk, budget=0)
+        sums = grid.positive.new_zeros(3)  # of the loss, its derivative by theta = log(1/tau), and by the bias
+
+        def by_similarity(block: Block) -> Tensor:
+            scaled = grid.similarity(block).div_(tau)
+            against = scaled + bias  # -z times the logit
+            grid.positives(against, block).neg_()
+            by_logit = against.sigmoid().div_(batch.size)
+            grid.positives(by_logit, block).neg_()
+            if block.side == IMAGE:
+                loss = softplus(against).sum() / batch.size
+                sums.add_(torch.stack([loss, (by_logit * scaled).sum(), by_logit.sum()]))
+            return by_logit.div_(tau)
+
+        image, text = grid.gradient(by_similarity)
+        square = image.square().sum() + text.square().sum()
+        loss, by_theta, by_bias, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
+        self._logit.descend(step, theta=by_theta, bias=by_bias)
+        metrics = {"tau": tau, "bias": bias, "feature_grad_norm": square.sqrt()}
+        return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return self._logit.replicated_state()
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._logit.load_replicated_state(state)
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {}
