@@ -25,7 +25,7 @@ class _Invocation(Config):
     """Trains a CLIP model. Example: deepspeed --num_accelerators 2 train.py demo --optimizer.lr=1e-3"""
 
     recipe: CliPositionalArg[str | None] = None
-    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file."""
+    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; without one the names are listed."""
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = Field(False, alias="dry-run")
@@ -54,7 +54,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     given = _command_line(argv)
     recipe = given.pop("recipe", None)
     if recipe is None:
-        raise UserError(f"Name a recipe as the first argument: {', '.join(recipe_names())}, or a path; see --help.")
+        raise UserError(f"Name a recipe as the first argument, or a path (see --help). Recipes: {_listed()}.")
     tree = load_recipe(recipe)
     tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
     asked = _Invocation.model_validate({key: given.pop(key) for key in list(given) if key not in Config.model_fields})
@@ -150,9 +150,24 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    raise UserError(
-        f"There is no recipe or file {name} (recipes: {', '.join(recipe_names())}){_nearest(name, recipe_names())}"
-    )
+    hint = _nearest(name, recipe_names()) or f". Recipes: {_listed()}."
+    raise UserError(f"There is no recipe or file {name}{hint}")
+
+
+def _listed() -> str:
+    """The recipes' names, those of one pattern together: `{cc12m,cc3m}_{neuclip,openclip}`."""
+    endings: dict[str, list[str]] = {}
+    for name in recipe_names():
+        data, mark, rest = name.partition("_")
+        endings.setdefault(data + mark, []).append(rest)
+    alike: dict[str, list[str]] = {}
+    for beginning, rests in endings.items():
+        alike.setdefault(_braced(rests), []).append(beginning.removesuffix("_"))
+    return ", ".join(f"{_braced(data)}_{rest}" if rest else _braced(data) for rest, data in alike.items())
+
+
+def _braced(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
 
 
 def _explain(problem: Any) -> str:

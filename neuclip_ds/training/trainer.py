@@ -37,8 +37,8 @@ from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.training.checkpoint import Checkpoints
+from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
-from neuclip_ds.training.optimizers import build_optimizer
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.step import TrainStep
 
@@ -138,8 +138,7 @@ class Run:
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         model = build_dual_encoder(config.model, self._tokenizer)
         self._parameters = parameter_count(model)
-        optimizer = build_optimizer(model, config.optimizer, communicator if zero_stage(engine_config) else None)
-        self._engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+        self._engine = start_engine(model, config.optimizer, engine_config, communicator)
         towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
         wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
         context = Context(config.model.embed_dim, self._manifest.n, communicator)
