@@ -37,6 +37,8 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl and TensorBoard points."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 evaluates at the end only."""
+    normalizer_anchors: int = Field(0, ge=0)
+    """Anchors of the training set for which each evaluation measures the normaliser's error; 0 does not measure."""
 
 
 class DataConfig(Section):
@@ -164,6 +166,10 @@ class MovingAverageConfig(Section):
 
 
 class NpnConfig(Section):
+    network: Literal["prototypes", "mlp"] = "prototypes"
+    """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
+    mlp_lr: float = Field(1e-3, gt=0)
+    """Adam's learning rate where the network is an MLP."""
     prototypes: int = Field(4096, ge=1)
     """Columns m of W1 and of W2."""
     updates: int = Field(10, ge=0)
@@ -184,6 +190,37 @@ class NpnConfig(Section):
     """Network first and the encoders with its new prediction, or both from the old one (Algorithm 3, ablation)."""
 
 
+class AmortizedConfig(Section):
+    width: float = Field(1.0, gt=0)
+    """Hidden units of the amortisation MLP as a multiple f_d of the feature width."""
+    loss: Literal["l2_log", "kl", "js"] = "l2_log"
+    """What lambda is fitted by: squared error of logarithms, or KL or Jensen-Shannon divergence."""
+    divergence_l2: float = Field(0.1, ge=0)
+    """Weight of l2_log beside kl and js."""
+    lr: float = Field(1e-3, gt=0)
+    """Adam's learning rate (the released code multiplies it by the number of ranks)."""
+    clip_norm: float = Field(1.0, ge=0)
+    """Largest gradient norm of the MLPs; 0 does not clip."""
+    updates: int = Field(3, ge=0)
+    """Adam steps T_lambda on a batch."""
+    online_every: int = Field(1, ge=1)
+    """Steps T_online between fits of the online nets."""
+    target_every: int = Field(2, ge=1)
+    """Steps T_target between updates of the EMA target nets."""
+    ema: float = Field(0.999, ge=0, le=1)
+    """Decay alpha of the EMA."""
+    previous_weight: float = Field(0.8, ge=0, lt=1)
+    """Largest weight beta_T of the last epoch's net in the target."""
+    previous_epochs: float = Field(16, ge=0)
+    """Epochs E over which that weight rises from 0 on a cosine."""
+    positive_weight: float = Field(1.0, ge=0)
+    """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
+    stage2: Literal["ema", "combined"] = "ema"
+    """Normaliser of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
+    start: Literal["batch_mean", "released_code"] = "batch_mean"
+    """Level of an epoch's new nets: the mean log Z of its first batch, or near 0; the paper leaves it open."""
+
+
 class ObjectiveConfig(Section):
     method: str = "neuclip"
     """Name of a composition in `neuclip_ds.objectives.METHODS`."""
@@ -202,6 +239,7 @@ class ObjectiveConfig(Section):
     hinge: HingeConfig = Field(default_factory=HingeConfig)
     moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
     npn: NpnConfig = Field(default_factory=NpnConfig)
+    amortized: AmortizedConfig = Field(default_factory=AmortizedConfig)
 
 
 class OptimizerConfig(Section):

@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "models": {"config", "errors"},
     "evaluation": {"errors"},
     "reporting": {"errors"},
+    "reproduction": {"errors"},
     "training": ROOMS - {"cli"},
     "cli": ROOMS,
 }

@@ -14,12 +14,20 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective, Scale, by_tau, half, one
 from neuclip_ds.objectives.individual_temperature import IndividualTemperature
+from neuclip_ds.objectives.normalizers.amortized import AmortizedNormalizer
 from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
 from neuclip_ds.objectives.normalizers.moving_average import MovingAverageNormalizer
 from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
+from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
 from neuclip_ds.objectives.pair_loss import Hinge, Identity, PairLoss
 from neuclip_ds.objectives.sigmoid import SigmoidObjective
-from neuclip_ds.objectives.temperature import ConstantTemperature, LogTemperature, RobustTemperature, Temperature
+from neuclip_ds.objectives.temperature import (
+    ConstantTemperature,
+    LogTemperature,
+    RescaledTemperature,
+    RobustTemperature,
+    Temperature,
+)
 
 log = logging.getLogger(__name__)
 
@@ -72,6 +80,15 @@ def _average(temperature: Callable[..., Temperature], scale: Scale, pair_loss: t
     return Contrastive(pair_loss, MovingAverageNormalizer, temperature, scale, released, ("moving_average",))
 
 
+def _npn(config: ObjectiveConfig, context: Context) -> Normalizer:
+    """NeuCLIP's network in the form that the config names."""
+    forms: dict[str, Callable[[ObjectiveConfig, Context], Normalizer]] = {
+        "prototypes": NpnNormalizer,
+        "mlp": MlpNpnNormalizer,
+    }
+    return forms[config.npn.network](config, context)
+
+
 METHODS: dict[str, Method] = {
     "openclip": Contrastive(Identity, BatchNormalizer, LogTemperature, half, half, ()),
     "siglip": Sigmoid(),
@@ -81,7 +98,8 @@ METHODS: dict[str, Method] = {
     "fastclip_v1": _average(ConstantTemperature, by_tau),
     "fastclip_v2": _average(IndividualTemperature, by_tau),
     "fastclip_v3": _average(RobustTemperature, by_tau),
-    "neuclip": Contrastive(Identity, NpnNormalizer, RobustTemperature, by_tau, by_tau, ("npn",)),
+    "amorlip": Contrastive(Identity, AmortizedNormalizer, RescaledTemperature, by_tau, by_tau, ("amortized",)),
+    "neuclip": Contrastive(Identity, _npn, RobustTemperature, by_tau, by_tau, ("npn",)),
     "tuneclip": _average(ConstantTemperature, by_tau, Hinge),
 }
 

@@ -82,6 +82,14 @@ class Normalizer(Stateful, Protocol):
         """
         ...
 
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        """The present estimate of g for this rank's anchors, changing no state; arguments as in the call.
+
+        Returns:
+            (2, own): its logarithm, -inf where there is no estimate yet.
+        """
+        ...
+
 
 class Objective(Stateful, Protocol):
     """Turns this rank's features into the gradient of the global loss with respect to them.

@@ -107,6 +107,27 @@ class ContrastiveObjective:
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
+    @property
+    def pair_loss(self) -> PairLoss:
+        return self._pair_loss
+
+    @torch.no_grad()
+    def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
+        """What the method now takes the normalisers of a batch's anchors to be; changes no state.
+
+        Features travel in their own precision, so that an error is the estimate's alone.
+
+        Returns:
+            For this rank's valid rows (2, own) log of the estimated g, -inf where there is none, and (2, own) tau.
+        """
+        batch = GatheredFeatures(features, self._communicator, features.image.dtype)
+        tau = self._temperature.of(batch)
+        own_tau = tau.expand(2, batch.size)[:, batch.own]
+        if batch.size < 2:  # no anchor has a negative
+            return torch.full_like(own_tau, -math.inf), own_tau
+        pairs = PairSimilarities(PairGrid(batch, self._config.chunk, budget=0), self._pair_loss, tau)
+        return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), own_tau
+
     def replicated_state(self) -> dict[str, Tensor]:
         parts = {"normalizer": self._normalizer, "temperature": self._temperature}
         return {

@@ -166,6 +166,13 @@ class RobustTemperature(LearnableTemperature):
         self.descend(step, theta=-self.tau * by_tau)
 
 
+class RescaledTemperature(RobustTemperature):
+    """AmorLIP's rescaled loss tau l + rho tau: as RGCL-g, but rho counts once and not for each direction."""
+
+    def rho(self, step: Step) -> float:
+        return rho_of(self._config, step) / 2
+
+
 def rho_of(config: TemperatureConfig, step: Step) -> float:
     """rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
     if isinstance(config.rho, float):

@@ -22,16 +22,19 @@ from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.loader import Batch, eval_loader, iter_captions, train_loader
 from neuclip_ds.data.manifest import Manifest, open_manifest
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.transforms import eval_transform, train_transform
+from neuclip_ds.data.transforms import ImageTransform, eval_transform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
 from neuclip_ds.errors import RankError, UserError
+from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, FeatureGradients, Step
+from neuclip_ds.objectives.composed import ContrastiveObjective
+from neuclip_ds.objectives.gather import Features
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
@@ -46,6 +49,7 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
+_ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
 
 
 def train(config: Config, environment: RankEnvironment) -> None:
@@ -143,6 +147,11 @@ class Run:
         wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
         context = Context(config.model.embed_dim, self._manifest.n, communicator)
         self._objective = build_objective(config, context, wire)
+        if config.run.normalizer_anchors and not isinstance(self._objective, ContrastiveObjective):
+            raise UserError(
+                f"run.normalizer_anchors={config.run.normalizer_anchors} measures normalisers, of which "
+                f"objective.method={config.objective.method} has none; leave it at 0."
+            )
         self._step = TrainStep(self._engine, self._objective, communicator, micro_batch, config.run.seed)
         self._checkpoints = Checkpoints(folder / "checkpoints", communicator, config.run.keep_checkpoints)
         self._facts = {
@@ -194,7 +203,33 @@ class Run:
             results.update(
                 zero_shot(self._encode, self._tokenizer, self._zero_shot, transform, self._communicator, rank_batch)
             )
+        if isinstance(self._objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
+            results.update(self._normalizer_error(self._objective, transform, rank_batch))
         return results
+
+    def _normalizer_error(
+        self, objective: ContrastiveObjective, transform: ImageTransform, rank_batch: int
+    ) -> dict[str, float]:
+        """The normalisers of a fixed sample of anchors against those over the whole training set."""
+        data, manifest, communicator = self._config.data, self._manifest, self._communicator
+        order = GlobalOrder(
+            manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, shuffle_block=data.shuffle_block
+        )
+        anchors = min(self._config.run.normalizer_anchors, manifest.n)
+        share: dict[str, Any] = {"rank": communicator.rank, "world_size": communicator.world_size}
+        share |= {"workers": data.workers, "timeout": data.timeout, "reader": data.reader}
+        steps = -(-anchors // data.batch_size)
+        anchor_batches = train_loader(manifest, order, transform, self._tokenizer, total_steps=steps, **share)
+        all_batches = eval_loader(manifest, transform, self._tokenizer, batch_size=rank_batch, **share)
+        return normalizer_error(
+            self._encode,
+            lambda *rows: objective.log_normalizers(Features(*rows)),
+            objective.pair_loss,
+            _naming_rank(anchor_batches, communicator),
+            _naming_rank(all_batches, communicator),
+            communicator,
+            anchors,
+        )
 
     def _loop(self, done: int, metrics: MetricsLog | None) -> bool:
         """Steps from `done` to the end; False when a signal ended it early, after a checkpoint."""

@@ -9,6 +9,7 @@ import torch
 from build import SAMPLES, batch, objective, pairs, step
 from ranks import run_ranks
 
+from neuclip_ds import objectives
 from neuclip_ds.distributed.communicator import Communicator
 
 ROWS, DIM, STEPS = 24, 6, 5
@@ -20,9 +21,18 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
         name: (name, {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}})
         for name in ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "tuneclip")
     },
+    **{
+        f"amorlip_{stage2}_{loss}": ("amorlip", {"amortized": {"stage2": stage2, "loss": loss, "width": 0.5}})
+        for stage2, loss in (("ema", "l2_log"), ("combined", "kl"), ("ema", "js"))
+    },
     "neuclip_stop": ("neuclip", {"npn": NPN}),
+    "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "updates": 2}}),
     "neuclip_full": ("neuclip", {"npn": {**NPN, "alpha_grad": "full"}}),
 }
+
+
+def test_the_table_is_complete() -> None:
+    assert {method for method, _ in METHODS.values()} == set(objectives.METHODS)
 
 
 def global_batch(number: int) -> tuple[torch.Tensor, ...]:
@@ -48,7 +58,8 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
             found = built(batch(*rows), step(number, epoch=number // 2))
             steps.append((found.image, found.text, found.loss, float(found.metrics["tau"])))
         tables = {f"{table}.{key}": t for table, rows in built.row_tables().items() for key, t in rows.tensors.items()}
-        results[name] = {"steps": steps, "rows": tables, "traffic": dict(communicator.traffic)}
+        state = built.replicated_state()
+        results[name] = {"steps": steps, "rows": tables, "state": state, "traffic": dict(communicator.traffic)}
         communicator.traffic.clear()
     return results
 
@@ -67,6 +78,8 @@ def test_ranks_equal_one(world_size: int) -> None:
             assert len({rank[3] for rank in found}) == 1, "the ranks' temperatures are the same bits"
             assert found[0][3] == pytest.approx(wanted[3], rel=1e-12)
             torch.testing.assert_close(found[0][2], wanted[2], rtol=1e-10, atol=0)
+        for key, value in ranks[0][name]["state"].items():
+            assert all(torch.equal(rank[name]["state"][key], value) for rank in ranks), f"{name} {key}: the same bits"
         for key, rows in one[name]["rows"].items():
             whole = torch.cat([rank[name]["rows"][key] for rank in ranks])
             torch.testing.assert_close(whole, rows, rtol=1e-9, atol=1e-12, msg=f"{name} {key}")

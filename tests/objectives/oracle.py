@@ -10,14 +10,18 @@ from torch import Tensor
 
 
 def logits(image: Tensor, text: Tensor, tau: Tensor, hinge: tuple[float, float] | None = None) -> tuple[Tensor, Tensor]:
-    """(B, B) exponents of image anchors (rows, against texts) and of text anchors (rows, against images)."""
+    """(B, B) exponents of image anchors (rows, against texts) and of text anchors (rows, against images).
+
+    tau is 0-dim, or (2, B) with one for each anchor of either direction.
+    """
     s = image @ text.T
     positive = (image * text).sum(1, keepdim=True)
     x1, x2 = s - positive, s.T - positive
     if hinge is not None:
         margin, power = hinge
         x1, x2 = ((x + margin).clamp(min=0) ** power for x in (x1, x2))
-    return x1 / tau, x2 / tau
+    taus = tau.expand(2, len(image)).unsqueeze(2)
+    return x1 / taus[0], x2 / taus[1]
 
 
 def log_mean_exp(exponents: Tensor) -> Tensor:
@@ -72,3 +76,15 @@ def neuclip(
     alpha = alpha.detach() if stop else alpha
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
     return tau * ((-alpha).exp() * (eps + g) + alpha).mean(1).sum() + 2 * tau * (rho - 1)
+
+
+def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: float, rho: float) -> Tensor:
+    """AmorLIP's stage II, rescaled: tau_const [-2/tau mean s_ii + mean C1/lambda1 + mean C2/lambda2] + rho tau.
+
+    C_i = 1/(B-1) [sum_{j != i} exp(s_ij/tau) + c exp(s_ii/tau)]; lambda (2, B) is constant.
+    """
+    size = len(image)
+    scores = image @ text.T / tau
+    weight = (1 + (c - 1) * torch.eye(size).to(image)) / (size - 1)
+    mass = [(weight * x.exp()).sum(1) / lam.exp() for x, lam in zip((scores, scores.T), log_lambda, strict=True)]
+    return tau.detach() * (-2 * scores.diagonal().mean() + mass[0].mean() + mass[1].mean()) + rho * tau

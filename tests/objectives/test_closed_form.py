@@ -151,54 +151,6 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
         assert relative_error(single.double(), double) < 1e-4
 
 
-@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
-def test_rows_that_do_not_count_change_nothing(method: str) -> None:
-    """Invalid rows, whatever they hold, get no gradient and leave the others' as if they were absent."""
-    image, text = pairs(12, 5)
-    valid = torch.tensor([True, False, True] * 4)
-    poisoned_image, poisoned_text = image.clone(), text.clone()
-    poisoned_image[~valid], poisoned_text[~valid] = math.nan, math.inf
-    options = {"npn": {"prototypes": 6, "lr": 0.05}}
-    with_holes, without = (objective(method, Communicator(), 5, **options) for _ in range(2))
-    index = torch.arange(12)
-    for number in range(3):
-        holes = with_holes(batch(poisoned_image, poisoned_text, index, valid), step(number))
-        clean = without(batch(image[valid], text[valid], index[valid]), step(number))
-    assert torch.equal(holes.image[valid], clean.image)
-    assert torch.equal(holes.text[valid], clean.text)
-    assert not holes.image[~valid].any()
-    assert not holes.text[~valid].any()
-    for key, value in without.replicated_state().items():
-        assert torch.equal(with_holes.replicated_state()[key], value)
-
-
-@pytest.mark.parametrize("reading", ["stop", "full"])
-@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
-def test_float32_at_the_coldest_temperature(method: str, reading: str) -> None:
-    """tau = 0.01, with anchors whose negatives win by 1.9 (an exponent of 190): finite, and within 1e-4 of float64."""
-    image, text = pairs(48, 16, likeness=0.3)
-    text[:4] = -image[:4] * 0.95 + text[:4] * 0.05  # positives far apart ...
-    text[4:8] = image[:4]  # ... beside a negative that is identical
-    text = torch.nn.functional.normalize(text, dim=1)
-    results = []
-    for dtype in (torch.float32, torch.float64):
-        built = objective(
-            method,
-            Communicator(),
-            16,
-            dtype,
-            temperature={"initial": 0.01, "lr": 0.0},
-            npn={"prototypes": 32, "updates": 0, "alpha_grad": reading},  # updates: tests/objectives/test_npn.py
-        )
-        for number in range(2):
-            results.append(built(batch(image.to(dtype), text.to(dtype)), step(number)))
-    for single, double in zip(results[:2], results[2:], strict=True):
-        assert torch.isfinite(single.image).all()
-        assert torch.isfinite(single.text).all()
-        assert relative_error(single.image.double(), double.image) < 1e-4
-        assert relative_error(single.text.double(), double.text) < 1e-4
-
-
 def test_fastclip_identity_at_gamma_one() -> None:
     """gamma = 1, eps = 0: the feature gradient is that of tau times the mean of log g1 + log g2."""
     image, text = leaves(21, 9)

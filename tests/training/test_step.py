@@ -17,6 +17,7 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.optimizers import build_optimizer
 from neuclip_ds.training.step import TrainStep
@@ -40,12 +41,8 @@ TREE: dict[str, Any] = {
 TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=8)
 
 
-def config_of(method: str, optimizer: str = "adamw", engine: str = "zero0_fp32") -> Config:
-    named = {
-        "objective": {**TREE["objective"], "method": method},
-        "optimizer": {**TREE["optimizer"], "name": optimizer},
-    }
-    return Config.model_validate({**TREE, **named, "deepspeed": engine})
+def config_of(method: str, engine: str = "zero0_fp32") -> Config:
+    return Config.model_validate({**TREE, "objective": {**TREE["objective"], "method": method}, "deepspeed": engine})
 
 
 def data(number: int) -> Batch:
@@ -70,9 +67,9 @@ def place(number: int) -> Step:
     return Step(number, 0, LR, LR)
 
 
-def plain(method: str, name: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
+def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
     """One process, the whole batch, no DeepSpeed: autograd through the towers from the feature gradients."""
-    config = config_of(method, name)
+    config = config_of(method)
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
     optimizer = build_optimizer(model, config.optimizer)
@@ -90,22 +87,17 @@ def plain(method: str, name: str, clip: float) -> tuple[dict[str, torch.Tensor],
     return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
 
 
-def under_deepspeed(
-    communicator: Communicator, method: str, optimizer: str, engines: list[str], micro: int
-) -> list[Any]:
+def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
     import deepspeed
 
     deepspeed.init_distributed("gloo", verbose=False)
     results = []
     for name in engines:
-        config = config_of(method, optimizer, name)
+        config = config_of(method, name)
         torch.manual_seed(0)
         model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
-        engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=build_optimizer(model, config.optimizer, communicator if name[4] != "0" else None),
-            config=load_engine_config(config, communicator.world_size),
-        )
+        engine_config = load_engine_config(config, communicator.world_size)
+        engine = start_engine(model, config.optimizer, engine_config, communicator)
         objective = build_objective(config, Context(16, 100, communicator), torch.float32)
         step = TrainStep(engine, objective, communicator, micro, seed=0)
         for number in range(STEPS):
@@ -120,20 +112,11 @@ FLOAT32 = [f"zero{stage}_fp32" for stage in range(4)]
 BFLOAT16 = [f"zero{stage}_bf16" for stage in range(4)]
 
 
-@pytest.mark.parametrize(
-    ("method", "optimizer"),
-    [
-        ("openclip", "adamw"),
-        ("fastclip_v3", "adamw"),
-        ("neuclip", "adamw"),
-        ("fastclip_v3", "lamb"),
-        pytest.param("fastclip_v3", "sgd", marks=pytest.mark.slow),
-    ],
-)
-def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str, optimizer: str) -> None:
-    """Two ranks, micro-batches of 4 out of 8, clipping, five steps; ZeRO 0, 1, 2 and 3."""
-    wanted, tau = plain(method, optimizer, clip=0.5)
-    ranks = run_ranks(2, under_deepspeed, method, optimizer, FLOAT32, 4)
+@pytest.mark.parametrize("method", ["openclip", "fastclip_v3", "neuclip"])
+def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str) -> None:
+    """Two ranks, micro-batches of 4 out of 8, clipping, five AdamW steps; ZeRO 0, 1, 2 and 3."""
+    wanted, tau = plain(method, clip=0.5)
+    ranks = run_ranks(2, under_deepspeed, method, FLOAT32, 4)
     for rank in ranks:
         for name, (weights, found_tau) in zip(FLOAT32, rank, strict=True):
             assert found_tau == pytest.approx(tau, rel=1e-5)
@@ -141,22 +124,10 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str, optimiz
                 torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
 
 
-@pytest.mark.slow
-def test_lion_under_zero() -> None:
-    """Lion moves by signs, which turn with the last bit of a small gradient: all but some elements agree."""
-    wanted, _ = plain("fastclip_v3", "lion", clip=0.5)
-    ranks = run_ranks(2, under_deepspeed, "fastclip_v3", "lion", FLOAT32, 4)
-    for rank in ranks:
-        for weights, _ in rank:
-            apart = torch.cat([(value - wanted[key]).abs().flatten() for key, value in weights.items()])
-            assert float((apart > 2e-5).float().mean()) < 0.01
-            assert float(apart.max()) < 2.1 * STEPS * LR
-
-
 def test_bf16_stays_close_to_float32() -> None:
     """bf16 has 8 bits: five steps of 1e-3 agree to bf16's spacing, in every ZeRO stage, and the stages with another."""
-    wanted, _ = plain("openclip", "adamw", clip=0.5)
-    (results,) = run_ranks(1, under_deepspeed, "openclip", "adamw", BFLOAT16, 8)
+    wanted, _ = plain("openclip", clip=0.5)
+    (results,) = run_ranks(1, under_deepspeed, "openclip", BFLOAT16, 8)
     for name, (weights, _) in zip(BFLOAT16, results, strict=True):
         for key, value in weights.items():
             torch.testing.assert_close(value, wanted[key], rtol=2**-7, atol=1.2e-2, msg=f"{name} {key}")

@@ -31,6 +31,9 @@ class BatchNormalizer:
         value = log_normalizer + log_negatives
         return Estimate(log_weight, value, torch.zeros_like(value), {})
 
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        return log_g
+
     def replicated_state(self) -> dict[str, Tensor]:
         return {}
 

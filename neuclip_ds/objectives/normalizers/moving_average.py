@@ -45,7 +45,7 @@ class MovingAverageNormalizer:
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
         gamma = gamma_of(step, self._config)
-        before = batch.compact(self._store.read(batch.padded_index)).T  # (2, own)
+        before = self._read(batch)
         log_u = moving_average(before, log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")
         self._store.write(batch.index, gathered.T)
@@ -53,6 +53,13 @@ class MovingAverageNormalizer:
         value = torch.logaddexp(log_u, log_eps)
         metrics = {"gamma": log_g.new_tensor(gamma), "log_u": gathered.mean()}
         return Estimate(-torch.logaddexp(gathered, log_eps), value, value, metrics)
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        return self._read(batch)
+
+    def _read(self, batch: GatheredFeatures) -> Tensor:
+        """(2, own) log u of this rank's anchors."""
+        return batch.compact(self._store.read(batch.padded_index)).T
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {}

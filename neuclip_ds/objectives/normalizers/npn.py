@@ -10,7 +10,6 @@ neither overflow nor vanish there, which saves the second all-reduce for a maxim
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping
 from typing import NamedTuple
@@ -22,13 +21,11 @@ from torch.nn.functional import normalize
 from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.objectives.base import Context, Estimate, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
 
-log = logging.getLogger(__name__)
-
 _CPU_BLOCK = 2**18  # elements worked on at once: what follows the product finds them in the core's cache
-_HEALTHY = (0.5, 2.0)  # mean of (eps + g)/(eps + ghat): 1 at the optimum (METHODS.md, "Health of the NPN")
 
 
 class _Side(NamedTuple):
@@ -67,13 +64,13 @@ class NpnNormalizer:
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
-        self._healthy = True
+        self._health = NpnHealth(self._config.lr)
         self._adagrad = torch.optim.Adagrad(
             self._prototypes, lr=self._config.lr, initial_accumulator_value=self._config.initial_accumulator
         )
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
-        log_target = _log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
+        log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         self._restart_if_due(step)
         if self._drawn:
             positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
@@ -86,6 +83,12 @@ class NpnNormalizer:
             estimate = self._batch_estimate(batch, log_target)
         self._enqueue(batch)
         return estimate
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        if not self._drawn:
+            return log_eps_plus(log_g, self._eps)
+        positive = torch.einsum("id,id->i", batch.image, batch.text)
+        return self._predict(batch, positive, tau).alpha[:, batch.own]
 
     def _restart_if_due(self, step: Step) -> None:
         """Every T_r steps W1 becomes the last m texts, W2 the images of the same samples; never the current batch."""
@@ -111,7 +114,7 @@ class NpnNormalizer:
         partial = torch.stack([side.total.double().log() + side.log_scale.double() - ceiling for side in sides]).exp()
         total = self._communicator.all_reduce(partial, "normalizer")
         log_ghat = total.log() + ceiling - math.log(self._config.prototypes)
-        return _Prediction(_log_eps_plus(log_ghat.to(positive.dtype), self._eps), (sides[IMAGE], sides[TEXT]))
+        return _Prediction(log_eps_plus(log_ghat.to(positive.dtype), self._eps), (sides[IMAGE], sides[TEXT]))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, positive: Tensor, tau: Tensor) -> _Side:
         unit = normalize(prototypes.detach(), dim=1)
@@ -151,8 +154,7 @@ class NpnNormalizer:
     ) -> Estimate:
         alpha = prediction.alpha
         ratio = (log_target - alpha).exp()
-        self._watch(ratio.mean(), step)
-        metrics = {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max(), "alpha": alpha.mean()}
+        metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
         value = (ratio + alpha - 1)[:, batch.own]
         if self._config.alpha_grad == "stop":
             return Estimate(-alpha, value, value, metrics)
@@ -184,25 +186,6 @@ class NpnNormalizer:
         value = log_target[:, batch.own]
         return Estimate(-log_target, value, value, {"alpha": log_target.mean()})
 
-    def _watch(self, mean_ratio: Tensor, step: Step) -> None:
-        """Says once when the prediction loses the normaliser, and again when it has found it."""
-        low, high = _HEALTHY
-        healthy = low <= float(mean_ratio) <= high
-        if healthy != self._healthy:
-            if healthy:
-                log.info(
-                    "step %d: the NPN follows the batch normaliser again (mean ratio %.3g)",
-                    step.number,
-                    mean_ratio,
-                )
-            else:
-                log.warning(
-                    "step %d: the NPN has lost the normaliser: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
-                    "[%g, %g]; if it stays there, lower objective.npn.lr (now %g)",
-                    step.number, mean_ratio, low, high, self._config.lr,
-                )  # fmt: skip
-        self._healthy = healthy
-
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Writes the batch's rows over the oldest slots; each rank keeps the slots of its own prototypes."""
         m = self._config.prototypes
@@ -228,5 +211,5 @@ class NpnNormalizer:
         return {"npn": RowTable(self._partition, tensors)}
 
 
-def _log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
+def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
     return torch.logaddexp(log_x, log_x.new_tensor(math.log(eps)))

@@ -1,0 +1,74 @@
+"""The amortisation network of AmorLIP: log lambda of an anchor from its feature, a net for images and one for texts.
+
+    x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
+
+The paper says "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are views
+of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import layer_norm, relu
+
+
+class Weights(NamedTuple):
+    """Views of a flat vector; the first dimension is the direction, 0 images and 1 texts."""
+
+    up: Tensor  # (2, d, h)
+    up_bias: Tensor  # (2, 1, h)
+    up_gain: Tensor  # (2, 1, h), of the LayerNorm behind it
+    up_shift: Tensor  # (2, 1, h)
+    down: Tensor  # (2, h, d)
+    down_bias: Tensor  # (2, 1, d)
+    down_gain: Tensor  # (2, 1, d)
+    down_shift: Tensor  # (2, 1, d)
+    out: Tensor  # (2, d, 1)
+    out_bias: Tensor  # (2, 1, 1)
+
+
+class AmortizationMlp:
+    """The architecture; its weights come with each call.
+
+    Attributes:
+        size: length of the flat vector of weights.
+    """
+
+    def __init__(self, dim: int, hidden: int) -> None:
+        self._dim, self._hidden = dim, hidden
+        up, down = [(2, 1, hidden)] * 3, [(2, 1, dim)] * 3
+        self._shapes = [(2, dim, hidden), *up, (2, hidden, dim), *down, (2, dim, 1), (2, 1, 1)]
+        self._sizes = [math.prod(shape) for shape in self._shapes]
+        self.size = sum(self._sizes)
+
+    def weights(self, flat: Tensor) -> Weights:
+        """(size,) -> its parts, sharing memory."""
+        parts = flat.split(self._sizes)
+        return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
+
+    def draw(self, seed: int) -> Tensor:
+        """(size,) float32 weights on the CPU as torch's layers start, from a generator of their own."""
+        generator = torch.Generator().manual_seed(seed)
+        flat = torch.empty(self.size)
+        w = self.weights(flat)
+        layers = ((w.up, w.up_bias, self._dim), (w.down, w.down_bias, self._hidden), (w.out, w.out_bias, self._dim))
+        for matrix, bias, inputs in layers:
+            for part in (matrix, bias):
+                part.uniform_(-(inputs**-0.5), inputs**-0.5, generator=generator)
+        for gain, shift in ((w.up_gain, w.up_shift), (w.down_gain, w.down_shift)):
+            gain.fill_(1.0)
+            shift.fill_(0.0)
+        return flat
+
+    def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
+        """(2, B, d) image and text features -> (2, B) log lambda."""
+        w = self.weights(flat)
+        x = relu(torch.baddbmm(w.up_bias, features, w.up))
+        x = layer_norm(x, x.shape[2:]) * w.up_gain + w.up_shift
+        x = relu(torch.baddbmm(w.down_bias, x, w.down))
+        x = layer_norm(x, x.shape[2:]) * w.down_gain + w.down_shift
+        return torch.baddbmm(w.out_bias, relu(x + features), w.out).squeeze(2)

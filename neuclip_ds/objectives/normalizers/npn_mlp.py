@@ -1,0 +1,96 @@
+"""NeuCLIP's ablation of the network's form: an MLP instead of prototypes (NeuCLIP section 5.2).
+
+    alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortisation MLP of AmorLIP, one for each direction
+
+fitted to the same objective as the prototypes, by Adam. The last bias starts at the batch's mean, so that the first
+predictions have the right level. Every rank fits the nets to all B gathered rows: the same bits on each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import ObjectiveConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from neuclip_ds.objectives.normalizers.npn import log_eps_plus
+from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
+from neuclip_ds.state.partition import RowTable
+
+_SEED = 0
+
+
+class MlpNpnNormalizer:
+    """w_i = exp(-alpha_i), alpha_i held constant in the encoders' gradient."""
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        if config.npn.alpha_grad == "full":
+            raise UserError(
+                "objective.npn.alpha_grad=full is the prototypes' gradient; objective.npn.network=mlp takes stop."
+            )
+        self._config, self._eps = config.npn, config.eps
+        self._mlp = AmortizationMlp(context.dim, context.dim)
+        flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
+        self._weights = torch.nn.Parameter(flat)
+        self._adam = torch.optim.Adam([self._weights], lr=self._config.mlp_lr)
+        self._started = False
+        self._health = NpnHealth(self._config.mlp_lr)
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+        log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
+        features = torch.stack([batch.image, batch.text])
+        positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
+        if not self._started:
+            level = (log_target + positive - self._mlp(self._weights.detach(), features)).mean(dim=1)
+            self._mlp.weights(self._weights.detach()).out_bias.add_(level.view(2, 1, 1))
+            self._started = True
+        if self._config.order == "alternating":
+            self._fit(features, positive, log_target, tau)
+        alpha = self._predict(features, positive)
+        if self._config.order == "simultaneous":
+            self._fit(features, positive, log_target, tau)
+        ratio = (log_target - alpha).exp()
+        metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
+        value = (ratio + alpha - 1)[:, batch.own]
+        return Estimate(-alpha, value, value, metrics)
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        if not self._started:
+            return log_eps_plus(log_g, self._eps)
+        positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
+        return self._predict(torch.stack([batch.image, batch.text]), positive)[:, batch.own]
+
+    def _predict(self, features: Tensor, positive: Tensor) -> Tensor:
+        """(2, B) alpha."""
+        return log_eps_plus(self._mlp(self._weights.detach(), features) - positive, self._eps)
+
+    def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
+        """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
+        for _ in range(self._config.updates):
+            with torch.enable_grad():
+                log_normalizer = self._mlp(self._weights, features)
+                alpha = log_eps_plus(log_normalizer - positive, self._eps)
+            error = alpha.detach() - log_target
+            by_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
+            (self._weights.grad,) = torch.autograd.grad(alpha, self._weights, by_alpha / features.shape[1])
+            self._adam.step()
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        moments = {f"adam.{key}": value for key, value in self._adam.state[self._weights].items()}
+        return {"weights": self._weights.detach(), "started": torch.tensor(self._started), **moments}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._weights.data.copy_(state["weights"])
+        self._started = bool(state["started"])
+        moments = {key.removeprefix("adam."): value for key, value in state.items() if key.startswith("adam.")}
+        self._adam.state[self._weights] = {
+            key: value.clone() if key == "step" else value.clone().to(self._weights) for key, value in moments.items()
+        }
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {}

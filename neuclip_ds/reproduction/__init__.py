@@ -1,0 +1,1 @@
+"""The papers' comparisons in miniature: the same data, towers, budget and search for every method."""

@@ -1,0 +1,63 @@
+"""Shrunken copies of image-caption shards, so that a miniature study is not spent on decoding."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import webdataset
+from PIL import Image
+
+from neuclip_ds.errors import UserError
+
+_SIDE = 40  # pixels of the shorter side, for crops of 32
+
+
+def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
+    """Writes FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
+
+    Where the source has a folder `val` beside it, that is the test set.
+
+    Raises:
+        UserError: the source has too few pairs.
+    """
+    if (folder / "done").is_file():
+        return
+    shutil.rmtree(folder, ignore_errors=True)
+    pairs = list(_shrunken(source))
+    beside = source.parent / "val"
+    held_out = (
+        list(_shrunken(beside))[:test] if beside.is_dir() else [pairs.pop() for _ in range(min(test, len(pairs)))]
+    )
+    checked = [pairs.pop() for _ in range(min(validation, len(pairs)))]
+    if len(pairs) < 1000:
+        raise UserError(f"{source} leaves only {len(pairs)} pairs for training; a comparison needs at least 1000.")
+    splits = {"train": pairs, "train_tenth": pairs[: len(pairs) // 10], "validation": checked, "test": held_out}
+    for name, content in splits.items():
+        (folder / name).mkdir(parents=True)
+        with webdataset.ShardWriter(str(folder / name / "%05d.tar"), maxcount=500, verbose=0) as writer:
+            for number, pair in enumerate(content):
+                writer.write({"__key__": f"{number:09d}", **pair})
+    (folder / "done").touch()
+
+
+def _shrunken(source: Path) -> Iterator[dict[str, bytes]]:
+    shards = sorted(str(path) for path in source.glob("*.tar"))
+    if not shards:
+        raise UserError(f"{source} holds no tar files; name a folder of image-caption shards.")
+    for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=False):
+        if "jpg" in sample and sample.get("txt", b"").strip():
+            yield {"jpg": _shrink(sample["jpg"]), "txt": sample["txt"]}
+
+
+def _shrink(encoded: bytes) -> bytes:
+    image: Any = Image.open(io.BytesIO(encoded)).convert("RGB")
+    factor = _SIDE / min(image.size)
+    if factor < 1:
+        image = image.resize([max(_SIDE, round(side * factor)) for side in image.size], Image.Resampling.BICUBIC)
+    out = io.BytesIO()
+    image.save(out, "JPEG", quality=92)
+    return out.getvalue()

@@ -1,0 +1,147 @@
+"""What the study runs: a search for each method, its final seeds, and the papers' sweeps.
+
+A run is `train.py miniature` with options; its name says what it is, and a run that has its results is not run again.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Options = Mapping[str, Any]
+
+LEARNING_RATES = (1e-3, 3e-3)
+_T, _N = "objective.temperature.", "objective.npn."
+
+# Each method's own hyper-parameter, two values of it: the search is the same 2 x 2 grid for every method.
+KNOBS: dict[str, tuple[str, tuple[Any, Any]]] = {
+    "openclip": (_T + "initial", (0.07, 0.03)),
+    "siglip": ("objective.siglip.bias", (-10.0, -5.0)),
+    "sogclr": (_T + "initial", (0.07, 0.03)),
+    "isogclr": (_T + "rho", (4.0, 7.0)),
+    "fastclip_v0": (_T + "initial", (0.07, 0.03)),
+    "fastclip_v1": (_T + "initial", (0.07, 0.03)),
+    "fastclip_v2": (_T + "rho", (4.0, 7.0)),
+    "fastclip_v3": (_T + "rho", (4.0, 7.0)),
+    "amorlip": (_T + "rho", (4.0, 7.0)),
+    "neuclip": (_T + "rho", (4.0, 7.0)),
+    "tuneclip": (_T + "initial", (0.07, 0.03)),
+}
+_INDIVIDUAL = {_T + "initial": 0.05, _T + "lr": 1e-3, _T + "schedule": "constant"}
+FIXED: dict[str, Options] = {
+    "siglip": {_T + "initial": 0.1},
+    "sogclr": {"objective.moving_average.gamma": "constant", "objective.moving_average.gamma_min": 0.6},
+    "isogclr": {
+        **_INDIVIDUAL,
+        "objective.moving_average.gamma": "constant",
+        "objective.moving_average.gamma_min": 0.6,
+    },
+    "fastclip_v2": _INDIVIDUAL,
+    "tuneclip": {"objective.moving_average.gamma_min": 0.9},
+}
+ESTIMATORS = ("openclip", "fastclip_v3", "amorlip", "neuclip")  # of NeuCLIP Figures 2c and 4
+ABLATIONS: dict[str, tuple[str, Options]] = {
+    "neuclip, T_u = 1": ("neuclip", {_N + "updates": 1}),
+    "neuclip, T_u = 5": ("neuclip", {_N + "updates": 5}),
+    "neuclip, T_u = 20": ("neuclip", {_N + "updates": 20}),
+    "neuclip, T_u = 50": ("neuclip", {_N + "updates": 50}),
+    "neuclip, T_r = 1": ("neuclip", {_N + "restart_every": 1}),
+    "neuclip, T_r = 5": ("neuclip", {_N + "restart_every": 5}),
+    "neuclip, T_r = 100": ("neuclip", {_N + "restart_every": 100}),
+    "neuclip, T_r = infinity": ("neuclip", {_N + "restart_every": 0}),
+    "neuclip, separate objective": ("neuclip", {_N + "objective": "separate"}),
+    "neuclip, MLP for NPN": ("neuclip", {_N + "network": "mlp"}),
+    "neuclip, simultaneous updates": ("neuclip", {_N + "order": "simultaneous"}),
+    "neuclip, full gradient of alpha": ("neuclip", {_N + "alpha_grad": "full"}),
+    "neuclip, accumulator reset": ("neuclip", {_N + "reset_accumulator": True}),
+    "neuclip, NPN rate 1.0": ("neuclip", {_N + "lr": 1.0}),
+    "neuclip, tau's data term doubled": ("neuclip", {_T + "data_term": "released_code"}),
+    "fastclip_v3, tau's data term doubled": ("fastclip_v3", {_T + "data_term": "released_code"}),
+    "fastclip_v3, constant gamma 0.6": (
+        "fastclip_v3",
+        {"objective.moving_average.gamma": "constant", "objective.moving_average.gamma_min": 0.6},
+    ),
+    "amorlip, combined target": ("amorlip", {"objective.amortized.stage2": "combined"}),
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One training run."""
+
+    name: str
+    method: str
+    seed: int
+    split: str  # held-out pairs that judge it: validation for the search, test for everything else
+    options: Options = field(default_factory=dict)
+    train: str = "train"
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much of the study is run."""
+
+    batch: int
+    epochs: int
+    seeds: int
+    anchors: int  # of the normaliser's error
+
+
+def base(method: str, lr: float, knob: Any, budget: Budget) -> Options:
+    """Options of a method at a point of its grid."""
+    return {
+        "objective.method": method,
+        "data.batch_size": budget.batch,
+        "budget.epochs": budget.epochs,
+        "optimizer.lr": lr,
+        # half of the run, as published
+        "objective.moving_average.gamma_epochs": budget.epochs / 2,
+        "objective.amortized.previous_epochs": budget.epochs / 2,
+        **FIXED.get(method, {}),
+        KNOBS[method][0]: knob,
+    }
+
+
+def search(budget: Budget) -> list[Job]:
+    """The 2 x 2 grid of every method, one seed, judged on the validation split."""
+    return [
+        Job(f"search/{method}/lr{lr:g}_{knob}", method, 0, "validation", base(method, lr, knob, budget))
+        for method, (_, knobs) in KNOBS.items()
+        for lr, knob in itertools.product(LEARNING_RATES, knobs)
+    ]
+
+
+def finals(best: Mapping[str, Options], budget: Budget) -> list[Job]:
+    """Every method at its best point, over the seeds, with its normaliser's error."""
+    measured = {"run.normalizer_anchors": budget.anchors}
+    return [
+        Job(f"final/{method}/seed{seed}", method, seed, "test", _measured(method, {**best[method], **measured}))
+        for method in KNOBS
+        for seed in range(1, budget.seeds + 1)
+    ]
+
+
+def sweeps(best: Mapping[str, Options], budget: Budget) -> Iterator[Job]:
+    """Batch size and data set size for the estimators, and the ablations, over the seeds."""
+    measured = {"run.normalizer_anchors": budget.anchors}
+    for seed in range(1, budget.seeds + 1):
+        for method in ESTIMATORS:
+            for share in (2, 4):
+                options = {**best[method], **measured, "data.batch_size": budget.batch // share}
+                yield Job(f"batch/{method}/B_over_{share}/seed{seed}", method, seed, "test", options)
+            # as many steps as on the whole set
+            options = {**best[method], **measured, "budget.epochs": budget.epochs * 10}
+            yield Job(f"data/{method}/n_over_10/seed{seed}", method, seed, "test", options, train="train_tenth")
+        for name, (method, changes) in ABLATIONS.items():
+            options = {**best[method], **measured, **changes}
+            yield Job(f"ablation/{name}/seed{seed}", method, seed, "test", options)
+
+
+def _measured(method: str, options: Options) -> Options:
+    """SigLIP has no normaliser whose error could be measured."""
+    return {key: value for key, value in options.items() if method != _WITHOUT or key != "run.normalizer_anchors"}
+
+
+_WITHOUT = "siglip"

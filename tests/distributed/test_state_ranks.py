@@ -1,0 +1,81 @@
+"""State of every method saved by some ranks and loaded by others: training goes on as if nothing had changed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from build import batch, objective, pairs, step
+from ranks import run_ranks
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives import METHODS
+from neuclip_ds.state.partition import load_rows, save_rows
+
+ROWS, DIM = 12, 5
+OPTIONS: dict[str, Any] = {
+    "npn": {"prototypes": 10, "updates": 2, "lr": 0.1, "initial_accumulator": 0.1},
+    "amortized": {"width": 0.5},
+    "temperature": {"rho": 2.0, "lr": 0.02},
+}
+
+
+def one_step(built: Any, communicator: Communicator, number: int) -> tuple[Tensor, Tensor, Tensor]:
+    share = ROWS // communicator.world_size
+    mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
+    image, text = pairs(ROWS, DIM, seed=number)
+    index = torch.arange(ROWS) * 7
+    found = built(batch(image[mine], text[mine], index[mine]), step(number, epoch=number // 2))
+    return found.image, found.text, found.loss
+
+
+def save(communicator: Communicator, folder: Path) -> None:
+    """Three steps of every method, then its state to disk."""
+    for name in METHODS:
+        built = objective(name, communicator, DIM, **OPTIONS)
+        for number in range(3):
+            one_step(built, communicator, number)
+        target = folder / name
+        target.mkdir(exist_ok=True)
+        for table, rows in built.row_tables().items():
+            save_rows(target, table, rows)
+        if communicator.rank == 0:
+            torch.save(built.replicated_state(), target / "replicated.pt")
+
+
+def go_on(communicator: Communicator, folder: Path) -> dict[str, Any]:
+    results = {}
+    for name in METHODS:
+        built = objective(name, communicator, DIM, **OPTIONS)
+        for table, rows in built.row_tables().items():
+            load_rows(folder / name, table, rows)
+        built.load_replicated_state(torch.load(folder / name / "replicated.pt", weights_only=True))
+        results[name] = [one_step(built, communicator, number) for number in (3, 4)]
+    return results
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (4, 2)])
+def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
+    def on(world_size: int, work: Any) -> list[Any]:
+        return run_ranks(world_size, work, tmp_path) if world_size > 1 else [work(Communicator(), tmp_path)]
+
+    on(before, save)
+    wanted = go_on_without_a_break()
+    found = on(after, go_on)
+    for name in METHODS:
+        for number in range(2):
+            for part in (0, 1):
+                whole = torch.cat([rank[name][number][part] for rank in found])
+                torch.testing.assert_close(whole, wanted[name][number][part], rtol=1e-8, atol=1e-12, msg=name)
+            torch.testing.assert_close(found[0][name][number][2], wanted[name][number][2], rtol=1e-9, atol=0)
+
+
+def go_on_without_a_break() -> dict[str, Any]:
+    results = {}
+    for name in METHODS:
+        built = objective(name, Communicator(), DIM, **OPTIONS)
+        results[name] = [one_step(built, Communicator(), number) for number in range(5)][3:]
+    return results

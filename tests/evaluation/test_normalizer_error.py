@@ -1,0 +1,297 @@
+"""The normalisers' error against what is written out in float64 from the method's own state, on one to three ranks."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, NamedTuple
+
+import oracle
+import pytest
+import torch
+from build import objective, pairs, step
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.normalizer_error import normalizer_error
+from neuclip_ds.objectives.gather import Features
+
+N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
+BAD = [3, 11, 20]
+TAU = 0.1
+TRAINED = [torch.arange(12), torch.arange(6, 18), torch.arange(12, 24)]  # 24 ... 28 are never visited
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "openclip": ("openclip", {}),
+    "fastclip_v3": ("fastclip_v3", {}),
+    "isogclr": ("isogclr", {}),
+    "tuneclip": ("tuneclip", {}),
+    "neuclip": ("neuclip", {"npn": {"prototypes": 8, "updates": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
+    "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
+}
+
+
+class Rows(NamedTuple):
+    """A batch whose `image` and `tokens` already are the features that `hand_over` returns."""
+
+    image: Tensor
+    tokens: Tensor
+    index: Tensor  # type: ignore[assignment]
+    valid: Tensor
+
+
+class Counted:
+    """A simulated rank for everybody: objectives name purposes of their own and scatter."""
+
+    def __init__(self, rank: Any) -> None:
+        self._of, self.rank, self.world_size, self.device = rank, rank.rank, rank.world_size, rank.device
+
+    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
+        return self._of.all_gather(x, "evaluation")
+
+    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
+        return self._of.all_reduce(x, "evaluation")
+
+    def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
+        return self.all_reduce(x, purpose).chunk(self.world_size)[self.rank]
+
+
+def hand_over(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    return image, tokens
+
+
+def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batch: int = BATCH) -> list[Rows]:
+    """This rank's share of global batches of `samples`; rows that do not count hold what must not be seen."""
+    steps = math.ceil(len(samples) / batch)
+    index = torch.full((steps * batch,), -1)
+    index[: len(samples)] = samples
+    valid = (index >= 0) & ~torch.isin(index, torch.tensor(BAD))
+    image, text = (torch.where(valid[:, None], rows[index.clamp(min=0)], math.nan) for rows in features)
+    shares = [x.unflatten(0, (steps, rank.world_size, -1))[:, rank.rank] for x in (image, text, index, valid)]
+    return [Rows(*rows) for rows in zip(*shares, strict=True)]
+
+
+def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
+    """The method after a few steps with features that are not those of the evaluation."""
+    method, options = METHODS[name]
+    temperature = {"initial": TAU, "lr": 0.02, "rho": 2.0}
+    options = {"eps": 1e-6, "moving_average": {"gamma_epochs": 2}, "temperature": temperature, **options, **changes}
+    built = objective(method, communicator, DIM, dtype, **options)
+    for number, samples in enumerate(TRAINED):
+        features = tuple(x.to(dtype) for x in pairs(N, DIM, seed=number))
+        (rows,) = batches_of(samples, features, communicator)  # type: ignore[arg-type]
+        built(Features(rows.image.nan_to_num(), rows.tokens.nan_to_num(), rows.index, rows.valid), step(number, number))
+    return built
+
+
+def measure(method: Any, communicator: Any, features: tuple[Tensor, Tensor], **options: Any) -> dict[str, float]:
+    columns = batches_of(torch.arange(N), features, communicator, options.pop("columns", 6))
+    anchors = batches_of(options.pop("order", ORDER), features, communicator, options.pop("batch", BATCH))
+    limit = options.pop("anchors", N)
+    return normalizer_error(
+        hand_over,
+        lambda *rows: method.log_normalizers(Features(*rows)),
+        method.pair_loss,
+        anchors,
+        columns,
+        communicator,
+        limit,
+        **options,
+    )
+
+
+def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict[str, float]:
+    def work(rank: Any) -> dict[str, float]:
+        communicator = Counted(rank)
+        return measure(trained(name, communicator), communicator, FEATURES, **options)
+
+    results = run_ranks(world_size, work)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(5))
+FEATURES = pairs(N, DIM, seed=99, likeness=0.7)
+COUNTING = torch.tensor([i for i in range(N) if i not in BAD])
+
+
+def temperatures(method: Any) -> Tensor:
+    """(2, N) of every sample."""
+    tables = method.row_tables()
+    if "temperatures" in tables:
+        tau = tables["temperatures"].tensors
+        return torch.stack([tau["tau_image"], tau["tau_text"]])[:, :N]
+    state = method.replicated_state()
+    tau = (
+        (-state["temperature.theta"]).exp() if "temperature.theta" in state else torch.tensor(TAU, dtype=torch.float64)
+    )
+    return tau.expand(2, N)
+
+
+def log_means(method: Any, samples: Tensor) -> Tensor:
+    """(2, N) log g within the given samples, NaN for all others."""
+    hinge = getattr(method.pair_loss, "margin", None)
+    image, text = (x[samples] for x in FEATURES)
+    exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge and (hinge, 2.0))
+    result = torch.full((2, N), math.nan, dtype=torch.float64)
+    size = len(samples)
+    divisor = size if hinge else size - 1
+    result[:, samples] = torch.stack([oracle.log_mean_exp(x) for x in exponents]) + math.log((size - 1) / divisor)
+    return result
+
+
+def batch_means(method: Any) -> Tensor:
+    parts = [batch[torch.isin(batch, COUNTING)] for batch in ORDER.split(BATCH)]
+    return torch.stack([log_means(method, part) for part in parts]).nan_to_num(0.0).sum(0)
+
+
+def averages(method: Any) -> Tensor:
+    u = method.row_tables()["samples"].tensors
+    return torch.stack([u["log_u_image"], u["log_u_text"]])[:, :N]
+
+
+def predictions(method: Any) -> Tensor:
+    w = method.row_tables()["npn"].tensors
+    tau = temperatures(method)[0, 0]
+    return oracle.alphas(*FEATURES, tau, w["w1"], w["w2"], eps=1e-6)
+
+
+ESTIMATES: dict[str, Any] = {
+    "openclip": batch_means,
+    "fastclip_v3": averages,
+    "isogclr": averages,
+    "tuneclip": averages,
+    "neuclip": predictions,
+    "neuclip_not_drawn": lambda method: (batch_means(method).exp() + 1e-6).log(),
+}
+
+
+def written_out(run_ranks: Any, name: str, anchors: Tensor = COUNTING) -> dict[str, float]:
+    (method,) = run_ranks(1, lambda rank: trained(name, Counted(rank)))
+    error = (ESTIMATES[name](method) - log_means(method, COUNTING))[:, anchors]
+    seen = error.isfinite().all(0)
+    error = error[:, seen]
+    square = error.square()
+    return {
+        "normalizer_mse": float(square.mean()),
+        "normalizer_mse_image": float(square[0].mean()),
+        "normalizer_mse_text": float(square[1].mean()),
+        "normalizer_bias": float(error.mean()),
+        "normalizer_anchors": int(seen.sum()),
+        "normalizer_unseen": int((~seen).sum()),
+    }
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("name", METHODS)
+def test_equals_what_is_written_out(run_ranks: Any, name: str, world_size: int) -> None:
+    wanted = written_out(run_ranks, name)
+    found = on_ranks(run_ranks, world_size, name, chunk=7)
+    assert found == pytest.approx(wanted, rel=1e-9)
+    assert found["normalizer_mse"] > 1e-3, "an estimate that is no estimate would prove nothing"
+    unvisited = 5 if ESTIMATES[name] is averages else 0
+    assert found["normalizer_unseen"] == unvisited
+    assert found["normalizer_anchors"] == N - len(BAD) - unvisited
+
+
+@pytest.mark.parametrize("world_size", [1, 3])
+@pytest.mark.parametrize("name", ["openclip", "neuclip"])
+def test_some_anchors_against_all_samples(run_ranks: Any, name: str, world_size: int) -> None:
+    """The first 15 that count; the second batch is whole all the same."""
+    anchors = ORDER[torch.isin(ORDER, COUNTING)][:15]
+    wanted = written_out(run_ranks, name, anchors)
+    found = on_ranks(run_ranks, world_size, name, anchors=15, order=ORDER[: 2 * BATCH])
+    assert found == pytest.approx(wanted, rel=1e-9)
+    assert found["normalizer_anchors"] == 15
+
+
+def test_blocks_change_rounding_only(run_ranks: Any) -> None:
+    one, other = (on_ranks(run_ranks, 1, "neuclip", chunk=c, columns=b) for c, b in ((1, 1), (1000, 30)))
+    assert one == pytest.approx(other, rel=1e-12)
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("name", ["openclip", "fastclip_v3", "tuneclip"])
+def test_the_whole_set_as_one_batch_has_no_error(
+    run_ranks: Any, name: str, dtype: torch.dtype, world_size: int
+) -> None:
+    """A batch mean over everything is the truth, and so is u with gamma = 1 after a step on frozen features."""
+    features = tuple(x.to(dtype) for x in FEATURES)
+
+    def work(rank: Any) -> dict[str, float]:
+        communicator = Counted(rank)
+        options = {"moving_average": {"gamma_min": 1.0}, "temperature": {"initial": TAU, "lr": 0.0}}
+        method = trained(name, communicator, dtype, **options)
+        (rows,) = batches_of(ORDER, features, communicator, 30)  # type: ignore[arg-type]
+        method(Features(rows.image.nan_to_num(), rows.tokens.nan_to_num(), rows.index, rows.valid), step(9, 9))
+        return measure(method, communicator, features, batch=30)  # type: ignore[arg-type]
+
+    for found in run_ranks(world_size, work):
+        rounding = 1e-13 if dtype == torch.float64 else 1e-5
+        assert found["normalizer_mse"] < rounding**2
+        assert abs(found["normalizer_bias"]) < rounding
+        assert found["normalizer_anchors"] == N - len(BAD)
+
+
+@pytest.mark.parametrize("name", ["openclip", "neuclip", "tuneclip"])
+def test_float32_at_the_coldest_temperature(run_ranks: Any, name: str) -> None:
+    """Exponents up to 190, far beyond what exp can hold in float32."""
+    image, text = pairs(N, DIM, seed=99, likeness=0.3)
+    text[:4], text[4:8] = -image[:4], image[:4]
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "hinge": {"power": 1.0}}
+
+        def work(rank: Any, dtype: torch.dtype = dtype, cold: dict[str, Any] = cold) -> dict[str, float]:
+            method = trained(name, Counted(rank), dtype, **cold)
+            return measure(method, Counted(rank), (image.to(dtype), text.to(dtype)))
+
+        results += run_ranks(1, work)
+    assert results[0] == pytest.approx(results[1], rel=1e-3)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_changes_no_state(run_ranks: Any, name: str) -> None:
+    def state(method: Any) -> dict[str, Tensor]:
+        tables = [table.tensors for table in method.row_tables().values()]
+        return {key: x.clone() for part in (method.replicated_state(), *tables) for key, x in part.items()}
+
+    def work(rank: Any) -> None:
+        method = trained(name, Counted(rank))
+        before = state(method)
+        measure(method, Counted(rank), FEATURES)
+        after = state(method)
+        assert before.keys() == after.keys()
+        assert all(torch.equal(before[key], after[key]) for key in before)
+
+    run_ranks(2, work)
+
+
+def test_a_batch_of_one_gives_no_estimate(run_ranks: Any) -> None:
+    """13 samples in batches of 12: the last one has no negative in its batch."""
+    found = on_ranks(run_ranks, 2, "openclip", order=COUNTING[:13])
+    assert found["normalizer_anchors"] == 12
+    assert found["normalizer_unseen"] == 1
+
+
+def test_a_broken_model_is_not_hidden(run_ranks: Any) -> None:
+    (method,) = run_ranks(1, lambda rank: trained("openclip", Counted(rank)))
+    broken = (torch.full_like(FEATURES[0], math.nan), FEATURES[1])
+    (found,) = run_ranks(1, lambda rank: measure(method, Counted(rank), broken))
+    assert math.isnan(found["normalizer_mse"])
+    assert found["normalizer_anchors"] == N - len(BAD)
+
+
+def test_one_readable_pair_is_a_users_mistake(run_ranks: Any) -> None:
+    with pytest.raises(UserError, match=r"two readable pairs.*data\.train"):
+        run_ranks(
+            2,
+            lambda rank: normalizer_error(
+                hand_over,
+                lambda image, text, index, valid: (image.new_ones(2, int(valid.sum())),) * 2,
+                trained("openclip", Counted(rank)).pair_loss,
+                batches_of(COUNTING[:1], FEATURES, rank),
+                batches_of(COUNTING[:1], FEATURES, rank),
+                rank,
+                anchors=1,
+            ),
+        )

@@ -1,0 +1,208 @@
+"""AmorLIP's stage I: nets, targets and schedule by hand; fitting losses against autograd of the written-out form."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from amortization import DIM, EXACT, MLP, TAU, UNCLIPPED, Net, amorlip, log_partition, net_of, predict
+from build import batch, objective, pairs, relative_error, step
+from torch import Tensor
+
+from neuclip_ds.config import AmortizedConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from neuclip_ds.objectives.normalizers.amortized import fit_gradient, previous_weight
+
+
+@pytest.mark.parametrize("width", [0.5, 1.0, 2.0])
+def test_a_draw_is_torchs_and_a_function_of_its_seed(width: float) -> None:
+    mlp = AmortizationMlp(64, int(64 * width))
+    before = torch.random.get_rng_state()
+    flat = mlp.draw(3)
+    assert torch.equal(torch.random.get_rng_state(), before), "the program's own random numbers are left alone"
+    assert torch.equal(flat, mlp.draw(3))
+    assert not torch.equal(flat, mlp.draw(4))
+    w = mlp.weights(flat)
+    for part, inputs in ((w.up, 64), (w.up_bias, 64), (w.down, 64 * width), (w.down_bias, 64 * width), (w.out, 64)):
+        bound = inputs**-0.5
+        assert float(part.abs().max()) <= bound
+        assert float(part.std()) == pytest.approx(bound / 3**0.5, rel=0.2)
+    assert (w.up_gain == 1).all()
+    assert not w.down_shift.any()
+    assert not torch.equal(w.up[0], w.up[1])
+
+
+def test_the_net_is_the_specified_one() -> None:
+    flat = torch.randn(MLP.size, dtype=torch.float64)
+    image, text = pairs(9, DIM)
+    found = MLP(flat, torch.stack([image, text]))
+    torch.testing.assert_close(found, predict(flat, image, text), rtol=1e-12, atol=1e-12)
+    assert MLP.size == 2 * sum(p.numel() for p in Net(flat, 0).parameters())
+
+
+def test_target_by_hand() -> None:
+    """Two pairs in the plane at tau = 1: s = [[1, 0], [0.6, 0.8]], so rows and columns are sums of two numbers."""
+    image = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
+    text = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
+    method = objective(
+        "amorlip",
+        Communicator(),
+        2,
+        temperature={"initial": 1.0},
+        amortized={"positive_weight": 0.25, "stage2": "combined", "updates": 0},
+    )
+    seen = method._normalizer
+    log_g = torch.tensor([[0.0 - 1.0, 0.6 - 0.8], [0.6 - 1.0, 0.0 - 0.8]], dtype=torch.float64)
+    found = seen._log_total(log_g, torch.tensor([1.0, 0.8], dtype=torch.float64)).exp()
+    e = math.exp
+    wanted = [[e(0) + 0.25 * e(1), e(0.6) + 0.25 * e(0.8)], [e(0.6) + 0.25 * e(1), e(0) + 0.25 * e(0.8)]]
+    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
+    ratio = method(batch(image, text), step()).metrics["amortization_ratio"]
+    assert float(ratio) == pytest.approx(1.0), "in epoch 0 the combined target is C itself"
+
+
+def test_weight_of_the_previous_net_by_hand() -> None:
+    config = AmortizedConfig(previous_weight=0.8, previous_epochs=16)
+    found = [previous_weight(epoch, config) for epoch in (0, 4, 8, 16, 40)]
+    assert found == pytest.approx([0.0, 0.4 * (1 - 0.5**0.5), 0.4, 0.8, 0.8])
+    assert previous_weight(0, AmortizedConfig(previous_weight=0.3, previous_epochs=0)) == 0.3
+
+
+def test_the_second_epochs_target_holds_a_part_of_the_last_nets_answer() -> None:
+    """Z = (1 - beta) C + beta lambda', in the linear domain; the batch sees it as its normaliser."""
+    method = amorlip(stage2="combined", previous_weight=0.6, previous_epochs=2, positive_weight=1e-3)
+    method(batch(*pairs(9, DIM, seed=1)), step(0, epoch=0))
+    last = net_of(method, "target")
+    image, text = (x.requires_grad_() for x in pairs(9, DIM, seed=2))
+    found = method(batch(image.detach(), text.detach()), step(1, epoch=1))
+    z = 0.7 * log_partition(image, text, TAU, 1e-3).exp() + 0.3 * predict(last, image, text).exp()  # beta_1 = 0.6/2
+    loss = oracle.amorlip(image, text, torch.tensor(TAU, dtype=torch.float64), z.log(), 1e-3, 0.0)
+    for value, wanted in zip((found.image, found.text), torch.autograd.grad(loss, (image, text)), strict=True):
+        assert relative_error(value, wanted) < EXACT
+    assert torch.equal(net_of(method, "previous"), last)
+
+
+def written_out(name: str, log_lambda: Tensor, log_target: Tensor, scores: Tensor, c: float, l2: float) -> Tensor:
+    """One direction's loss over the B x B matrix of pairs (methods-spec section 2.3)."""
+    size = len(scores)
+    error = (log_lambda - log_target).square().mean()
+    exponentials = scores.exp() * (1 + (c - 1) * torch.eye(size).to(scores)) / (size - 1)
+    p, q = (exponentials / of_anchor.exp().unsqueeze(1) for of_anchor in (log_lambda, log_target))
+    if name == "l2_log":
+        return error
+    if name == "kl":
+        return (p.sum(1) * (log_target - log_lambda)).sum() / size**2 + l2 * error
+    m = (p + q) / 2
+    return (torch.xlogy(p, p / m).mean() + torch.xlogy(q, q / m).mean()) / 2 + l2 * error
+
+
+def of_both(name: str, log_lambda: Tensor, log_target: Tensor, scores: Tensor, c: float, l2: float) -> Tensor:
+    sides = zip(log_lambda, log_target, (scores, scores.T), strict=True)
+    return torch.stack([written_out(name, *side, c, l2) for side in sides]).sum()
+
+
+@pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
+@pytest.mark.parametrize("c", [1e-3, 1.0])
+@pytest.mark.parametrize("off", [-2.0, 0.0, 3.0])
+def test_fitting_gradients(name: Any, c: float, off: float) -> None:
+    image, text = pairs(11, DIM)
+    log_total = log_partition(image, text, 0.1, c)
+    generator = torch.Generator().manual_seed(4)
+    apart = torch.randn(2, 2, 11, generator=generator, dtype=torch.float64)
+    log_target = log_total + 0.3 * apart[0]
+    log_lambda = (log_target + off + apart[1]).requires_grad_()
+    loss = of_both(name, log_lambda, log_target, image @ text.T / 0.1, c, l2=0.1)
+    (wanted,) = torch.autograd.grad(loss, log_lambda)
+    found, peak = fit_gradient(log_lambda.detach(), log_target, log_total, AmortizedConfig(loss=name))
+    assert relative_error(found * peak.exp(), wanted) < EXACT
+
+
+@pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
+@pytest.mark.parametrize("clip", [UNCLIPPED, 0.0, 0.01])
+def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> None:
+    image, text = pairs(11, DIM)
+    log_target = log_partition(image, text, TAU, 1.0)
+    drawn = MLP.draw(0).double()
+    nets = [Net(drawn, side) for side in (0, 1)]
+    weights = [p for net in nets for p in net.parameters()]
+    adam = torch.optim.Adam(weights, lr=1e-2)
+    for _ in range(3):
+        adam.zero_grad()
+        log_lambda = torch.stack([net(x) for net, x in zip(nets, (image, text), strict=True)])
+        of_both(name, log_lambda, log_target, image @ text.T / TAU, 1.0, l2=0.1).backward()
+        norm = torch.stack([p.grad.norm() for p in weights]).norm()  # type: ignore[union-attr]
+        for p in weights:
+            p.grad.mul_(min(1.0, clip / float(norm)) if clip else 1.0)  # type: ignore[union-attr]
+        adam.step()
+    # from a random level: where the mean error is zero, Adam makes steps out of rounding
+    method = amorlip(loss=name, updates=3, lr=1e-2, clip_norm=clip, start="released_code")
+    method(batch(image, text), step())
+    w = MLP.weights(net_of(method, "online"))
+    for side, net in enumerate(nets):
+        for found, wanted in (
+            (w.up[side].T, net.up.weight),
+            (w.down[side].T, net.down.weight),
+            (w.out[side].T, net.out.weight),
+        ):
+            assert relative_error(found, wanted.detach()) < EXACT
+
+
+@pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
+@pytest.mark.parametrize("gap", [200.0, -200.0])
+def test_fitting_in_float32_where_a_net_is_off_by_e_to_the_200(name: str, gap: float) -> None:
+    """exp(200) is no float32: steps stay finite and go the right way, as many as it takes."""
+    method = amorlip(loss=name, dtype=torch.float32, start="released_code", lr=0.1, updates=20)
+    normalizer, level = method._normalizer, torch.full((2, 8), gap)
+    features = torch.stack([x.float() for x in pairs(8, DIM)])
+    normalizer._draw(0, features, level)
+    before = MLP(normalizer._target, features)
+    normalizer._fit(features, level, level)
+    after = MLP(normalizer._online.detach(), features)
+    assert torch.isfinite(normalizer._online).all()
+    assert ((after - before) * math.copysign(1, gap) > 0.5).all()
+
+
+@pytest.mark.parametrize(("online_every", "target_every"), [(1, 1), (1, 2), (3, 2)])
+def test_when_nets_are_fitted_and_followed(online_every: int, target_every: int) -> None:
+    """Counted from the epoch's first step; the target moves by 1 - ema towards the online net of the same step."""
+    method = amorlip(online_every=online_every, target_every=target_every, updates=2, ema=0.75, lr=0.05)
+    for number in range(9):
+        epoch, within = divmod(number, 5)
+        before = [net_of(method, name) for name in ("online", "target")]
+        method(batch(*pairs(9, DIM, seed=number)), step(number, epoch=epoch))
+        online, target = (net_of(method, name) for name in ("online", "target"))
+        adam_steps = int(method.replicated_state()["normalizer.adam.step"])
+        assert adam_steps == 2 * (within // online_every + 1)
+        if within:
+            assert torch.equal(online, before[0]) == bool(within % online_every)
+            wanted = before[1] if within % target_every else 0.75 * before[1] + 0.25 * online
+            torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-14)
+
+
+@pytest.mark.parametrize("start", ["batch_mean", "released_code"])
+def test_an_epoch_starts_with_new_nets(start: str) -> None:
+    """Whatever came before: drawn by the epoch's number, and with `batch_mean` on the batch's level."""
+    method = amorlip(start=start, previous_weight=0.0, updates=0)
+    for number in range(3):
+        method(batch(*pairs(9, DIM, seed=number)), step(number, epoch=0))
+    image, text = pairs(9, DIM, seed=7)
+    method(batch(image, text), step(3, epoch=1))
+    online, drawn = net_of(method, "online"), MLP.draw(1).double()
+    assert torch.equal(online, net_of(method, "target"))
+    assert torch.equal(online[:-2], drawn[:-2])
+    assert torch.equal(online[-2:], drawn[-2:]) == (start == "released_code")
+    if start == "batch_mean":
+        gap = predict(online, image, text) - log_partition(image, text, TAU, 1.0)
+        torch.testing.assert_close(gap.mean(1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", ["l2_log", "js"])
+def test_fitting_brings_the_target_net_to_the_partition(name: str) -> None:
+    method = amorlip(loss=name, updates=40, lr=1e-2, target_every=1, ema=0.5, divergence_l2=1.0)
+    features = batch(*pairs(64, DIM))
+    errors = [float(method(features, step(number)).metrics["amortization_error"]) for number in range(6)]
+    assert errors[-1] < 0.5 * errors[0]

@@ -1,0 +1,63 @@
+"""The MLP form of NeuCLIP's network."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import oracle
+import pytest
+import torch
+from build import batch, objective, pairs, relative_error, step
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+
+DIM, EPS = 6, 1e-6
+
+
+def build(**npn: Any) -> Any:
+    return objective("neuclip", Communicator(), DIM, eps=EPS, npn={"network": "mlp", **npn}, temperature={"lr": 0.0})
+
+
+@pytest.mark.parametrize("goal", ["unified", "separate"])
+def test_updates_follow_adam_on_the_objective(goal: str) -> None:
+    method = build(updates=3, objective=goal, mlp_lr=0.01)
+    normalizer = method._normalizer
+    image, text = pairs(15, DIM)
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    start = normalizer._weights.detach().clone()
+    g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
+    features, positive = torch.stack([image, text]), (image * text).sum(1) / tau
+    with torch.no_grad():
+        level = (torch.log(EPS + g) + positive - normalizer._mlp(start, features)).mean(1)
+        normalizer._mlp.weights(start).out_bias.add_(level.view(2, 1, 1))
+    weights = torch.nn.Parameter(start)
+    adam = torch.optim.Adam([weights], lr=0.01)
+    for _ in range(3):
+        adam.zero_grad()
+        alpha = torch.log(EPS + (normalizer._mlp(weights, features) - positive).exp())
+        unified = tau * ((-alpha).exp() * (EPS + g) + alpha)
+        (unified if goal == "unified" else (alpha - torch.log(EPS + g)).square()).mean(1).sum().backward()
+        adam.step()
+    found = method(batch(image, text), step())
+    assert relative_error(normalizer._weights.detach(), weights.detach()) < 1e-9
+    with torch.no_grad():
+        alpha = torch.log(EPS + (normalizer._mlp(weights, features) - positive).exp())
+    assert float(found.metrics["alpha"]) == pytest.approx(float(alpha.mean()), rel=1e-8)
+
+
+def test_full_gradient_is_refused() -> None:
+    with pytest.raises(UserError, match="network=mlp takes stop"):
+        build(alpha_grad="full")
+
+
+def test_state_round_trip() -> None:
+    method, fresh = build(), build()
+    for number in range(2):
+        method(batch(*pairs(9, DIM, seed=number)), step(number))
+    fresh.load_replicated_state({key: value.clone() for key, value in method.replicated_state().items()})
+    features = batch(*pairs(9, DIM, seed=2))
+    one, other = (built(features, step(2)) for built in (method, fresh))
+    assert torch.equal(one.image, other.image)
+    for key, value in method.replicated_state().items():
+        assert torch.equal(fresh.replicated_state()[key], value)
