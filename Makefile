@@ -27,7 +27,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q ruff mypy types-PyYAML
+	$(BIN)/python -m pip install -q ruff mypy types-PyYAML open_clip_torch
 	touch $@
 
 clean:

@@ -55,6 +55,19 @@ class Stateful(Protocol):
     def row_tables(self) -> dict[str, RowTable]: ...
 
 
+class NoState:
+    """Nothing to keep; a part that has some kinds of state overrides those."""
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        """Without replicated state there is nothing to load."""
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {}
+
+
 class Estimate(NamedTuple):
     """A normaliser's answer for one batch.
 

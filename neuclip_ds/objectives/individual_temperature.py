@@ -11,14 +11,12 @@ the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the firs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import torch
 from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.base import Context, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.temperature import TemperatureSignal, rho_of
 from neuclip_ds.state.partition import RowTable
@@ -27,7 +25,7 @@ from neuclip_ds.state.sample_store import SampleStore
 _RELEASED_CLAMP = 5.0
 
 
-class IndividualTemperature:
+class IndividualTemperature(NoState):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
     def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
@@ -81,12 +79,6 @@ class IndividualTemperature:
         if self._config.schedule == "constant":
             return peak
         return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"temperatures": self._store.rows()}

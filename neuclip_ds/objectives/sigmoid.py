@@ -15,14 +15,13 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from neuclip_ds.config import Config
-from neuclip_ds.objectives.base import Context, FeatureGradients, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
-from neuclip_ds.state.partition import RowTable
 
 
-class SigmoidObjective:
+class SigmoidObjective(NoState):
     """Feature gradient of one batch, and one Adam step of temperature and bias."""
 
     def __init__(self, config: Config, context: Context, wire: torch.dtype) -> None:
@@ -63,6 +62,3 @@ class SigmoidObjective:
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._logit.load_replicated_state(state)
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}

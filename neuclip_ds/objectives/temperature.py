@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
-from neuclip_ds.objectives.base import Context, Stateful, Step
+from neuclip_ds.objectives.base import Context, NoState, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.state.partition import RowTable
 
 _SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
 
@@ -51,7 +50,7 @@ class Temperature(Stateful, Protocol):
         ...
 
 
-class ConstantTemperature:
+class ConstantTemperature(NoState):
     """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
 
     def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
@@ -66,17 +65,8 @@ class ConstantTemperature:
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         pass
 
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {}
 
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}
-
-
-class LearnableTemperature:
+class LearnableTemperature(NoState):
     """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned beside it."""
 
     def __init__(
@@ -138,9 +128,6 @@ class LearnableTemperature:
             self._adam.state[scalar] = {
                 key: value.clone() if key == "step" else value.clone().to(scalar) for key, value in moments.items()
             }
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}
 
 
 class LogTemperature(LearnableTemperature):

@@ -30,10 +30,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from neuclip_ds.config import AmortizedConfig, ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.state.partition import RowTable
 
 # The divergences are sums over anchors, divided by B^2; their derivative by log lambda_i is C_i/lambda_i times this
 # function of log lambda_i - log Z_i. With P = exp(L s)/lambda and Q = exp(L s)/Z, not normalised, P/Q is the same for
@@ -77,7 +76,7 @@ def fit_gradient(
     return divergence + config.divergence_l2 * (-peak).exp() * squared, peak
 
 
-class AmortizedNormalizer:
+class AmortizedNormalizer(NoState):
     """w_i = exp(L s_ii) / lambda_i."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
@@ -211,6 +210,3 @@ class AmortizedNormalizer:
         self._adam.state[self._online] = {
             key: value.clone() if key == "step" else value.clone().to(self._target) for key, value in moments.items()
         }
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}

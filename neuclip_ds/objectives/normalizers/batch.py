@@ -7,18 +7,16 @@ log(1 + sum_{j != i} exp(x_ij / tau)) = log(1/(B-1) + g_i) + log(B-1).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.config import ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.state.partition import RowTable
 
 
-class BatchNormalizer:
+class BatchNormalizer(NoState):
     """w_i = 1 / (1/(B-1) + g_i); keeps no state."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
@@ -33,12 +31,3 @@ class BatchNormalizer:
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return log_g
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}

@@ -6,13 +6,12 @@ u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the f
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.config import MovingAverageConfig, ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
@@ -34,7 +33,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(torch.isneginf(log_u), log_g, updated)
 
 
-class MovingAverageNormalizer:
+class MovingAverageNormalizer(NoState):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
@@ -60,12 +59,6 @@ class MovingAverageNormalizer:
     def _read(self, batch: GatheredFeatures) -> Tensor:
         """(2, own) log u of this rank's anchors."""
         return batch.compact(self._store.read(batch.padded_index)).T
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        pass
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}

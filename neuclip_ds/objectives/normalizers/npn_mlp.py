@@ -15,17 +15,16 @@ from torch import Tensor
 
 from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.npn import log_eps_plus
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
-from neuclip_ds.state.partition import RowTable
 
 _SEED = 0
 
 
-class MlpNpnNormalizer:
+class MlpNpnNormalizer(NoState):
     """w_i = exp(-alpha_i), alpha_i held constant in the encoders' gradient."""
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
@@ -91,6 +90,3 @@ class MlpNpnNormalizer:
         self._adam.state[self._weights] = {
             key: value.clone() if key == "step" else value.clone().to(self._weights) for key, value in moments.items()
         }
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {}
