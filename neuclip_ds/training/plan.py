@@ -16,6 +16,7 @@ from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import find_method
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.training.sources import CACHE, resolve
 
 
 def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | None) -> None:
@@ -100,8 +101,6 @@ def _tokenizer_sizes(config: Config) -> Any:
 
 
 def _manifest(config: Config) -> Manifest:
-    from neuclip_ds.training.trainer import CACHE, resolve
-
     if not config.data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
     return open_manifest(resolve(config.data.train), CACHE / "manifests")

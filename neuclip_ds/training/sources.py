@@ -1,0 +1,42 @@
+"""Where a run's data lie: paths, the splits beside them, and the rendered demo."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.manifest import Manifest, open_manifest
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import RankError, UserError
+
+CACHE = Path(".cache")
+
+
+def find_split(source: str, name: str, train: str) -> str:
+    """Where a held-out set lies: as named, or for `auto` the folder `name` beside the training data if there is one."""
+    if source != "auto":
+        return source
+    if train.startswith("demo:"):
+        return f"demo:{name}"
+    beside = Path(train).parent / name
+    return str(beside) if beside.is_dir() else ""
+
+
+def resolve(source: str) -> str:
+    """A path; the demo's splits are rendered where they are absent."""
+    return str(demo_split(source, CACHE)) if source.startswith("demo:") else source
+
+
+def open_data(source: str, communicator: Communicator, folder: Path) -> Manifest:
+    """The manifest of a data set, the same on all ranks; rank 0 builds it in the run's folder where there is none."""
+    return communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests"))
+
+
+def naming_rank(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
+    """Ranks read different samples, so one may meet a mistake that the others do not; its message says which."""
+    try:
+        yield from batches
+    except UserError as error:
+        raise RankError(f"rank {communicator.rank}: {error}") from error
