@@ -148,9 +148,11 @@ class RobustTemperature(LearnableTemperature):
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        coefficient = {"paper": 1.0, "released_code": 2.0}[self._config.data_term]
-        by_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
+        by_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient() * signal.mean_logit
         self.descend(step, theta=-self.tau * by_tau)
+
+    def _data_coefficient(self) -> float:
+        return {"paper": 1.0, "released_code": 2.0}[self._config.data_term]
 
 
 class RescaledTemperature(RobustTemperature):
@@ -158,6 +160,9 @@ class RescaledTemperature(RobustTemperature):
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step) / 2
+
+    def _data_coefficient(self) -> float:
+        return 1.0  # the doubled term is FastCLIP's code's
 
 
 def rho_of(config: TemperatureConfig, step: Step) -> float:
