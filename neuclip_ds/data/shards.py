@@ -3,32 +3,88 @@
 from __future__ import annotations
 
 import glob
+import re
 from pathlib import Path
+from typing import Any
 
+import fsspec
 from braceexpand import braceexpand
 
 from neuclip_ds.errors import UserError
 
+_URL = re.compile(r"[a-z][a-z0-9+.-]*:")  # scheme://..., or pipe:COMMAND
+_GLOB = re.compile(r"[*[]")  # a ? in a URL begins its query
+_BETWEEN = "::"
+_LIST = ".txt"
+
+
+def is_local(path: str) -> bool:
+    """Whether a shard is a file of this machine (or of a file system mounted on it), and no URL and no `pipe:`."""
+    return not _URL.match(path)
+
 
 def resolve_shards(source: str) -> list[str]:
-    """Absolute paths of the tars that `source` names.
+    """Absolute paths, or URLs, of the tars that `source` names.
 
     Args:
         source: a tar; a folder (its *.tar in order of name, those of its subfolders where it has none itself);
-            a glob (`/data/*.tar`); or a brace pattern (`/data/{00000..00127}.tar`), which keeps its own order and
-            may hold globs.
+            a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its own order and
+            may hold globs; a URL that fsspec knows, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command
+            whose output is a tar (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one
+            of these a line; or several joined by `::`.
 
     Raises:
         UserError: nothing is there under that name, or a folder holds no tars.
     """
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
+    if _BETWEEN in source:
+        return [path for part in source.split(_BETWEEN) for path in resolve_shards(part)]
+    if not is_local(source):
+        return _urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
         return _tars_of(path)
-    if path.exists():
-        return [str(path.absolute())]
+    if path.is_file():
+        return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
+
+
+def _listed(path: Path) -> list[str]:
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    shards = [shard for line in lines if line and not line.startswith("#") for shard in resolve_shards(line)]
+    if not shards:
+        raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
+    return shards
+
+
+def _urls(pattern: str) -> list[str]:
+    names = _braces(pattern)
+    if pattern.startswith("pipe:"):
+        return names
+    return [url for name in names for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
+
+
+def _remote_glob(pattern: str) -> list[str]:
+    fs, path = _file_system(pattern)
+    try:
+        found = sorted(str(match) for match in fs.glob(path))
+    except Exception as error:  # backends raise what they like: botocore's, aiohttp's, OSError
+        raise UserError(
+            f"{pattern} cannot be listed ({type(error).__name__}: {error}); check the address and the access rights."
+        ) from error
+    if not found:
+        raise UserError(f"Nothing matches {pattern}; check the address and the pattern.")
+    return [str(fs.unstrip_protocol(match)) for match in found]
+
+
+def _file_system(url: str) -> tuple[Any, str]:
+    try:
+        return fsspec.core.url_to_fs(url)
+    except ValueError as error:
+        raise UserError(f"{url}: {error}; use a path, or a URL that fsspec knows such as s3:// or https://.") from error
+    except ImportError as error:
+        raise UserError(f"{url}: {error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp).") from error
 
 
 def _tars_of(folder: Path) -> list[str]:
@@ -39,10 +95,7 @@ def _tars_of(folder: Path) -> list[str]:
 
 
 def _matches(pattern: str) -> list[str]:
-    try:
-        names = list(braceexpand(pattern))
-    except ValueError as error:
-        raise UserError(f"The braces of {pattern} do not match; close every one of them.") from error
+    names = _braces(pattern)
     found = [_expand(name) if glob.has_magic(name) else [name] for name in names]
     paths = [Path(path) for matches in found for path in matches]
     missing = [path for path in paths if not path.exists()]
@@ -56,6 +109,13 @@ def _matches(pattern: str) -> list[str]:
             f"the first being {missing[0]}; correct the range or restore the files."
         )
     return [str(path.absolute()) for path in paths]
+
+
+def _braces(pattern: str) -> list[str]:
+    try:
+        return list(braceexpand(pattern))
+    except ValueError as error:
+        raise UserError(f"The braces of {pattern} do not match; close every one of them.") from error
 
 
 def _expand(pattern: str) -> list[str]:

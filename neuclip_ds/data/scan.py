@@ -1,0 +1,198 @@
+"""Looks through one shard: its samples, what they lack, its checksum; on request each image is decoded.
+
+The file is read from end to end once where a checksum is wanted (faster than seeking from header to header where it is
+not in the page cache); the header walk then finds it in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.decoders import DecodeError, decode_pil
+from neuclip_ds.data.fetch import fetch
+from neuclip_ds.data.manifest import Shard
+from neuclip_ds.data.sample_table import SampleTable, tabulate
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.tar import SampleEntry, read_index, read_member
+from neuclip_ds.data.uids import UID, UidFiles, uid_of
+from neuclip_ds.errors import UserError
+
+_PIECE = 8 << 20
+_STALL = 300.0  # seconds without a byte after which a transfer is tried again
+
+
+class ScanOptions(NamedTuple):
+    """What a scan looks at.
+
+    Attributes:
+        captions: as `data.captions`; a sample without any of them is bad.
+        checksum: whether the CRC-32 of the file is taken.
+        verify: whether every image is decoded and every caption read.
+        uids: files of the uids that are kept; empty keeps all samples.
+        uid_key: key of the uid in a sample's JSON.
+    """
+
+    captions: tuple[str, ...] = ("txt",)
+    checksum: bool = False
+    verify: bool = False
+    uids: tuple[str, ...] = ()
+    uid_key: str = "uid"
+
+
+class BadRow(NamedTuple):
+    """A sample that a verifying scan could not use."""
+
+    row: int
+    key: str
+    reason: str
+
+
+class Scan(NamedTuple):
+    """What was found in one shard."""
+
+    shard: Shard  # its start not yet known
+    n_images: int
+    n_captions: int
+    extensions: tuple[str, ...]  # of the first samples, for messages
+    lost_bytes: int  # in damaged regions
+    bad: tuple[BadRow, ...]  # under `verify`
+
+
+def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
+    """Look through the tar at `path`, a file, a URL or a `pipe:` command.
+
+    Raises:
+        UserError: it cannot be read, or uids are asked for and its samples have none.
+    """
+    try:
+        with local_copy(path) as file:
+            return _scan(path, file, options)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise UserError(f"Shard {path} cannot be read: {reason}; check the file and its permissions.") from error
+
+
+@contextmanager
+def local_copy(path: str) -> Iterator[Path]:
+    """The shard as a local file, fetched for the time of the block where it is remote."""
+    if is_local(path):
+        yield Path(path)
+        return
+    with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_") as folder:
+        target = Path(folder) / "shard.tar"
+        fetch(path, target, expected_bytes=None, timeout=_STALL)
+        yield target
+
+
+def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
+    crc32 = _crc32(file) if options.checksum else None
+    index = read_index(file)
+    table = tabulate(index.samples)
+    selection = None
+    with open(file, "rb") as opened:
+        if options.uids:
+            table = table.take(_selected(path, opened.fileno(), table, options))
+            selection = zlib.crc32(table.ordinals.tobytes())
+        images, captions = table.has("image"), _with_captions(table, options)
+        bad = tuple(_verify(opened.fileno(), table, options)) if options.verify else ()
+    n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
+    shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection)
+    lost = sum(gap.size for gap in index.gaps)
+    extensions = _extensions(index.samples)
+    return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
+
+
+def _crc32(file: Path) -> int:
+    value = 0
+    with open(file, "rb", buffering=0) as opened:
+        while piece := opened.read(_PIECE):
+            value = zlib.crc32(piece, value)
+    return value
+
+
+def _extensions(samples: list[SampleEntry]) -> tuple[str, ...]:
+    return tuple(sorted({extension for entry in samples[:100] for extension in entry.members}))
+
+
+def _with_captions(table: SampleTable, options: ScanOptions) -> NDArray[np.bool_]:
+    found = [table.has(extension) for extension in Captions(options.captions).extensions]
+    return np.logical_or.reduce(found)  # type: ignore[no-any-return]
+
+
+def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
+    """Rows whose uid is listed, in their order, as often as it is listed."""
+    found = [(row, uid_of(_read(fd, table, row, "json"), options.uid_key)) for row in range(table.n)]
+    known = [(row, uid) for row, uid in found if uid is not None]
+    if table.n and not known:
+        raise UserError(f"No sample of {path} has a uid under the key {options.uid_key!r} of its JSON; set --uid-key.")
+    counts = UidFiles(options.uids).count(np.array([uid for _, uid in known], dtype=UID))
+    return np.repeat(np.array([row for row, _ in known], dtype=np.int64), counts)
+
+
+def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[BadRow]:
+    captions = Captions(options.captions)
+    keys = table.keys.split("\0")
+    for row in range(table.n):
+        if reason := _reason(fd, table, row, captions):
+            yield BadRow(row, keys[row], reason)
+
+
+def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
+    """Why a sample cannot be used; None where it can."""
+    if table.extent(row, "image") is None:
+        return "no image"
+    try:
+        decode_pil(_read(fd, table, row, "image"))
+    except DecodeError as error:
+        return f"image cannot be decoded: {error}"
+    members = {extension: _read(fd, table, row, extension) for extension in captions.extensions}
+    return None if captions.of(members) else "no caption"
+
+
+def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
+    extent = table.extent(row, member)
+    return b"" if extent is None else read_member(fd, extent)
+
+
+def describe_loss(scan: Scan) -> str | None:
+    """A sentence on what is wrong with a shard, for the log; None where nothing is."""
+    shard = scan.shard
+    if scan.lost_bytes:
+        return f"{shard.path} is damaged: {scan.lost_bytes} of {shard.bytes} bytes cannot be read"
+    if shard.n_bad or (shard.n == 0 and shard.selection is None):
+        return f"{shard.path}: {shard.n - shard.n_bad} of {shard.n} samples can be used"
+    return None
+
+
+def check_usable(scans: list[Scan], where: str) -> None:
+    """UserError where the shards, taken together, cannot be trained on."""
+    found = ", ".join(sorted({extension for scan in scans for extension in scan.extensions})[:10])
+    if not any(scan.shard.n for scan in scans):
+        if any(scan.shard.selection is not None for scan in scans):
+            raise UserError(f"None of the uids is in {where}; check that the uid files belong to this pool.")
+        raise UserError(f"No samples in {where}; samples are members such as 000000001.jpg and 000000001.txt.")
+    if not any(scan.n_images for scan in scans):
+        raise UserError(
+            f"No sample has an image in {where} (extensions found: {found}); "
+            "images are members that end in jpg, jpeg, png, webp."
+        )
+    if not any(scan.n_captions for scan in scans):
+        raise UserError(
+            f"No captions in {where} (extensions found: {found}); add a .txt member with the caption beside each image, "
+            "or name another place by data.captions."
+        )
+
+
+def where(paths: list[str]) -> str:
+    """The shards in a few words."""
+    return paths[0] if len(paths) == 1 else f"{len(paths)} tars in {os.path.dirname(paths[0])}"  # noqa: PTH120 - URLs
