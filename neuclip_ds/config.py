@@ -57,7 +57,17 @@ class DataConfig(Section):
     prefetch: int = Field(4, ge=1)
     """Batches that each worker prepares ahead."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch before the run stops and says so."""
+    """Seconds to wait for a batch, or for a byte of a remote shard, before that counts as a failure."""
+    restarts: int = Field(2, ge=0)
+    """How often in a row loader processes that died or hang are replaced before the run stops and says so."""
+    captions: list[str] = ["txt"]
+    """Where captions are: txt, txt:lines (one each), json:KEY (a string or a list); of several one is drawn."""
+    decoder: Literal["pil", "torchvision", "simplejpeg"] = "pil"
+    """Library that decodes JPEGs for training; simplejpeg is the fastest where it is installed."""
+    cache_dir: Path | None = None
+    """Folder on each node for copies of remote shards; absent: neuclip_ds_shards in the folder for temporary files."""
+    cache_gb: float = Field(100, gt=0)
+    """Size of that folder at most, in GB; best twice the shards of one shuffle block in each of a node's slots."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest area share of the random resized crop; 1 turns augmentation off."""
     slots: int | None = Field(None, ge=1)

@@ -33,7 +33,7 @@ class BadSampleLog:
         self.seen = 0  # samples, padding not counted
         self.bad = 0
         self._max_fraction = max_fraction
-        self._reasons: Counter[str] = Counter()
+        self.causes: Counter[str] = Counter()  # how many bad samples each has
         self._written: set[int] = set()
 
     def record(self, batch: Batch) -> None:
@@ -47,7 +47,7 @@ class BadSampleLog:
             self._written.update(sample.index for sample in new)
         for sample in batch.bad:
             self.bad += 1
-            self._reasons[sample.reason] += 1
+            self.causes[sample.cause] += 1
             if self.bad & (self.bad - 1) == 0:  # the 1st, 2nd, 4th, 8th ...: a flood of them does not flood the log
                 logger.warning(
                     "bad sample %d (%d of %d so far): %s in %s: %s",
@@ -61,8 +61,8 @@ class BadSampleLog:
         # so until then bad samples count against what 1000 may hold: bad luck passes, thoroughly bad data does not.
         if bad <= self._max_fraction * max(seen, _LEAST_SAMPLES):
             return
-        reason = self._reasons.most_common(1)[0][0] if self._reasons else "see the other ranks' files"
+        cause = self.causes.most_common(1)[0][0] if self.causes else "see the other ranks' files"
         raise UserError(
             f"{bad} of {seen} samples cannot be used, more than data.max_bad_fraction={self._max_fraction} allows "
-            f"(most often: {reason}); mend the shards listed in {self.path} or raise the limit."
+            f"(most often: {cause}); mend the shards listed in {self.path} or raise the limit."
         )

@@ -11,14 +11,18 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.readers import RawPair, TarReader, open_reader
-from neuclip_ds.data.transforms import DecodeError, ImageTransform
+from neuclip_ds.data.readers import RawSample, TarReader, open_reader
+from neuclip_ds.data.transforms import ImageTransform
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); picklable
 PADDING = -1  # the index of a row that stands for no sample
 _SHARDS_FOR_CAPTIONS = 100
+_WHICH_CAPTION = 1  # keeps the draw among a sample's captions apart from its augmentation
 
 
 class BadSample(NamedTuple):
@@ -27,7 +31,12 @@ class BadSample(NamedTuple):
     index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
     shard: str
     key: str
-    reason: str
+    reason: str  # CAUSE, or CAUSE: DETAILS
+
+    @property
+    def cause(self) -> str:
+        """The kind of fault, by which bad samples are counted."""
+        return self.reason.partition(":")[0]
 
 
 class Batch(NamedTuple):
@@ -54,10 +63,19 @@ class PairDataset(Dataset[Batch]):
         tokenize: Tokenize,
         *,
         seed: int = 0,
+        captions: Sequence[str] = ("txt",),
         reader: Literal["tar", "webdataset"] = "tar",
+        cache: ShardCache | None = None,
     ) -> None:
+        """
+        Args:
+            seed: of augmentation, and of the draw where a sample has several captions.
+            captions: where they are, as `data.captions`.
+            cache: of remote shards.
+        """
         self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
-        self._reader = open_reader(reader, manifest)
+        self._captions = Captions(captions)
+        self._reader = open_reader(reader, manifest, self._captions.extensions, cache)
 
     @property
     def folder(self) -> Path:
@@ -82,32 +100,34 @@ class PairDataset(Dataset[Batch]):
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
         captions, valid, bad = [""] * len(items), torch.zeros(len(items), dtype=torch.bool), []
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
-        randomness = hash64(self._seed, epochs, np.maximum(indices, 0)).tolist()
+        known = np.maximum(indices, 0)
+        randomness = hash64(self._seed, epochs, known).tolist()
+        which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
         for row, index in enumerate(indices.tolist()):
             if index == PADDING:
                 continue
             try:
-                images[row], captions[row] = self._pair(index, randomness[row])
+                images[row], captions[row] = self._pair(index, randomness[row], which[row])
                 valid[row] = True
             except _Unusable as error:
                 bad.append(self._describe(index, str(error)))
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
-    def _pair(self, index: int, randomness: int) -> tuple[Tensor, str]:
+    def _pair(self, index: int, randomness: int, which: int) -> tuple[Tensor, str]:
         raw = self._read(index)
         if raw.image is None:
             raise _Unusable("no image")
-        if raw.caption is None:
+        if not raw.texts:
             raise _Unusable("no caption")
-        caption = caption_text(raw.caption)
-        if not caption:
+        captions = self._captions.of(raw.texts)
+        if not captions:
             raise _Unusable("blank caption")
         try:
-            return self._transform(raw.image, randomness), caption
+            return self._transform(raw.image, randomness), captions[which % len(captions)]
         except DecodeError as error:
             raise _Unusable(f"image cannot be decoded: {error}") from error
 
-    def _read(self, index: int) -> RawPair:
+    def _read(self, index: int) -> RawSample:
         try:
             return self._reader.read(index)
         except OSError:
@@ -126,17 +146,16 @@ class PairDataset(Dataset[Batch]):
         return BadSample(index, self._manifest.shards[shard].path, key, reason)
 
 
-def caption_text(data: bytes) -> str:
-    """A stored caption as text: UTF-8 with stray bytes replaced, without blanks at its ends."""
-    return data.decode("utf-8", "replace").strip()
-
-
-def iter_captions(manifest: Manifest, limit: int) -> Iterator[str]:
-    """Up to `limit` captions, evenly spaced within at most 100 evenly spaced shards; missing and blank ones left out.
+def iter_captions(
+    manifest: Manifest, limit: int, captions: Sequence[str] = ("txt",), cache: ShardCache | None = None
+) -> Iterator[str]:
+    """Captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards; samples without any
+    are left out, and of several captions all count.
 
     The same ones for the same manifest. OSError where a shard cannot be read.
     """
-    reader = TarReader(manifest)
+    sources = Captions(captions)
+    reader = TarReader(manifest, sources.extensions, cache)
     filled = np.flatnonzero(manifest.sizes)
     shards = filled[_evenly_spaced(len(filled), _SHARDS_FOR_CAPTIONS)]
     ends = np.cumsum(manifest.sizes[shards])
@@ -144,9 +163,7 @@ def iter_captions(manifest: Manifest, limit: int) -> Iterator[str]:
     which = np.searchsorted(ends, positions, side="right")
     indices = manifest.starts[shards][which] + positions - (ends - manifest.sizes[shards])[which]
     for index in indices.tolist():
-        caption = caption_text(reader.read(index, with_image=False).caption or b"")
-        if caption:
-            yield caption
+        yield from sources.of(reader.read(index, with_image=False).texts)
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:

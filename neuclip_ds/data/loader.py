@@ -7,16 +7,19 @@ step, and a start at any step costs no more than a start at the first one.
 from __future__ import annotations
 
 import atexit
+import logging
 import signal
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
+import numpy as np
 from torch.utils.data import DataLoader, Dataset, Sampler
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch, PairDataset, Tokenize, iter_captions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -28,6 +31,7 @@ __all__ = [
     "BadSample",
     "BadSampleLog",
     "Batch",
+    "LoaderOptions",
     "PairDataset",
     "Tokenize",
     "eval_loader",
@@ -35,10 +39,36 @@ __all__ = [
     "train_loader",
 ]
 
+log = logging.getLogger(__name__)
+
 Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
 
 
-class _Shares(Sampler[Items]):
+class LoaderOptions(NamedTuple):
+    """How batches are made; which ones they are does not depend on it.
+
+    Attributes:
+        workers: processes that load; 0 loads in this one.
+        prefetch: batches that each worker prepares ahead.
+        timeout: seconds to wait for a batch.
+        restarts: how often in a row workers that died or hang are replaced at the same batch.
+        reader: as `data.reader`.
+        captions: as `data.captions`.
+        cache: of remote shards.
+        pin_memory: whether batches are handed out in pinned memory.
+    """
+
+    workers: int = 2
+    prefetch: int = 4
+    timeout: float = 300
+    restarts: int = 2
+    reader: Literal["tar", "webdataset"] = "tar"
+    captions: tuple[str, ...] = ("txt",)
+    cache: ShardCache | None = None
+    pin_memory: bool = False
+
+
+class Shares(ABC):
     """A rank's share of every batch."""
 
     @abstractmethod
@@ -46,41 +76,49 @@ class _Shares(Sampler[Items]):
         """Number of batches."""
 
     @abstractmethod
+    def items(self, number: int) -> Items:
+        """The share of batch `number`."""
+
+    @abstractmethod
     def describe(self, number: int) -> str:
         """Name of the batch `number` for messages."""
 
 
-class TrainSampler(_Shares):
-    """A rank's share of the global batches number `first` ... `total_steps` - 1, across epochs."""
+class TrainShares(Shares):
+    """A rank's share of `steps` global batches from (epoch, step) on, across epochs."""
 
-    def __init__(self, order: GlobalOrder, rank: int, world_size: int, first: int, total_steps: int) -> None:
+    def __init__(self, order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> None:
         if order.batch_size % world_size:
             raise UserError(
                 f"data.batch_size={order.batch_size} does not divide by {world_size} ranks; choose a multiple of them."
             )
-        self._order, self._steps = order, range(first, total_steps)
+        self._order, self._first, self._steps = order, epoch * order.steps_per_epoch + step, steps
         share = order.batch_size // world_size
         self._rows = slice(rank * share, (rank + 1) * share)
 
     def __len__(self) -> int:
-        return len(self._steps)
+        return self._steps
 
     def describe(self, number: int) -> str:
-        epoch, step = divmod(self._steps[number], self._order.steps_per_epoch)
+        epoch, step = self._place(number)
         return f"step {step} of epoch {epoch}"
 
-    def __iter__(self) -> Iterator[Items]:
-        for number in self._steps:
-            epoch, step = divmod(number, self._order.steps_per_epoch)
-            yield [(epoch, index) for index in self._order.batch(epoch, step)[self._rows].tolist()]
+    def items(self, number: int) -> Items:
+        epoch, step = self._place(number)
+        return [(epoch, index) for index in self._order.batch(epoch, step)[self._rows].tolist()]
+
+    def _place(self, number: int) -> tuple[int, int]:
+        return divmod(self._first + number, self._order.steps_per_epoch)
 
 
-class EvalSampler(_Shares):
-    """Rank r's contiguous rows [r c, (r + 1) c), c = ceil(n / world_size), padded to equally many full batches."""
+class EvalShares(Shares):
+    """Rank r's contiguous part [r c, (r + 1) c), c = ceil(n / world_size), of the n samples that are in use, padded to
+    equally many full batches."""
 
-    def __init__(self, n: int, rank: int, world_size: int, batch_size: int) -> None:
-        share = -(-n // world_size)
-        self._first, self._end = rank * share, min((rank + 1) * share, n)
+    def __init__(self, manifest: Manifest, rank: int, world_size: int, batch_size: int) -> None:
+        share = -(-manifest.n_used // world_size)
+        self._manifest = manifest
+        self._first, self._end = rank * share, min((rank + 1) * share, manifest.n_used)
         self._batch_size, self._batches = batch_size, -(-share // batch_size)
 
     def __len__(self) -> int:
@@ -89,10 +127,11 @@ class EvalSampler(_Shares):
     def describe(self, number: int) -> str:
         return f"evaluation batch {number}"
 
-    def __iter__(self) -> Iterator[Items]:
-        for number in range(self._batches):
-            start = self._first + number * self._batch_size
-            yield [(0, i if i < self._end else PADDING) for i in range(start, start + self._batch_size)]
+    def items(self, number: int) -> Items:
+        start = self._first + number * self._batch_size
+        used = range(start, min(start + self._batch_size, self._end))
+        indices = self._manifest.used(np.arange(start, start + len(used))).tolist()
+        return [(0, index) for index in indices] + [(0, PADDING)] * (self._batch_size - len(indices))
 
 
 def train_loader(
@@ -105,30 +144,21 @@ def train_loader(
     world_size: int = 1,
     epoch: int = 0,
     step: int = 0,
-    total_steps: int,
-    workers: int = 2,
-    prefetch: int = 4,
-    timeout: float = 300,
-    reader: Literal["tar", "webdataset"] = "tar",
-    pin_memory: bool = False,
+    steps: int,
+    options: LoaderOptions = LoaderOptions(),
 ) -> Iterator[Batch]:
     """This rank's batches of (B / world_size) rows, from `step` of `epoch` on, without a break between epochs.
 
     Args:
         epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
-        total_steps: steps since step 0 of epoch 0 after which the loader ends, whatever the start.
-        workers: processes that load; 0 loads in this one.
-        prefetch: batches that each worker prepares ahead.
-        timeout: seconds to wait for a batch.
+        steps: how many batches there are to be.
 
     Raises:
-        UserError: the batch does not divide by the ranks, a shard has changed, no batch within `timeout`, or a
-            worker died.
+        UserError: the batch does not divide by the ranks, a shard has changed, or again and again no batch comes
+            within `options.timeout` or a worker dies.
     """
-    first = epoch * order.steps_per_epoch + step
-    sampler = TrainSampler(order, rank, world_size, first, total_steps)
-    dataset = PairDataset(manifest, transform, tokenize, seed=order.seed, reader=reader)
-    return _batches(dataset, sampler, workers, prefetch, timeout, pin_memory)
+    shares = TrainShares(order, rank, world_size, epoch, step, steps)
+    return _batches(_dataset(manifest, transform, tokenize, order.seed, options), shares, options)
 
 
 def eval_loader(
@@ -139,19 +169,28 @@ def eval_loader(
     rank: int = 0,
     world_size: int = 1,
     batch_size: int,
-    workers: int = 2,
-    prefetch: int = 2,
-    timeout: float = 300,
-    reader: Literal["tar", "webdataset"] = "tar",
-    pin_memory: bool = False,
+    options: LoaderOptions = LoaderOptions(),
 ) -> Iterator[Batch]:
     """Every sample once over all ranks, in order: rank r yields the r-th contiguous part.
 
     All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
     """
-    sampler = EvalSampler(manifest.n, rank, world_size, batch_size)
-    dataset = PairDataset(manifest, transform, tokenize, reader=reader)
-    return _batches(dataset, sampler, workers, prefetch, timeout, pin_memory)
+    shares = EvalShares(manifest, rank, world_size, batch_size)
+    return _batches(_dataset(manifest, transform, tokenize, 0, options), shares, options)
+
+
+def _dataset(
+    manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, seed: int, options: LoaderOptions
+) -> PairDataset:
+    return PairDataset(
+        manifest,
+        transform,
+        tokenize,
+        seed=seed,
+        captions=options.captions,
+        reader=options.reader,
+        cache=options.cache,
+    )
 
 
 class _CarryUserErrors(Dataset[Batch | UserError]):
@@ -167,24 +206,52 @@ class _CarryUserErrors(Dataset[Batch | UserError]):
             return error
 
 
-def _batches(
-    dataset: PairDataset, sampler: _Shares, workers: int, prefetch: int, timeout: float, pin_memory: bool
-) -> Iterator[Batch]:
-    loader = DataLoader(
-        _CarryUserErrors(dataset),
-        batch_sampler=sampler,
-        collate_fn=_as_it_is,
-        num_workers=workers,  # each with one torch thread, by torch's own rule
-        prefetch_factor=prefetch if workers else None,
-        timeout=timeout if workers else 0,
-        worker_init_fn=_leave_signals_to_the_main_process,
-        pin_memory=pin_memory,
+class _From(Sampler[Items]):
+    """The shares from batch `first` on."""
+
+    def __init__(self, shares: Shares, first: int) -> None:
+        self._shares, self._first = shares, first
+
+    def __iter__(self) -> Iterator[Items]:
+        return map(self._shares.items, range(self._first, len(self._shares)))
+
+
+class _Mishap(Exception):
+    """A worker died or does not answer; the message says which and what helps."""
+
+
+def _batches(dataset: PairDataset, shares: Shares, options: LoaderOptions) -> Iterator[Batch]:
+    """All batches; at a mishap the workers are started again at the batch that was due."""
+    number = mishaps = 0
+    while number < len(shares):
+        iterator = _start(dataset, shares, number, options)
+        with _stopping_workers(iterator):
+            try:
+                while number < len(shares):
+                    waited_for = f"{shares.describe(number)} from {options.workers} loader processes"
+                    yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options.timeout)
+                    number, mishaps = number + 1, 0
+            except _Mishap as error:
+                mishaps += 1
+                if mishaps > options.restarts:
+                    raise UserError(f"{error} ({mishaps} times in a row).") from error
+                log.warning("%s; the loader processes are replaced (%d of %d)", error, mishaps, options.restarts)
+
+
+def _start(dataset: PairDataset, shares: Shares, first: int, options: LoaderOptions) -> Iterator[Batch | UserError]:
+    workers = options.workers
+    return iter(
+        DataLoader(
+            _CarryUserErrors(dataset),
+            batch_sampler=_From(shares, first),
+            collate_fn=_as_it_is,
+            num_workers=workers,  # each with one torch thread, by torch's own rule
+            prefetch_factor=options.prefetch if workers else None,
+            timeout=options.timeout if workers else 0,
+            worker_init_fn=_leave_signals_to_the_main_process,
+            pin_memory=options.pin_memory,
+        )
     )
-    iterator = iter(loader)
-    with _stopping_workers(iterator):
-        for number in range(len(sampler)):
-            waited_for = f"{sampler.describe(number)} from {workers} loader processes (shards in {dataset.folder})"
-            yield _next(iterator, waited_for, timeout)
 
 
 def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float) -> Batch:
@@ -192,13 +259,13 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float
         result = next(iterator)
     except RuntimeError as error:
         if str(error).startswith("DataLoader timed out"):
-            raise UserError(
-                f"Waited {timeout:g} s in vain for {waited_for}; check that the storage answers, or raise data.timeout."
+            raise _Mishap(
+                f"Waited {timeout:g} s in vain for {waited_for}: check that the storage answers, or raise data.timeout"
             ) from error
         if str(error).startswith("DataLoader worker (pid"):
-            raise UserError(
+            raise _Mishap(
                 f"A loader process died while {waited_for} was awaited: {str(error).rstrip(' .')}; "
-                "if memory ran out, lower data.workers or data.prefetch."
+                "if memory ran out, lower data.workers or data.prefetch"
             ) from error
         raise
     if isinstance(result, UserError):

@@ -113,6 +113,12 @@ class Manifest:
         shard = int(np.searchsorted(self.starts, index, side="right")) - 1
         return shard, index - self.shards[shard].start
 
+    def used(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Indices of the samples at (q,) positions 0 ... n_used - 1 of those that are in use."""
+        ends = np.cumsum(self.sizes)
+        shards = np.searchsorted(ends, positions, side="right")
+        return self.starts[shards] + positions - (ends - self.sizes)[shards]
+
 
 def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
     """`manifest` with further shards behind its own, their indices following the last one."""
@@ -139,8 +145,8 @@ def write_shards(manifest: Manifest, folder: Path) -> None:
     aside.replace(folder / _TABLE)
 
 
-def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
-    """Read a manifest folder. UserError if it is none, is damaged, or its shards are not where it says."""
+def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
+    """Read a manifest folder. UserError if it is none, is damaged, or its first shard is not where it says."""
     folder = Path(folder)
     if not is_manifest(folder):
         raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run tools/build_manifest.py first.")
@@ -157,7 +163,7 @@ def load_manifest(folder: str | os.PathLike[str]) -> Manifest:
     if meta.get("content_hash") != manifest.content_hash:
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
     first = next((shard for shard in manifest.shards if not shard.removed), None)
-    if first is not None and is_local(first.path) and not Path(first.path).exists():
+    if check_shards and first is not None and is_local(first.path) and not Path(first.path).exists():
         raise UserError(
             f"Shard {first.path} of the manifest in {folder} does not exist; "
             "restore the shards or build the manifest where they are now."

@@ -1,41 +1,43 @@
 """Reads the bytes of a sample by its global index: with our tar reader, or through the webdataset library.
 
-Readers live in loader workers. They open shards when first asked for a sample of one and keep the recent ones.
+Readers live in loader workers. They open shards when first asked for a sample of one and keep the recent ones; remote
+shards are read through the node's cache.
 """
 
 from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import webdataset
-from numpy.typing import NDArray
 
-from neuclip_ds.data.manifest import CAPTION_EXTENSION, IMAGE_EXTENSIONS, Manifest
-from neuclip_ds.data.tar import Extent, SampleEntry, read_index, read_member
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.tar import read_index, read_member
 from neuclip_ds.errors import UserError
 
 Value = TypeVar("Value")
 
 _OPEN_SHARDS = 256  # file descriptors a worker keeps
-_INDEXED_SAMPLES = 16_000_000  # about 40 bytes each
+_INDEXED_SAMPLES = 16_000_000  # 56 bytes and its key each
 _WEBDATASET_BYTES = 1 << 30  # webdataset knows no seeking: whole shards are held
 
 
-class RawPair(NamedTuple):
-    """A sample as stored; None where it has no such member."""
+class RawSample(NamedTuple):
+    """A sample as stored: its image, None where it has none, and the members that captions are taken from."""
 
     image: bytes | None
-    caption: bytes | None
+    texts: Mapping[str, bytes]
 
 
 class Reader(Protocol):
     """Random access to the samples of a manifest."""
 
-    def read(self, index: int, with_image: bool = True) -> RawPair:
+    def read(self, index: int, with_image: bool = True) -> RawSample:
         """Bytes of one sample. OSError when reading fails, UserError when the shard is not the manifest's."""
         ...
 
@@ -75,97 +77,121 @@ class RecentlyUsed(Generic[Value]):
             self._release(value)
 
 
-class _ShardTable(NamedTuple):
-    """The index of a shard, compact: its objects would take some 600 bytes a sample."""
-
-    extents: NDArray[np.int64]  # (n, 4): offset and size of the image, of the caption; -1 where there is none
-    keys: str  # joined by NUL, which no name can hold
-
-
 class TarReader:
-    """Reads members by offset; a shard's headers are walked once, when its first sample is asked for."""
+    """Reads members by offset; where the manifest does not have the offsets, a shard's headers are walked once."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
-        self._tables = RecentlyUsed(self._index, _INDEXED_SAMPLES, weigh=lambda table: len(table.extents))
-        self._files = RecentlyUsed(self._open, _OPEN_SHARDS, release=os.close)
+    def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
+        """
+        Args:
+            manifest: whose samples are read.
+            texts: members that captions are taken from, of `sample_table.MEMBERS`.
+            cache: of remote shards; needed where there are any.
+        """
+        self._manifest, self._texts, self._cache = manifest, texts, cache
+        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=lambda table: table.n)
+        # a shard that is evicted from the cache occupies the disk until it is closed, so one is held at a time
+        capacity = _OPEN_SHARDS if cache is None else 1
+        self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
-    def read(self, index: int, with_image: bool = True) -> RawPair:
-        shard, ordinal = self._manifest.locate(index)
-        image, caption = self._tables.get(shard).extents[ordinal].reshape(2, 2).tolist()
+    def read(self, index: int, with_image: bool = True) -> RawSample:
+        shard, row = self._manifest.locate(index)
+        table = self._tables.get(shard)
         try:
-            return RawPair(self._member(shard, *image) if with_image else None, self._member(shard, *caption))
+            image = self._member(shard, table, row, "image") if with_image else None
+            texts = {name: self._member(shard, table, row, name) for name in self._texts}
         except OSError:
             self._files.drop(shard)  # a stale handle must not spoil the next attempt
             raise
+        return RawSample(image, {name: data for name, data in texts.items() if data is not None})
 
     def key(self, index: int) -> str:
-        shard, ordinal = self._manifest.locate(index)
-        return self._tables.get(shard).keys.split("\0")[ordinal]
+        shard, row = self._manifest.locate(index)
+        return self._tables.get(shard).key(row)
 
-    def _member(self, shard: int, offset: int, size: int) -> bytes | None:
-        return None if offset < 0 else read_member(self._files.get(shard), Extent(offset, size))
+    def _member(self, shard: int, table: SampleTable, row: int, member: str) -> bytes | None:
+        extent = table.extent(row, member)
+        return None if extent is None else read_member(self._files.get(shard), extent)
 
     def _open(self, shard: int) -> int:
-        return os.open(self._manifest.shards[shard].path, os.O_RDONLY)
+        fd = os.open(shard_path(self._manifest.shards[shard], self._cache), os.O_RDONLY)
+        found, expected = os.fstat(fd).st_size, self._manifest.shards[shard].bytes
+        if found != expected:
+            os.close(fd)
+            raise UserError(
+                f"Shard {self._manifest.shards[shard].path} has {found} bytes where the manifest has {expected}: "
+                "it has changed; build the manifest again, or update it."
+            )
+        return fd
 
-    def _index(self, shard: int) -> _ShardTable:
-        samples = read_index(self._manifest.shards[shard].path).samples
-        _check_count(self._manifest, shard, len(samples), "it has changed; build the manifest again")
-        rows = [[*_image_extent(entry), *_extent(entry, CAPTION_EXTENSION)] for entry in samples]
-        return _ShardTable(
-            np.array(rows, dtype=np.int64).reshape(len(rows), 4), "\0".join(entry.key for entry in samples)
-        )
-
-
-def _image_extent(entry: SampleEntry) -> tuple[int, int]:
-    present = (extension for extension in IMAGE_EXTENSIONS if extension in entry.members)
-    return _extent(entry, next(present, ""))
-
-
-def _extent(entry: SampleEntry, extension: str) -> tuple[int, int]:
-    return entry.members.get(extension, (-1, 0))
+    def _load_table(self, shard: int) -> SampleTable:
+        if self._manifest.samples is not None:
+            return self._manifest.samples.table(shard)
+        entry = self._manifest.shards[shard]
+        table = tabulate(read_index(shard_path(entry, self._cache)).samples)
+        _check_count(entry, table.n, "it has changed; build the manifest again")
+        return table
 
 
 class WebdatasetReader:
     """Reads each shard from end to end with webdataset and holds it in memory; for comparison."""
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._manifest = manifest
+    def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
+        """As `TarReader`."""
+        self._manifest, self._texts, self._cache = manifest, texts, cache
         self._shards = RecentlyUsed(self._load, _WEBDATASET_BYTES, weigh=_bytes_of)
 
-    def read(self, index: int, with_image: bool = True) -> RawPair:
-        shard, ordinal = self._manifest.locate(index)
-        pair = self._shards.get(shard)[ordinal][1]
-        return pair if with_image else pair._replace(image=None)
+    def read(self, index: int, with_image: bool = True) -> RawSample:
+        shard, row = self._manifest.locate(index)
+        sample = self._shards.get(shard)[row][1]
+        return sample if with_image else sample._replace(image=None)
 
     def key(self, index: int) -> str:
-        shard, ordinal = self._manifest.locate(index)
-        return self._shards.get(shard)[ordinal][0]
+        shard, row = self._manifest.locate(index)
+        return self._shards.get(shard)[row][0]
 
-    def _load(self, shard: int) -> list[tuple[str, RawPair]]:
+    def _load(self, number: int) -> list[tuple[str, RawSample]]:
+        shard = self._manifest.shards[number]
         # The pipeline's inner part: WebDataset itself would split shards over the workers and ranks that it finds.
-        source = [{"url": self._manifest.shards[shard].path}]
-        samples = [(sample["__key__"], _raw_pair(sample)) for sample in webdataset.tariterators.tarfile_samples(source)]
-        _check_count(self._manifest, shard, len(samples), "webdataset loses what lies behind damage; use reader=tar")
+        source = [{"url": os.fspath(shard_path(shard, self._cache))}]
+        found = webdataset.tariterators.tarfile_samples(source)
+        samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
+        if shard.selection is not None and self._manifest.samples is not None:
+            rows = self._manifest.samples.table(number).ordinals.tolist()
+            samples = [samples[row] for row in rows if row < len(samples)]
+        _check_count(shard, len(samples), "webdataset loses what lies behind damage; use reader=tar")
         return samples
 
-
-def _raw_pair(sample: dict[str, bytes]) -> RawPair:
-    image = next((sample[extension] for extension in IMAGE_EXTENSIONS if extension in sample), None)
-    return RawPair(image, sample.get(CAPTION_EXTENSION))
-
-
-def _bytes_of(samples: list[tuple[str, RawPair]]) -> int:
-    return sum(len(pair.image or b"") + len(pair.caption or b"") for _, pair in samples)
+    def _raw_sample(self, sample: dict[str, bytes]) -> RawSample:
+        image = next((sample[extension] for extension in IMAGE_EXTENSIONS if extension in sample), None)
+        return RawSample(image, {name: sample[name] for name in self._texts if name in sample})
 
 
-def _check_count(manifest: Manifest, shard: int, found: int, mend: str) -> None:
-    path, expected = manifest.shards[shard].path, manifest.shards[shard].n
-    if found != expected:
-        raise UserError(f"Shard {path} yields {found} samples where the manifest has {expected}: {mend}.")
+def shard_path(shard: Shard, cache: ShardCache | None) -> str | os.PathLike[str]:
+    """Where a shard's bytes are on this machine, fetched into the cache where it is remote.
+
+    Raises:
+        OSError: it cannot be fetched.
+        UserError: it is remote and there is no cache.
+    """
+    if is_local(shard.path):
+        return shard.path
+    if cache is None:
+        raise UserError(f"Shard {shard.path} is remote and there is no cache for it; set data.cache_dir.")
+    return cache.path(shard.path, shard.bytes)
 
 
-def open_reader(name: Literal["tar", "webdataset"], manifest: Manifest) -> Reader:
+def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:
+    return sum(len(sample.image or b"") + sum(map(len, sample.texts.values())) for _, sample in samples)
+
+
+def _check_count(shard: Shard, found: int, mend: str) -> None:
+    if found != shard.n:
+        raise UserError(f"Shard {shard.path} yields {found} samples where the manifest has {shard.n}: {mend}.")
+
+
+def open_reader(
+    name: Literal["tar", "webdataset"], manifest: Manifest, texts: Sequence[str], cache: ShardCache | None
+) -> Reader:
     """The reader of that name (`data.reader`)."""
-    return TarReader(manifest) if name == "tar" else WebdatasetReader(manifest)
+    reader = TarReader if name == "tar" else WebdatasetReader
+    return reader(manifest, texts, cache)

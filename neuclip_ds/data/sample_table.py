@@ -91,11 +91,10 @@ def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
 
 
 class SampleParts:
-    """The tables in a folder of parts; files are opened when first asked for."""
+    """The tables in a folder of parts."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._parts = sorted((*_shards_of(path), path) for path in folder.glob("part-*.parquet"))
+        self._parts = parts_of(folder)
 
     def table(self, shard: int) -> SampleTable:
         """KeyError where no part has the shard."""
@@ -114,6 +113,11 @@ class SampleParts:
             extents.reshape(len(keys), len(MEMBERS), 2),
             b"\0".join(keys).decode("utf-8", "surrogateescape"),
         )
+
+
+def parts_of(folder: Path) -> list[tuple[int, int, Path]]:
+    """First and last shard of each part in a folder, and its file."""
+    return sorted((*_shards_of(path), path) for path in folder.glob("part-*.parquet"))
 
 
 def _shards_of(path: Path) -> tuple[int, int]:

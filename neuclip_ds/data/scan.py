@@ -99,7 +99,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
     index = read_index(file)
     table = tabulate(index.samples)
     selection = None
-    with open(file, "rb") as opened:
+    with file.open("rb") as opened:
         if options.uids:
             table = table.take(_selected(path, opened.fileno(), table, options))
             selection = zlib.crc32(table.ordinals.tobytes())
@@ -114,7 +114,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 def _crc32(file: Path) -> int:
     value = 0
-    with open(file, "rb", buffering=0) as opened:
+    with file.open("rb", buffering=0) as opened:
         while piece := opened.read(_PIECE):
             value = zlib.crc32(piece, value)
     return value
@@ -126,7 +126,7 @@ def _extensions(samples: list[SampleEntry]) -> tuple[str, ...]:
 
 def _with_captions(table: SampleTable, options: ScanOptions) -> NDArray[np.bool_]:
     found = [table.has(extension) for extension in Captions(options.captions).extensions]
-    return np.logical_or.reduce(found)  # type: ignore[no-any-return]
+    return np.logical_or.reduce(found)
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
@@ -188,8 +188,8 @@ def check_usable(scans: list[Scan], where: str) -> None:
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {where} (extensions found: {found}); add a .txt member with the caption beside each image, "
-            "or name another place by data.captions."
+            f"No captions in {where} (extensions found: {found}); add a .txt member with the caption beside each "
+            "image, or name another place by data.captions."
         )
 
 

@@ -73,12 +73,12 @@ def _map(path: Path) -> Words:
         raise UserError(f"The uid file {path} cannot be read ({error}); it is to be a .npy of dtype u8,u8.") from error
     if words.dtype.names is None or len(words.dtype) != 2 or words.dtype.itemsize != 16 or words.ndim != 1:
         raise UserError(f"The uid file {path} has dtype {words.dtype}, not u8,u8; save pairs of 64-bit words.")
-    return words.view(UID)  # type: ignore[no-any-return]
+    return words.view(UID)
 
 
 def _less_or_equal(left: Words, right: Words) -> NDArray[np.bool_]:
     same = left["high"] == right["high"]
-    return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))  # type: ignore[no-any-return]
+    return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))
 
 
 def _bound(words: Words, uids: Words, *, above: bool) -> NDArray[np.int64]:

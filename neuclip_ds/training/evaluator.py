@@ -23,7 +23,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.sources import find_split, naming_rank, open_data, resolve
+from neuclip_ds.training.sources import find_split, loader_options, naming_rank, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
 
@@ -55,7 +55,7 @@ class Evaluator:
         val, images = (
             find_split(x, name, data.train) for x, name in ((data.val, "val"), (data.zero_shot, "zero_shot"))
         )
-        self._val = open_data(val, communicator, folder) if val else None
+        self._val = open_data(val, data, communicator, folder) if val else None
         self._zero_shot = None
         if images:
             self._zero_shot = ZeroShotSet.read(Path(communicator.on_rank_zero(lambda: resolve(images))))
@@ -93,10 +93,10 @@ class Evaluator:
         order = GlobalOrder(
             manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, shuffle_block=data.shuffle_block
         )
-        anchors = min(self._config.run.normalizer_anchors, manifest.n)
+        anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
         anchor_batches = train_loader(
-            manifest, order, self._transform, self._tokenizer, total_steps=steps, **self._share()
+            manifest, order, self._transform, self._tokenizer, steps=steps, **self._share(manifest)
         )
         return normalizer_error(
             encode,
@@ -109,18 +109,14 @@ class Evaluator:
         )
 
     def _every_sample(self, manifest: Manifest) -> Any:
-        return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rank_batch, **self._share())
+        share = self._share(manifest)
+        return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rank_batch, **share)
 
-    def _share(self) -> dict[str, Any]:
-        """What every loader of this rank is told."""
-        data, communicator = self._config.data, self._communicator
-        return {
-            "rank": communicator.rank,
-            "world_size": communicator.world_size,
-            "workers": data.workers,
-            "timeout": data.timeout,
-            "reader": data.reader,
-        }
+    def _share(self, manifest: Manifest) -> dict[str, Any]:
+        """What a loader of this rank is told."""
+        communicator = self._communicator
+        options = loader_options(self._config.data, manifest, communicator)
+        return {"rank": communicator.rank, "world_size": communicator.world_size, "options": options}
 
     def _encoder(self, engine: Any) -> Encode:
         device = self._communicator.device

@@ -8,8 +8,10 @@ from typing import Any
 import torch
 
 from neuclip_ds.config import Config, TextConfig
-from neuclip_ds.data.manifest import Manifest, open_manifest
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
@@ -103,7 +105,8 @@ def _tokenizer_sizes(config: Config) -> Any:
 def _manifest(config: Config) -> Manifest:
     if not config.data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-    return open_manifest(resolve(config.data.train), CACHE / "manifests")
+    options = ScanOptions(tuple(config.data.captions))
+    return open_manifest(resolve(config.data.train), CACHE / "manifests", options=options)
 
 
 def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:

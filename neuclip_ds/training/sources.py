@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from neuclip_ds.config import DataConfig
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import Batch
-from neuclip_ds.data.manifest import Manifest, open_manifest
+from neuclip_ds.data.loader import Batch, LoaderOptions
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import RankError, UserError
 
@@ -29,9 +35,32 @@ def resolve(source: str) -> str:
     return str(demo_split(source, CACHE)) if source.startswith("demo:") else source
 
 
-def open_data(source: str, communicator: Communicator, folder: Path) -> Manifest:
+def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
     """The manifest of a data set, the same on all ranks; rank 0 builds it in the run's folder where there is none."""
-    return communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests"))
+    options = ScanOptions(tuple(data.captions))
+    return communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+
+
+def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:
+    """The node's cache of remote shards; None where all shards are local."""
+    if all(is_local(shard.path) for shard in manifest.shards):
+        return None
+    folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
+    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout)
+
+
+def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
+    """How the batches of `manifest` are made."""
+    return LoaderOptions(
+        data.workers,
+        data.prefetch,
+        data.timeout,
+        data.restarts,
+        data.reader,
+        tuple(data.captions),
+        open_cache(data, manifest),
+        pin_memory=communicator.device.type == "cuda",
+    )
 
 
 def naming_rank(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:

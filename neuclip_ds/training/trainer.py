@@ -17,6 +17,7 @@ from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import Batch, iter_captions, train_loader
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import train_transform
@@ -36,7 +37,7 @@ from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.schedules import warmup_cosine
-from neuclip_ds.training.sources import naming_rank, open_data
+from neuclip_ds.training.sources import loader_options, naming_rank, open_data
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -98,7 +99,9 @@ class Run:
         data = config.data
         if not data.train:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-        self._manifest = open_data(data.train, communicator, folder)
+        self._manifest = open_data(data.train, data, communicator, folder)
+        self._transform = train_transform(config.model.vision.image_size, data.crop_scale, find_decoder(data.decoder))
+        self._loading = loader_options(data, self._manifest, communicator)
         self._order = GlobalOrder(
             self._manifest.starts,
             self._manifest.sizes,
@@ -192,23 +195,18 @@ class Run:
         return True
 
     def _batches(self, done: int) -> Iterator[Batch]:
-        data = self._config.data
         epoch, step = divmod(done, self._order.steps_per_epoch)
         batches = train_loader(
             self._manifest,
             self._order,
-            train_transform(self._config.model.vision.image_size, data.crop_scale),
+            self._transform,
             self._tokenizer,
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,
             epoch=epoch,
             step=step,
-            total_steps=self._total,
-            workers=data.workers,
-            prefetch=data.prefetch,
-            timeout=data.timeout,
-            reader=data.reader,
-            pin_memory=self._communicator.device.type == "cuda",
+            steps=self._total - done,
+            options=self._loading,
         )
         return naming_rank(batches, self._communicator)
 
@@ -250,7 +248,8 @@ class Run:
 
         def make() -> None:
             if not folder.is_dir():
-                captions = iter_captions(self._manifest, _TOKENIZER_CAPTIONS)
+                loading = self._loading
+                captions = iter_captions(self._manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
                 train_bpe(captions, text.vocab_size, text.context_length).save(folder)
 
         self._communicator.on_rank_zero(make)

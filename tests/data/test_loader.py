@@ -12,22 +12,26 @@ import pytest
 import torch
 from tars import jpeg, tokenize, write_pairs
 
+from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.loader import (
     BadSample,
     BadSampleLog,
     Batch,
+    LoaderOptions,
     PairDataset,
     eval_loader,
     iter_captions,
     train_loader,
 )
-from neuclip_ds.data.manifest import Manifest, build_manifest, resolve_shards
+from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.transforms import eval_transform, train_transform
 from neuclip_ds.errors import UserError
 
 FLICKR = Path("/work/shared/data/flickr8k/train")
 TRANSFORM = train_transform(16, 0.5)
+HERE = LoaderOptions(workers=0)
 
 
 def manifest_of(folder: Path) -> Manifest:
@@ -51,9 +55,25 @@ def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
         assert ours.bad == theirs.bad
 
 
-def load(manifest: Manifest, order: GlobalOrder, total_steps: int = 12, **options) -> list[Batch]:
-    options = {"workers": 0, **options}
-    return list(train_loader(manifest, order, TRANSFORM, tokenize, total_steps=total_steps, **options))
+def load(
+    manifest: Manifest,
+    order: GlobalOrder,
+    total_steps: int = 12,
+    *,
+    transform=TRANSFORM,
+    rank: int = 0,
+    world_size: int = 1,
+    epoch: int = 0,
+    step: int = 0,
+    **options,
+) -> list[Batch]:
+    steps = total_steps - epoch * order.steps_per_epoch - step
+    chosen = LoaderOptions(**{"workers": 0, **options})
+    ranks = {"rank": rank, "world_size": world_size}
+    batches = train_loader(
+        manifest, order, transform, tokenize, epoch=epoch, step=step, steps=steps, options=chosen, **ranks
+    )
+    return list(batches)
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +135,7 @@ def test_webdataset_reader_gives_the_same_batches(manifest, uninterrupted):
 
 def test_batch_must_divide_by_the_ranks(manifest):
     with pytest.raises(UserError, match="batch_size=8 does not divide by 3 ranks"):
-        train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, world_size=3, total_steps=1)
+        train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, world_size=3, steps=1)
 
 
 @pytest.mark.skipif(not FLICKR.is_dir(), reason="no flickr8k here")
@@ -132,7 +152,7 @@ def test_resume_and_workers_on_real_shards():
 def test_eval_takes_every_sample_once_in_equal_batches(manifest, world, batch_size):
     transform = eval_transform(16)
     ranks = [
-        list(eval_loader(manifest, transform, tokenize, rank=r, world_size=world, batch_size=batch_size, workers=0))
+        list(eval_loader(manifest, transform, tokenize, rank=r, world_size=world, batch_size=batch_size, options=HERE))
         for r in range(world)
     ]
     assert len({len(batches) for batches in ranks}) == 1
@@ -159,8 +179,8 @@ REASONS = {1: "no image", 3: "no caption", 4: "blank caption", 6: "truncated", 7
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize("reader", ["tar", "webdataset"])
 def test_bad_samples_keep_their_place(damaged, workers, reader):
-    options = {"batch_size": 5, "workers": workers, "reader": reader}
-    batches = list(eval_loader(damaged, eval_transform(16), tokenize, **options))
+    options = LoaderOptions(workers=workers, reader=reader)
+    batches = list(eval_loader(damaged, eval_transform(16), tokenize, batch_size=5, options=options))
     for batch in batches:
         expected = [index not in REASONS for index in batch.index.tolist()]
         assert batch.valid.tolist() == expected
@@ -220,18 +240,45 @@ class Dies(Sleeps):
         raise AssertionError("unreachable")
 
 
-def test_a_stuck_loader_says_what_it_waited_for(manifest):
-    batches = train_loader(
-        manifest, order_of(manifest, 2), Sleeps(), tokenize, epoch=1, step=2, total_steps=99, workers=1, timeout=0.5
-    )
-    with pytest.raises(UserError, match=r"0.5 s in vain for step 2 of epoch 1 from 1 loader processes .*data.timeout"):
-        next(batches)
+def test_a_stuck_loader_says_what_it_waited_for(manifest, caplog):
+    order, options = order_of(manifest, 2), {"workers": 1, "timeout": 0.5, "restarts": 1}
+    with pytest.raises(UserError, match=r"0.5 s in vain for step 2 of epoch 1 from 1 loader .*data.timeout \(2 times"):
+        load(manifest, order, 99, transform=Sleeps(), epoch=1, step=2, **options)
+    assert "replaced (1 of 1)" in caplog.text
 
 
 def test_a_dead_worker_is_a_clear_error(manifest):
-    batches = train_loader(manifest, order_of(manifest), Dies(), tokenize, total_steps=3, workers=1)
-    with pytest.raises(UserError, match=r"A loader process died while step 0 of epoch 0 .*; if memory"):
-        next(batches)
+    with pytest.raises(UserError, match=r"A loader process died while step 0 of epoch 0 .*; if memory .*\(1 times"):
+        load(manifest, order_of(manifest), 3, transform=Dies(), workers=1, restarts=0)
+
+
+class Fails:
+    """The usual transform, which kills or holds up its process at some calls: the n-th of all processes together."""
+
+    image_size = 16
+
+    def __init__(self, folder: Path, deadly: tuple[int, ...], stuck: tuple[int, ...]) -> None:
+        self.folder, self.deadly, self.stuck = folder, deadly, stuck
+
+    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+        with (self.folder / "calls").open("ab") as calls:
+            calls.write(b".")
+            number = calls.tell()
+        if number in self.deadly:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if number in self.stuck:
+            time.sleep(60)
+        return TRANSFORM(data, randomness)
+
+
+def test_dead_and_stuck_workers_are_replaced_at_the_current_step(manifest, uninterrupted, tmp_path, caplog):
+    """Three mishaps, never more than two in a row at one batch: the batches are those of a run without any."""
+    failing = Fails(tmp_path, deadly=(3, 40), stuck=(71,))
+    options = {"workers": 1, "prefetch": 1, "timeout": 3, "restarts": 2}
+    assert_same(load(manifest, order_of(manifest), transform=failing, **options), uninterrupted)
+    assert caplog.text.count("the loader processes are replaced") == 3
+    assert "died" in caplog.text
+    assert "in vain" in caplog.text
 
 
 def children() -> set[int]:
@@ -241,7 +288,8 @@ def children() -> set[int]:
 
 def test_workers_outlive_the_launchers_signals_and_end_with_the_loader(manifest, uninterrupted):
     before = children()
-    batches = train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, total_steps=12, workers=2, prefetch=1)
+    options = LoaderOptions(workers=2, prefetch=1)
+    batches = train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, steps=12, options=options)
     first = next(batches)
     started = children() - before
     assert len(started) == 2
@@ -298,6 +346,61 @@ def test_zero_tolerance(tmp_path):
     log.record(bad_batch([3]))
     with pytest.raises(UserError, match="1 of 10"):
         log.check()
+
+
+def test_the_message_names_the_cause_met_most_often(tmp_path):
+    log = BadSampleLog(tmp_path, 0.0)
+    reasons = ["read failed: a", "read failed: b", "no image"]
+    bad = tuple(BadSample(i, "s.tar", "", reason) for i, reason in enumerate(reasons))
+    log.record(bad_batch([])._replace(bad=bad))
+    assert log.causes == {"read failed": 2, "no image": 1}
+    with pytest.raises(UserError, match="most often: read failed"):
+        log.check()
+
+
+def test_removed_shards_are_neither_trained_on_nor_evaluated(manifest):
+    shards = [shard._replace(removed=number == 1) for number, shard in enumerate(manifest.shards)]
+    smaller = Manifest(shards)
+    kept = [i for i in range(37) if not 9 <= i < 21]
+    assert (smaller.n, smaller.n_used) == (37, 25)
+    order = order_of(smaller)
+    batches = load(smaller, order, 2 * order.steps_per_epoch)
+    for epoch in (0, 1):
+        part = batches[epoch * order.steps_per_epoch : (epoch + 1) * order.steps_per_epoch]
+        assert sorted(torch.cat([batch.index[batch.valid] for batch in part]).tolist()) == kept
+    seen = []
+    for rank in range(3):
+        share = {"rank": rank, "world_size": 3, "batch_size": 4, "options": HERE}
+        for batch in eval_loader(smaller, eval_transform(16), tokenize, **share):
+            seen += batch.index[batch.valid].tolist()
+    assert seen == kept
+
+
+def test_one_of_several_captions_is_drawn_by_seed_epoch_and_index(tmp_path):
+    texts = {i: {"jpg": jpeg(i), "txt": f"a{i}\nb{i}\n\nc{i}".encode()} for i in range(40)}
+    texts[7] = {"jpg": jpeg(7), "json": b'{"other": ["d7", " "], "one": "e7"}'}
+    manifest = manifest_of(write_pairs(tmp_path, [40], replace=texts))
+    captions = ("txt:lines", "json:other", "json:one")
+
+    def drawn(seed: int, epoch: int, items: list[int]) -> list[str]:
+        heard: list[str] = []
+
+        def listen(captions: list[str]) -> torch.Tensor:
+            heard.extend(captions)
+            return tokenize(captions)
+
+        PairDataset(manifest, TRANSFORM, listen, seed=seed, captions=captions)[epoch, items[0]]
+        heard.clear()
+        PairDataset(manifest, TRANSFORM, listen, seed=seed, captions=captions).__getitems__([(epoch, i) for i in items])
+        return heard
+
+    first = drawn(0, 0, list(range(40)))
+    assert {text[0] for text in first if text[1:] != "7"} == set("abc")
+    assert first[7] in ("d7", "e7")
+    assert drawn(0, 0, [5, 30, 7]) == [first[5], first[30], first[7]]
+    assert len({tuple(drawn(seed, epoch, list(range(40)))) for seed in (0, 1) for epoch in (0, 1)}) == 4
+    everything = set(iter_captions(manifest, 40, captions))
+    assert everything == {f"{letter}{i}" for letter in "abc" for i in range(40) if i != 7} | {"d7", "e7"}
 
 
 def test_captions_are_spread_over_the_shards(manifest, damaged):

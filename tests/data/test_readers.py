@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from tars import write_pairs, write_tar
 
-from neuclip_ds.data.manifest import build_manifest, resolve_shards
-from neuclip_ds.data.readers import RawPair, RecentlyUsed, TarReader, WebdatasetReader
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.readers import RecentlyUsed, TarReader, WebdatasetReader
+from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
 
 FLICKR = Path("/work/shared/data/flickr8k/val")
@@ -22,11 +23,11 @@ def test_both_readers_agree_on_incomplete_and_odd_samples(tmp_path):
     )
     write_tar(tmp_path / "1.tar", [("f.webp", b"7"), ("f.txt", b"")])
     manifest = build_manifest(resolve_shards(str(tmp_path)), processes=1)
-    expected = [(b"1", b"2"), (b"4", None), (None, b"5"), (None, None), (b"7", b"")]
+    expected = [(b"1", {"txt": b"2"}), (b"4", {}), (None, {"txt": b"5"}), (None, {}), (b"7", {"txt": b""})]
     for reader in (TarReader(manifest), WebdatasetReader(manifest)):
         assert [reader.read(i) for i in range(5)] == expected
         assert [reader.key(i) for i in range(5)] == ["d/a", "b", "c", "e", "f"]
-        assert reader.read(0, with_image=False) == RawPair(None, b"2")
+        assert reader.read(0, with_image=False) == (None, {"txt": b"2"})
 
 
 @pytest.mark.skipif(not FLICKR.is_dir(), reason="no flickr8k here")
@@ -54,11 +55,11 @@ def test_webdataset_refuses_what_it_would_lose(tmp_path):
     path = write_pairs(tmp_path, [4]) / "00000.tar"
     raw = bytearray(path.read_bytes())
     second = build_manifest([str(path)], processes=1)
-    offset = TarReader(second)._tables.get(0).extents[2][0] - 512
+    offset = TarReader(second)._tables.get(0).extents[2, 0, 0] - 512
     raw[offset : offset + 100] = b"\xff" * 100
     path.write_bytes(bytes(raw))
     manifest = build_manifest([str(path)], processes=1)
-    assert TarReader(manifest).read(3).caption == b"caption 3"
+    assert TarReader(manifest).read(3).texts == {"txt": b"caption 3"}
     with pytest.raises(UserError, match="use reader=tar"):
         WebdatasetReader(manifest).read(0)
 
@@ -92,5 +93,5 @@ def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
     reader = TarReader(manifest)
     before = len(list(Path("/proc/self/fd").iterdir()))
     for index in [*range(6), *range(6)]:
-        assert reader.read(index).caption == f"caption {index}".encode()
+        assert reader.read(index).texts["txt"] == f"caption {index}".encode()
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2

@@ -11,7 +11,8 @@ from tars import jpeg
 from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
-from neuclip_ds.data.transforms import DecodeError, decode, eval_transform, train_transform
+from neuclip_ds.data.decoders import DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
+from neuclip_ds.data.transforms import eval_transform, train_transform
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
@@ -20,7 +21,14 @@ def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
     return out.getvalue()
 
 
-TRANSFORMS = {"train": train_transform(32, 0.5), "plain": train_transform(32, 1.0), "eval": eval_transform(32)}
+TRANSFORMS = {
+    "train": train_transform(32, 0.5),
+    "plain": train_transform(32, 1.0),
+    "eval": eval_transform(32),
+    "torchvision": train_transform(32, 0.5, decode_torchvision),
+    "torchvision plain": train_transform(32, 1.0, decode_torchvision),
+    "simplejpeg": train_transform(32, 0.5, decode_simplejpeg),
+}
 
 
 @pytest.mark.parametrize("name", TRANSFORMS)
@@ -69,9 +77,9 @@ def test_equal_to_torchvisions_pipelines():
 
 
 def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
-    assert decode(jpeg(6, 199, 150), least_side=100).image.size == (199, 150)
-    assert decode(jpeg(6, 400, 200), least_side=100).image.size == (200, 100)
-    assert decode(jpeg(6, 400, 200), least_side=100).full_size == (400, 200)
+    assert decode_pil(jpeg(6, 199, 150), least_side=100).image.size == (199, 150)
+    assert decode_pil(jpeg(6, 400, 200), least_side=100).image.size == (200, 100)
+    assert decode_pil(jpeg(6, 400, 200), least_side=100).full_size == (400, 200)
     data, transform = jpeg(6, 640, 480), train_transform(64, 0.9)
     full = Image.open(io.BytesIO(data)).convert("RGB")
     random = reference.RandomResizedCrop(64, (0.9, 1.0), interpolation=InterpolationMode.BICUBIC)

@@ -1,0 +1,91 @@
+"""From what a user names to a list of shards."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import fsspec
+import pytest
+from tars import write_pairs
+
+from neuclip_ds.data.shards import is_local, resolve_shards
+from neuclip_ds.errors import UserError
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return write_pairs(tmp_path / "shards", [1, 1, 1])
+
+
+def test_sources(folder, tmp_path, monkeypatch):
+    tars = [str(folder / f"{i:05d}.tar") for i in range(3)]
+    (folder / "notes.txt").write_text("not a shard")
+    (folder / "below").mkdir()
+    shutil.copy(tars[0], folder / "below" / "00009.tar")
+    assert resolve_shards(str(folder)) == tars
+    assert resolve_shards(str(folder / "*.tar")) == tars
+    assert resolve_shards(str(folder / "{00000..00002}.tar")) == tars
+    assert resolve_shards(str(folder / "{00002,00000}.tar")) == [tars[2], tars[0]]
+    assert resolve_shards(str(folder / "0000{1,2}*.tar")) == tars[1:]
+    assert resolve_shards(tars[1]) == [tars[1]]
+    assert resolve_shards(str(tmp_path)) == [*tars, str(folder / "below" / "00009.tar")]
+    monkeypatch.chdir(folder)
+    assert resolve_shards("00001.tar") == [tars[1]]
+
+
+def test_a_literal_name_with_special_characters_is_taken_as_it_is(folder, tmp_path):
+    odd = shutil.copytree(folder, tmp_path / "{a}[1]")
+    assert resolve_shards(str(odd)) == [str(odd / f"{i:05d}.tar") for i in range(3)]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("", "is empty"),
+        ("{tmp}/absent", "absent does not exist"),
+        ("{tmp}/absent/*.tar", "Nothing matches"),
+        ("{tmp}/{{a,b", "do not match"),
+        ("{tmp}/none", "No \\*.tar in .*none"),
+        ("{tmp}/shards/{{00001..00004}}.tar", "2 of the 4 shards .*00003.tar"),
+    ],
+)
+def test_bad_sources(folder, tmp_path, source, message):
+    (tmp_path / "none").mkdir()
+    with pytest.raises(UserError, match=message):
+        resolve_shards(source.format(tmp=tmp_path))
+
+
+def test_lists_and_several_sources(folder, tmp_path):
+    tars = [str(folder / f"{i:05d}.tar") for i in range(3)]
+    listed = tmp_path / "shards.txt"
+    listed.write_text(f"# a comment\n{tars[2]}\n\n{folder}/{{00000..00001}}.tar\n")
+    assert resolve_shards(str(listed)) == [tars[2], *tars[:2]]
+    assert resolve_shards(f"{tars[1]}::{folder}/0000[02].tar") == [tars[1], tars[0], tars[2]]
+    listed.write_text("# nothing\n")
+    with pytest.raises(UserError, match="names no shards"):
+        resolve_shards(str(listed))
+
+
+def test_urls_and_commands():
+    assert resolve_shards("s3://bucket/a/{00..02}.tar") == [f"s3://bucket/a/0{i}.tar" for i in range(3)]
+    assert resolve_shards("https://host/a.tar?x=1&y=2") == ["https://host/a.tar?x=1&y=2"]
+    assert resolve_shards("pipe:cat /a/{0,1}.tar | cat") == ["pipe:cat /a/0.tar | cat", "pipe:cat /a/1.tar | cat"]
+    assert [is_local(path) for path in ("/a", "a/b.tar", "s3://b/c", "pipe:cat", "hf://x")] == [True, True] + [
+        False
+    ] * 3
+
+
+def test_globs_of_a_file_system_of_fsspec():
+    memory = fsspec.filesystem("memory")
+    for name in ("b", "a"):
+        memory.pipe(f"/shelf/{name}.tar", b"")
+    assert resolve_shards("memory://shelf/*.tar") == ["memory:///shelf/a.tar", "memory:///shelf/b.tar"]
+    with pytest.raises(UserError, match="Nothing matches memory://shelf/c"):
+        resolve_shards("memory://shelf/c*.tar")
+
+
+@pytest.mark.parametrize("source", ["nonsense://a/*.tar", "abfs://container/*.tar"])
+def test_protocols_that_are_unknown_or_not_installed(source):
+    with pytest.raises(UserError, match=r"pip install|fsspec knows"):
+        resolve_shards(source)

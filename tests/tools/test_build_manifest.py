@@ -1,0 +1,97 @@
+"""`tools/build_manifest.py` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tars import write_pairs
+
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.manifest import load_manifest
+from neuclip_ds.data.shards import resolve_shards
+
+ROOT = Path(__file__).parents[2]
+TOOL = [sys.executable, str(ROOT / "tools" / "build_manifest.py")]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_pairs(tmp_path_factory.mktemp("tool") / "shards", [3, 2, 4, 1, 5])
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
+def run(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    call = [*launcher, *TOOL, *options]
+    return subprocess.run(call, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+def without_checksums(folder: Path) -> list[object]:
+    return [shard._replace(crc32=None) for shard in load_manifest(folder).shards]
+
+
+def test_one_machine(folder, tmp_path):
+    done = run(str(tmp_path / "m"), str(folder), "--processes", "2")
+    assert done.returncode == 0, done.stderr
+    assert "15 samples (0 known to be bad), 5 shards of" in done.stdout
+    assert "5/5" in done.stderr
+    assert all(shard.crc32 is not None for shard in load_manifest(tmp_path / "m").shards)
+    assert without_checksums(tmp_path / "m") == list(build_manifest(resolve_shards(str(folder)), 1).shards)
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_mpi_ranks(folder, tmp_path, ranks):
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+    launcher = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))
+    done = run(str(tmp_path / "m"), str(folder), "--samples", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("15 samples") == 1
+    assert without_checksums(tmp_path / "m") == list(build_manifest(resolve_shards(str(folder)), 1).shards)
+    again = run(str(tmp_path / "m"), str(folder), launcher=launcher)
+    assert again.returncode != 0
+    assert again.stderr.count("error: ") == 1
+    assert "--update" in again.stderr
+
+
+def test_killed_in_the_middle(folder, tmp_path):
+    """A pipe that never ends holds the build up behind the other shards' results."""
+    sources = [str(folder), f"pipe:while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; cat {folder}/00000.tar"]
+    call = [*TOOL, str(tmp_path / "m"), *sources, "--processes", "1"]
+    process = subprocess.Popen(call, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    work = tmp_path / "m" / ".building"
+    limit = time.monotonic() + 60
+    while len(list(work.glob("group-*.json"))) < 5 and time.monotonic() < limit:
+        time.sleep(0.02)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "m" / "shards.parquet").exists()
+    assert len(list(work.glob("group-*.json"))) == 5
+    (tmp_path / "go").touch()
+    done = run(str(tmp_path / "m"), *sources)
+    assert done.returncode == 0, done.stderr
+    assert load_manifest(tmp_path / "m").n == 18
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["absent"], "absent does not exist"),
+        (["{folder}", "--captions", "jpg"], "a source is txt, txt:lines or json:KEY"),
+        (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
+        (["{folder}", "--update"], "holds no manifest that could be updated"),
+    ],
+)
+def test_mistakes(folder, tmp_path, options, message):
+    done = run(str(tmp_path / "m"), *(option.format(folder=folder) for option in options))
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert message in " ".join(done.stderr.split())
