@@ -1,7 +1,8 @@
 """Contiguous partition of rows over ranks, and its files, which any number of ranks can read.
 
 A table of `rows` rows is written as one safetensors file a rank, `NAME.START-STOP.safetensors`, holding rows
-[START, STOP) of each of its tensors. A reader takes the byte ranges it needs, from however many files.
+[START, STOP) of each of its tensors, and the number of all rows as its metadata `rows`. A reader takes the byte ranges
+it needs, from however many files.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.state.tensor_file import pieces, save_tensors
 
 
 class Partition(NamedTuple):
@@ -37,10 +38,15 @@ class Partition(NamedTuple):
 
 
 class RowTable(NamedTuple):
-    """This rank's rows of a partitioned table: each tensor is (partition.size, ...)."""
+    """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
+
+    Where `grows`, files may hold fewer rows than the table, as of a data set that has grown since: the others stay as
+    they are.
+    """
 
     partition: Partition
     tensors: Mapping[str, Tensor]
+    grows: bool = False
 
 
 def save_rows(folder: Path, name: str, table: RowTable) -> None:
@@ -48,8 +54,8 @@ def save_rows(folder: Path, name: str, table: RowTable) -> None:
     start, stop = table.partition.start, table.partition.stop
     if start == stop:
         return
-    tensors = {key: value.detach().cpu().contiguous() for key, value in table.tensors.items()}
-    save_file(tensors, folder / f"{name}.{start:012d}-{stop:012d}.safetensors")
+    path = folder / f"{name}.{start:012d}-{stop:012d}.safetensors"
+    save_tensors(path, table.tensors, {"rows": str(table.partition.rows)})
 
 
 def load_rows(folder: Path, name: str, table: RowTable) -> None:
@@ -58,9 +64,12 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
     Raises:
         UserError: the files do not cover the rows, or hold other tensors.
     """
+    files = _row_files(folder, name)
     start, stop = table.partition.start, table.partition.stop
+    if table.grows and files:
+        stop = min(stop, _all_rows(files[0][2]))
     filled = start
-    for first, last, path in _row_files(folder, name):
+    for first, last, path in files:
         low, high = max(first, start), min(last, stop)
         if low >= high:
             continue
@@ -73,6 +82,11 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
             f"The checkpoint {folder} lacks rows {filled} to {stop} of {name}; it belongs to other data or settings, "
             "or files are missing: start a new run, or restore the folder."
         )
+
+
+def _all_rows(path: Path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return int(file.metadata()["rows"])
 
 
 def _row_files(folder: Path, name: str) -> list[tuple[int, int, Path]]:
@@ -89,8 +103,11 @@ def _copy_rows(path: Path, table: RowTable, first: int, low: int, high: int) -> 
                 f"{path} holds {sorted(known)}, but this run needs {sorted(table.tensors)}; use its method."
             )
         for key, target in table.tensors.items():
-            rows = file.get_slice(key)[low - first : high - first]
-            if rows.shape[1:] != target.shape[1:] or rows.dtype != target.dtype:
-                raise UserError(f"{path}: {key} has rows of {tuple(rows.shape[1:])} {rows.dtype}, this run's differ.")
+            stored, at = file.get_slice(key), low - first
+            like = stored[at : at + 1]
+            if like.shape[1:] != target.shape[1:] or like.dtype != target.dtype:
+                raise UserError(f"{path}: {key} has rows of {tuple(like.shape[1:])} {like.dtype}, this run's differ.")
             with torch.no_grad():
-                target[low - table.partition.start : high - table.partition.start] = rows.to(target.device)
+                for piece in pieces(target[low - table.partition.start : high - table.partition.start]):
+                    piece.copy_(stored[at : at + len(piece)])
+                    at += len(piece)

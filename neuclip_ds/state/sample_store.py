@@ -1,7 +1,8 @@
 """Per-sample statistics by global index, partitioned over ranks.
 
 A read is one reduce-scatter of (B, f): each owner puts its rows into a zero buffer. A write costs no traffic,
-because the values have been gathered for the gradient already and every owner keeps its own.
+because the values have been gathered for the gradient already and every owner keeps its own. Shapes never depend on
+who owns what, so that nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.state.partition import Partition, RowTable
 
+_ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
+
 
 class SampleStore:
     """Float fields for each of n samples; this rank holds 4 f ceil(n / K) bytes.
@@ -22,6 +25,8 @@ class SampleStore:
         n: samples in the data set; a global index lies in [0, n).
         fields: name -> initial value (`-inf` stands for a logarithm not yet seen).
         communicator: the ranks over which rows are partitioned.
+        dtype: of the rows.
+        on_device: bytes up to which a rank's rows lie on its device.
     """
 
     def __init__(
@@ -30,12 +35,20 @@ class SampleStore:
         fields: Mapping[str, float],
         communicator: Communicator,
         dtype: torch.dtype = torch.float32,
+        on_device: int = _ON_DEVICE,
     ) -> None:
         self.partition = Partition.of(n, communicator.rank, communicator.world_size)
         self.fields = tuple(fields)
         self._communicator = communicator
-        initial = torch.tensor(list(fields.values()), dtype=dtype, device=communicator.device)
-        self._rows = initial.repeat(self.partition.size, 1)  # (n/K, f)
+        shape = (self.partition.size + 1, len(fields))  # the row behind the last takes what other ranks own
+        device = torch.device(communicator.device)
+        size = shape[0] * shape[1] * dtype.itemsize
+        if device.type == "cpu" or size <= on_device:
+            self._rows = torch.empty(shape, dtype=dtype, device=device)
+        else:
+            self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
+        for column, initial in enumerate(fields.values()):
+            self._rows[:, column] = initial
 
     def read(self, index: Tensor) -> Tensor:
         """Fields of this rank's rows of the batch.
@@ -47,23 +60,22 @@ class SampleStore:
         Returns:
             (B / K, f): the rank's rows; zeros for empty rows.
         """
-        positions, rows = self._owned(index)
-        buffer = self._rows.new_zeros((index.shape[0], len(self.fields)))
-        buffer.index_copy_(0, positions, self._rows.index_select(0, rows))
-        return self._communicator.reduce_scatter(buffer, "state")
+        rows, owned = self._place(index)
+        found = self._rows.index_select(0, rows).to(index.device, non_blocking=True)
+        return self._communicator.reduce_scatter(found.masked_fill(~owned[:, None], 0.0), "state")
 
     def write(self, index: Tensor, values: Tensor) -> None:
         """Stores (B, f) values of all ranks' samples `index` (B,); rows of other owners and empty rows are skipped."""
-        positions, rows = self._owned(index)
-        self._rows.index_copy_(0, rows, values.index_select(0, positions).to(self._rows.dtype))
+        rows, _ = self._place(index)
+        self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype))
 
     def rows(self) -> RowTable:
-        """The rank's rows, one column tensor a field, for the checkpoint."""
-        columns = {name: self._rows[:, column] for column, name in enumerate(self.fields)}
-        return RowTable(self.partition, columns)
+        """The rank's rows for the checkpoint: one (n/K, f) tensor, named by its fields, joined by commas."""
+        return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, grows=True)
 
-    def _owned(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Positions in the batch whose samples this rank owns, and their local rows."""
+    def _place(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """(B,) local rows where the table lies, and whether this rank owns them: the last row where it does not."""
         low, high = self.partition.start, self.partition.stop
-        positions = torch.nonzero((index >= low) & (index < high)).squeeze(1)
-        return positions, index.index_select(0, positions) - low
+        owned = (index >= low) & (index < high)
+        rows = torch.where(owned, index - low, self.partition.size)
+        return rows.to(self._rows.device), owned

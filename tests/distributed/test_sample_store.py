@@ -34,9 +34,11 @@ def test_two_ranks_read_what_was_written() -> None:
     assert torch.isneginf(second["before"][1]).all()
     assert torch.equal(second["before"][0], torch.zeros(2)), "an empty row reads zeros"
     assert torch.equal(torch.cat([first["after"], second["after"]]), torch.tensor([[6.0, 7], [0, 0], [2, 3], [0, 1]]))
-    assert [len(rank["rows"].tensors["log_u_text"]) for rank in (first, second)] == [5, 5]
-    assert first["rows"].tensors["log_u_text"][0] == 3
-    assert second["rows"].tensors["log_u_image"].tolist()[2:] == [0, -math.inf, 6]
+    ours, theirs = (rank["rows"].tensors["log_u_image,log_u_text"] for rank in (first, second))
+    assert ours.shape == theirs.shape == (5, 2)
+    assert ours[0].tolist() == [2, 3]
+    assert theirs[2:, 0].tolist() == [0, -math.inf, 6]
+    assert torch.isneginf(torch.cat([ours[1:], theirs[:2]])).all()
     assert first["bytes"] == 2 * 2 * 2 * 4  # two reads of (B/K, f) float32
 
 

@@ -48,3 +48,23 @@ def test_another_methods_fields_are_refused(tmp_path: Path) -> None:
     part = Partition.of(5, 0, 1)
     with pytest.raises(UserError, match="tau_image"):
         load_rows(tmp_path, "samples", RowTable(part, {"tau_image": torch.zeros(5)}))
+
+
+def test_a_grown_table_keeps_its_new_rows_as_they_are(tmp_path: Path) -> None:
+    for rank in range(2):
+        save_rows(tmp_path, "samples", table(23, rank, 2))
+    for rank in range(3):
+        grown = table(40, rank, 3, offset=1000.0)._replace(grows=True)
+        load_rows(tmp_path, "samples", grown)
+        rows = torch.arange(grown.partition.start, grown.partition.stop)
+        assert torch.equal(grown.tensors["u"], torch.where(rows < 23, rows, rows + 1000).float())
+    with pytest.raises(UserError, match="lacks rows 23 to 40"):
+        load_rows(tmp_path, "samples", table(40, 0, 1))
+
+
+def test_a_file_that_is_missing_is_not_taken_for_growth(tmp_path: Path) -> None:
+    save_rows(tmp_path, "samples", table(23, 0, 2))
+    with pytest.raises(UserError, match="lacks rows 12 to 23 of samples"):
+        load_rows(tmp_path, "samples", table(40, 0, 1)._replace(grows=True))
+    with pytest.raises(UserError, match="lacks rows 0 to 40"):
+        load_rows(tmp_path, "nothing", table(40, 0, 1)._replace(grows=True))

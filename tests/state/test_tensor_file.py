@@ -1,0 +1,45 @@
+"""Files written piece by piece are what the safetensors library writes and reads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+from neuclip_ds.state import tensor_file
+from neuclip_ds.state.tensor_file import pieces, save_tensors
+
+
+@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
+def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", piece)
+    torch.manual_seed(0)
+    tensors = {
+        "a": torch.randn(7, 5),
+        "columns of another": torch.randn(6, 4)[:, 1:3],
+        "empty": torch.zeros(0, 3),
+        "one": torch.tensor(2.5, dtype=torch.float64),
+        "half": torch.randn(9).bfloat16(),
+        "flags": torch.tensor([True, False, True]),
+        "numbers": torch.arange(11),
+    }
+    save_tensors(tmp_path / "x.safetensors", tensors, {"rows": "7"})
+    loaded = load_file(tmp_path / "x.safetensors")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == tensor.dtype
+        assert torch.equal(loaded[name], tensor)
+    with safe_open(tmp_path / "x.safetensors", framework="pt") as file:
+        assert file.metadata() == {"rows": "7"}
+
+
+def test_pieces_are_views_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tensor_file, "PIECE", 64)
+    table = torch.zeros(11, 3)
+    for number, piece in enumerate(pieces(table)):
+        assert piece.numel() * 4 <= 64
+        piece += number
+    assert table[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]
