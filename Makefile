@@ -1,10 +1,11 @@
 # make demo   trains NeuCLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
+# make peers  what tools/benchmark_data.py compares with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check clean
+.PHONY: demo test test-all check peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -29,6 +30,11 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q ruff mypy types-PyYAML open_clip_torch
 	touch $@
+
+# MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
+peers: $(VENV)/.installed-dev
+	$(BIN)/python -m pip install -q --no-deps mosaicml-streaming==0.13.0
+	$(BIN)/python -m pip install -q boto3 Brotli catalogue paramiko python-snappy xxhash zstd
 
 clean:
 	rm -rf $(VENV) .cache runs build *.egg-info

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
@@ -74,13 +75,14 @@ class Manifest:
         self.shards = tuple(shards)
         self.samples = samples
         self.n_shards = len(self.shards)
+        self._starts = [shard.start for shard in self.shards]
         self.n = sum(shard.n for shard in self.shards)
         self.n_bad = sum(shard.n_bad for shard in self.shards if not shard.removed)
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
         """(n_shards,) index of each shard's first sample."""
-        return np.array([shard.start for shard in self.shards], dtype=np.int64)
+        return np.array(self._starts, dtype=np.int64)
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
@@ -110,8 +112,8 @@ class Manifest:
         """(shard number, row within it) of a global index; IndexError beyond 0 ... n - 1."""
         if not 0 <= index < self.n:
             raise IndexError(f"sample {index} of a data set of {self.n}")
-        shard = int(np.searchsorted(self.starts, index, side="right")) - 1
-        return shard, index - self.shards[shard].start
+        shard = bisect_right(self._starts, index) - 1
+        return shard, index - self._starts[shard]
 
     def used(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices of the samples at (q,) positions 0 ... n_used - 1 of those that are in use."""

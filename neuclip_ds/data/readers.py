@@ -15,9 +15,9 @@ import webdataset
 
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.manifest import Manifest, Shard
-from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.tar import read_index, read_member
+from neuclip_ds.data.tar import read_index, read_members
 from neuclip_ds.errors import UserError
 
 Value = TypeVar("Value")
@@ -53,8 +53,8 @@ class RecentlyUsed(Generic[Value]):
         self,
         load: Callable[[int], Value],
         capacity: int,
-        weigh: Callable[[Value], int] = lambda value: 1,
-        release: Callable[[Value], None] = lambda value: None,
+        weigh: Callable[[Value], int] | None = None,
+        release: Callable[[Value], None] | None = None,
     ) -> None:
         self._load, self._capacity, self._weigh, self._release = load, capacity, weigh, release
         self._values: OrderedDict[int, Value] = OrderedDict()
@@ -63,7 +63,7 @@ class RecentlyUsed(Generic[Value]):
     def get(self, shard: int) -> Value:
         if shard not in self._values:
             self._values[shard] = self._load(shard)
-            self._weight += self._weigh(self._values[shard])
+            self._weight += self._weight_of(self._values[shard])
             while self._weight > self._capacity and len(self._values) > 1:
                 self.drop(next(iter(self._values)))
         self._values.move_to_end(shard)
@@ -73,8 +73,12 @@ class RecentlyUsed(Generic[Value]):
         """Forget a shard's value, if it is there."""
         if shard in self._values:
             value = self._values.pop(shard)
-            self._weight -= self._weigh(value)
-            self._release(value)
+            self._weight -= self._weight_of(value)
+            if self._release is not None:
+                self._release(value)
+
+    def _weight_of(self, value: Value) -> int:
+        return 1 if self._weigh is None else self._weigh(value)
 
 
 class TarReader:
@@ -87,30 +91,28 @@ class TarReader:
             texts: members that captions are taken from, of `sample_table.MEMBERS`.
             cache: of remote shards; needed where there are any.
         """
-        self._manifest, self._texts, self._cache = manifest, texts, cache
-        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=lambda table: table.n)
+        self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
+        self._members = [MEMBERS.index(name) for name in ("image", *texts)]
+        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=_n_of)
         # a shard that is evicted from the cache occupies the disk until it is closed, so one is held at a time
         capacity = _OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
         shard, row = self._manifest.locate(index)
-        table = self._tables.get(shard)
+        extents = self._tables.get(shard).extents[row].tolist()
+        wanted = [extents[member] for member in (self._members if with_image else self._members[1:])]
         try:
-            image = self._member(shard, table, row, "image") if with_image else None
-            texts = {name: self._member(shard, table, row, name) for name in self._texts}
+            found = read_members(self._files.get(shard), wanted)
         except OSError:
             self._files.drop(shard)  # a stale handle must not spoil the next attempt
             raise
-        return RawSample(image, {name: data for name, data in texts.items() if data is not None})
+        image = found.pop(0) if with_image else None
+        return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def key(self, index: int) -> str:
         shard, row = self._manifest.locate(index)
         return self._tables.get(shard).key(row)
-
-    def _member(self, shard: int, table: SampleTable, row: int, member: str) -> bytes | None:
-        extent = table.extent(row, member)
-        return None if extent is None else read_member(self._files.get(shard), extent)
 
     def _open(self, shard: int) -> int:
         fd = os.open(shard_path(self._manifest.shards[shard], self._cache), os.O_RDONLY)
@@ -178,6 +180,10 @@ def shard_path(shard: Shard, cache: ShardCache | None) -> str | os.PathLike[str]
     if cache is None:
         raise UserError(f"Shard {shard.path} is remote and there is no cache for it; set data.cache_dir.")
     return cache.path(shard.path, shard.bytes)
+
+
+def _n_of(table: SampleTable) -> int:
+    return table.n
 
 
 def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:
