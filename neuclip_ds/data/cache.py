@@ -1,6 +1,0 @@
-from pathlib import Path
-
-
-class ShardCache:
-    def __init__(self, folder: Path, capacity_bytes: int) -> None: ...
-    def path(self, url: str, expected_bytes: int) -> Path: ...
