@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import itertools
 import os
 import signal
@@ -13,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
-from neuclip_ds.data.hashing import hash64
+import fsspec
 
 _PIPE = "pipe:"
 _PIECE = 4 << 20  # bytes read from a command at a time
@@ -70,8 +72,8 @@ def fetch(
 
 def _pause(url: str, attempt: int, backoff: float) -> float:
     """Seconds before a try: a half to the whole of the doubled back-off, by a hash that spreads the shards' tries."""
-    spread = float(hash64(attempt, int.from_bytes(url.encode()[-8:], "little"))[0]) / 2**64
-    return min(backoff * 2 ** (attempt - 1), _LONGEST_PAUSE) * (0.5 + 0.5 * spread)
+    digest = hashlib.blake2b(f"{attempt} {url}".encode(), digest_size=8).digest()
+    return min(backoff * 2 ** (attempt - 1), _LONGEST_PAUSE) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
 
 
 def _try(url: str, target: Path, expected_bytes: int | None, timeout: float) -> None:
@@ -151,8 +153,6 @@ class _Download(_Transfer):
     """By fsspec."""
 
     def _copy(self) -> None:
-        import fsspec  # here, as it takes a while and local data does without
-
         fs, path = fsspec.core.url_to_fs(self._url, **_options(self._url, self._timeout))
         fs.get_file(path, str(self._part))
 
@@ -179,6 +179,8 @@ class _Command(_Transfer):
         streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         with tempfile.TemporaryFile() as messages:
             self._process = subprocess.Popen(command, stderr=messages, start_new_session=True, **streams)
+            if self._left:
+                self._kill()
             with self._process as process:
                 try:
                     size = self._drain(process)
@@ -195,7 +197,7 @@ class _Command(_Transfer):
         size = 0
         assert process.stdout is not None
         with open(self._part, "wb", buffering=0) as out:
-            while not self._left and (piece := process.stdout.read(_PIECE)):
+            while piece := process.stdout.read(_PIECE):
                 size += out.write(piece)
         return size
 
@@ -239,8 +241,6 @@ def _http_status(error: BaseException) -> int | None:
 
 
 def _is_full(error: BaseException) -> bool:
-    import errno
-
     return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
