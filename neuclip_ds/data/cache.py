@@ -56,7 +56,7 @@ class ShardCache:
             for name in ("shards", "locks", "reserved"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The shard cache {folder} cannot be made ({error.strerror}); set data.cache.") from error
+            raise UserError(f"The shard cache {folder} cannot be made ({error.strerror}); name another one.") from error
         status = os.statvfs(folder)
         if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
             raise UserError(
@@ -92,8 +92,9 @@ class ShardCache:
     def open(self, url: str, expected_bytes: int) -> int:
         """File descriptor of the shard's local copy, to be closed by the caller; otherwise as `path`."""
         while True:
+            path = self.path(url, expected_bytes)
             with suppress(FileNotFoundError):  # pushed out in between
-                return os.open(self.path(url, expected_bytes), os.O_RDONLY)
+                return os.open(path, os.O_RDONLY)
 
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Count a use of the shard if its copy is there; a copy of another size is none."""
@@ -113,7 +114,7 @@ class ShardCache:
     def _fetch(self, url: str, expected_bytes: int, lock: Path) -> None:
         """With the shard's lock held."""
         shard = self._shard(url)
-        _clear(shard)
+        self._clear(shard.name)
         reservation = self._reserve(shard.name, expected_bytes)
         try:
             fetch(url, shard, expected_bytes=expected_bytes, timeout=self._timeout, retries=self._retries)
@@ -138,28 +139,35 @@ class ShardCache:
         raise AssertionError("unreachable")
 
     def _make_room(self, size: int) -> bool:
-        """Push out the least recently used shards until `size` bytes are free; False where that is not enough."""
+        """Push out the least recently used shards until `size` bytes are free; False, and none, if that is too few."""
         shards = sorted((status.st_mtime_ns, status.st_size, path) for path, status in _files(self._folder / "shards"))
         reserved = [(path, status.st_size) for path, status in _files(self._folder / "reserved")]
         free = self.capacity_bytes - sum(shard[1] for shard in shards) - sum(entry[1] for entry in reserved)
         if free < size:
             free += sum(entry[1] for entry in reserved if self._clear_abandoned(entry[0]))
+        if free + sum(shard[1] for shard in shards) < size:
+            return False
         for _, length, path in shards:
             if free >= size:
                 break
             path.unlink(missing_ok=True)
             free += length
-        return free >= size
+        return True
 
     def _clear_abandoned(self, reservation: Path) -> bool:
         """Remove a reservation, and what was fetched for it, if the process that made it is no more."""
         with (self._folder / "locks" / reservation.name.split("-")[0]).open("ab") as file:
             if not _try_lock(file.fileno()):
                 return False
-            _clear(self._folder / "shards" / reservation.name)
-            reservation.unlink(missing_ok=True)
+            self._clear(reservation.name)
             fcntl.flock(file, fcntl.LOCK_UN)
             return True
+
+    def _clear(self, name: str) -> None:
+        """Remove what an ended process has left of a fetch; with the shard's lock held."""
+        for part in (self._folder / "shards").glob(f".{name}.*"):
+            part.unlink(missing_ok=True)
+        (self._folder / "reserved" / name).unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, path: Path, holder: str) -> Iterator[None]:
@@ -183,13 +191,6 @@ def _raise_recent(lock: Path) -> None:
     status = lock.stat()
     if status.st_size and abs(time.time() - status.st_mtime) < _FAILURE_HOLDS:
         raise OSError(lock.read_text(encoding="utf-8"))
-
-
-def _clear(shard: Path) -> None:
-    """Remove what an ended process has left of a fetch, and a copy of the wrong size."""
-    for part in shard.parent.glob(f".{shard.name}.*"):
-        part.unlink(missing_ok=True)
-    shard.unlink(missing_ok=True)
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -22,9 +22,16 @@ _PIECE = 4 << 20  # bytes read from a command at a time
 _LONGEST_PAUSE = 60.0  # seconds between two tries
 _MAY_PASS = (408, 425, 429)  # HTTP's 4xx that are worth another try
 _CANNOT_RUN = (126, 127)  # bash: not executable, not found
-# The command runs beside a guard whose standard input is a pipe from this process: that ends when this process does,
+# Beside the command runs a guard, which reads from a pipe that this process holds. It ends when this process does,
 # however it does (kill -9 too), and the guard then kills its group, the command included.
-_GUARDED = '{ cat; kill -KILL 0; } <&0 >/dev/null 2>&1 & exec bash -o pipefail -c "$0" </dev/null'
+_GUARDED = """
+exec 3<&0
+bash -o pipefail -c "$0" 3<&- </dev/null & command=$!
+{ read -r <&3; kill -KILL 0; } >/dev/null 2>&1 & guard=$!
+wait $command; code=$?
+exec 2>/dev/null; kill -KILL $guard; wait $guard
+exit $code
+"""
 
 _numbers = itertools.count()
 
@@ -196,14 +203,14 @@ class _Command(_Transfer):
     def _drain(self, process: subprocess.Popen[bytes]) -> int:
         size = 0
         assert process.stdout is not None
-        with open(self._part, "wb", buffering=0) as out:
+        with self._part.open("wb", buffering=0) as out:
             while piece := process.stdout.read(_PIECE):
                 size += out.write(piece)
         return size
 
     def _kill(self) -> None:
-        """End the command and its guard."""
-        if self._process is not None:
+        """End the command with all that it has started."""
+        if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
