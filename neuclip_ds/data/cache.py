@@ -57,6 +57,8 @@ class ShardCache:
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"The shard cache {folder} cannot be made ({error.strerror}); name another one.") from error
+        for reservation, _ in _files(folder / "reserved"):
+            self._clear_abandoned(reservation)
         status = os.statvfs(folder)
         if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
             raise UserError(
