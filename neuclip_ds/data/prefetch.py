@@ -72,7 +72,7 @@ class Prefetcher:
         """
         context = multiprocessing.get_context("spawn")  # this process has threads, which a fork would cut off
         # Without a lock: its holder may be killed, and a word is written at once.
-        self._reached = context.Value(c_longlong, epoch * order.steps_per_epoch + step, lock=False)
+        self._reached = context.RawValue(c_longlong, epoch * order.steps_per_epoch + step)
         arguments = (
             cache,
             order,
