@@ -169,8 +169,8 @@ def _options(url: str, timeout: float) -> dict[str, Any]:
     if url.startswith(("http://", "https://")):
         import aiohttp
 
-        # aiohttp would end every transfer after five minutes.
-        return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_connect=timeout, sock_read=timeout)}}
+        # aiohttp would end every transfer after five minutes. What it has instead ends those that `_watch` has left.
+        return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)}}
     if url.startswith("s3://"):
         return {"max_concurrency": 1}  # or it holds ten parts of 50 MB in memory before it writes them
     return {}
@@ -237,7 +237,7 @@ def _as_failure(error: BaseException) -> _Failure:
         return _Failure(f"{error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp)", final=True)
     refused = status is not None and 400 <= status < 500 and status not in _MAY_PASS
     final = refused or isinstance(error, PermissionError | ValueError) or _is_full(error)
-    return _Failure(f"{type(error).__name__}: {_one_line(error)}", final)
+    return _Failure(f"{type(error).__name__}: {_one_line(error)}".rstrip(": "), final)
 
 
 def _http_status(error: BaseException) -> int | None:

@@ -28,12 +28,11 @@ def http():
 
 
 @pytest.fixture
-def shard(http, request):
+def shard(http):
     """URL of a file of this test's own on the HTTP server, and its name there."""
-    name = f"{request.node.name}/00000.tar"
+    name = f"{len(http.files)}/00000.tar"
     http.files[name] = DATA
-    yield http.url(name), name
-    del http.files[name]
+    return http.url(name), name
 
 
 @pytest.fixture(scope="module")
@@ -92,20 +91,21 @@ def test_http_faults_are_tried_again(shard, http, tmp_path, fault, expected_byte
 )
 def test_http_faults_that_stay(shard, http, tmp_path, fault, message):
     http.faults[shard[1]] = [fault] * 9
-    with pytest.raises(
-        FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 tries\)\.$".replace("[", r"\[")
-    ):
+    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 tries\)\.$"):
         fetch_here(shard[0], tmp_path)
     assert http.gets[shard[1]] == 3
-    http.faults[shard[1]].clear()
 
 
 def test_a_stalled_transfer_is_given_up_and_tried_again(shard, http, tmp_path):
     http.faults[shard[1]] = ["stall"]
     assert fetch_here(shard[0], tmp_path, timeout=0.4) == DATA
+    assert http.gets[shard[1]] == 2
+
+
+def test_a_server_that_always_stalls(shard, http, tmp_path):
     http.faults[shard[1]] = ["stall"] * 2
-    with pytest.raises(FetchError, match=r"no byte came for 0.4 s .*\(2 tries\)|Timeout.*\(2 tries\)"):
-        fetch_here(shard[0], tmp_path, timeout=0.4, retries=1)
+    with pytest.raises(FetchError, match=r"no byte came for 0.3 s \(after \d+ bytes\) \(2 tries\)"):
+        fetch_here(shard[0], tmp_path, timeout=0.3, retries=1)
 
 
 def test_a_slow_transfer_that_goes_on_is_not_given_up(tmp_path):
@@ -157,15 +157,15 @@ def test_pipe(tmp_path):
         ("true", "the command wrote nothing"),
         ("head -c 20 /dev/zero", "20 bytes came where 300000 were expected"),
         ("cat /dev/zero", "longer than the 300000 bytes"),
-        ("sleep 1000", "no byte came for 0.3 s"),
-        ("head -c 50 /dev/zero; sleep 1000", r"no byte came for 0.3 s \(after 50 bytes\)"),
+        ("sleep 1000.25", "no byte came for 0.3 s"),
+        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte came for 0.3 s \(after 50 bytes\)"),
         ("kill -9 $$", "code 137"),
     ],
 )
 def test_pipe_failures(tmp_path, command, message):
     with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 tries\)\.$"):
         fetch_here(f"pipe:{command}", tmp_path, timeout=0.3, retries=1)
-    assert not still_running(command)
+    assert not still_running("sleep 1000.25")
 
 
 def still_running(command: str) -> list[str]:
@@ -226,15 +226,13 @@ def test_resolving_shards_on_real_servers(s3, http):
         resolve_shards("s3://pairs/val/*.tar")
     http.files |= {"listed/b.tar": b"", "listed/a.tar": b"", "listed/c.txt": b""}
     assert resolve_shards(http.url("listed/*.tar")) == [http.url("listed/a.tar"), http.url("listed/b.tar")]
-    with pytest.raises(UserError, match="Nothing matches|cannot be listed"):
+    with pytest.raises(UserError, match=r"Nothing matches|cannot be listed"):
         resolve_shards(http.url("unlisted/*.tar"))
 
 
 @pytest.mark.parametrize("method", ["fork", "spawn"])
-def test_other_processes_can_fetch_after_this_one_has(shard, s3, tmp_path, method):
+def test_other_processes_can_fetch_after_this_one_has(shard, tmp_path, method):
     """fsspec keeps a thread and connections, which do not survive a fork."""
-    if method == "spawn":
-        pytest.skip("the s3 configuration lives in this process") if False else None
     assert fetch_here(shard[0], tmp_path) == DATA
     arguments = (shard[0], tmp_path / "again.tar")
     process = multiprocessing.get_context(method).Process(
