@@ -112,6 +112,7 @@ class Proxy:
 
     def close(self) -> None:
         self._over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
         self._listener.close()
 
     def _accept(self) -> None:

@@ -1,4 +1,4 @@
-"""The shard cache under several processes: each shard fetched once, never more than fits, nothing left by the killed."""
+"""The shard cache under several processes: each shard fetched once, never more than fits, the killed do no harm."""
 
 from __future__ import annotations
 
