@@ -155,6 +155,8 @@ class _Window:
         in_use = sum(self._shards[shard].bytes for shard in now)
         to_come = sum(self._shards[shard].bytes for shard in held - now)
         taken: list[Need] = []
+        while self._next is not None and self._next.last < reached:  # what never fitted is over
+            self._next = next(self._needs, None)
         while (need := self._next) is not None and need.first < end:
             more = 0 if need.shard in held else self._shards[need.shard].bytes
             is_due = need.first <= reached
