@@ -27,7 +27,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q ruff mypy types-PyYAML open_clip_torch
+	$(BIN)/python -m pip install -q ruff mypy types-PyYAML open_clip_torch "moto[server]>=5" "s3fs>=2024.6" "aiohttp>=3.10"
 	touch $@
 
 clean:

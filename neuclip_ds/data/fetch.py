@@ -18,7 +18,7 @@ from typing import IO, Any
 import fsspec
 
 _PIPE = "pipe:"
-_PIECE = 4 << 20  # bytes read from a command at a time
+_PIPE_BYTES = 1 << 20  # what a command may be ahead of the disk, and the most that Linux gives
 _LONGEST_PAUSE = 60.0  # seconds between two tries
 _MAY_PASS = (408, 425, 429)  # HTTP's 4xx that are worth another try
 _CANNOT_RUN = (126, 127)  # bash: not executable, not found
@@ -183,9 +183,16 @@ class _Command(_Transfer):
 
     def _copy(self) -> None:
         command = ["bash", "-c", _GUARDED, self._url.removeprefix(_PIPE)]
-        streams: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "bufsize": 0}
         with tempfile.TemporaryFile() as messages:
-            self._process = subprocess.Popen(command, stderr=messages, start_new_session=True, **streams)
+            self._process = subprocess.Popen(
+                command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=messages,
+                bufsize=0,
+                pipesize=_PIPE_BYTES,
+                start_new_session=True,
+            )
             if self._left:
                 self._kill()
             with self._process as process:
@@ -204,7 +211,7 @@ class _Command(_Transfer):
         size = 0
         assert process.stdout is not None
         with self._part.open("wb", buffering=0) as out:
-            while piece := process.stdout.read(_PIECE):
+            while piece := process.stdout.read(_PIPE_BYTES):
                 size += out.write(piece)
         return size
 

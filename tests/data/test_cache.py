@@ -16,7 +16,6 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.errors import UserError
 
 SIZE = 10_000
-SPAWN = multiprocessing.get_context("spawn")
 FORK = multiprocessing.get_context("fork")
 
 
@@ -147,8 +146,8 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    barrier = SPAWN.Barrier(len(visits))
-    processes = [SPAWN.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
+    barrier = FORK.Barrier(len(visits))
+    processes = [FORK.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
         process.start()
     for process in processes:

@@ -152,14 +152,14 @@ def test_permute_reaches_every_order_of_three_and_is_even():
 def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> dict:
     """First batch in which each (epoch, block, shard) is read, by making all batches."""
     lane, firsts = order.batch_size // order.slots, {}
+    filled = np.flatnonzero(order._sizes)
     for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
         at, within = divmod(number, order.steps_per_epoch)
-        blocks = (within * lane + np.arange(order.batch_size) % lane) // order._block
-        batch = order.batch(at, within)
-        for index, block in zip(batch[rows], blocks[rows], strict=True):
-            if index >= 0:
-                shard = int(np.flatnonzero(order._starts <= index)[order._sizes[order._starts <= index] > 0][-1])
-                firsts.setdefault((at, int(block), shard), number)
+        indices = order.batch(at, within)[rows]
+        blocks = ((within * lane + np.arange(order.batch_size) % lane) // order._block)[rows][indices >= 0]
+        shards = filled[np.searchsorted(order._starts[filled], indices[indices >= 0], side="right") - 1]
+        for block, shard in set(zip(blocks.tolist(), shards.tolist(), strict=True)):
+            firsts.setdefault((at, block, shard), number)
     return firsts
 
 
@@ -168,7 +168,7 @@ def ahead(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -
     return list(itertools.takewhile(lambda need: need.first < end, order.shards_ahead(epoch, step, rows)))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(settings_of_orders(), st.sampled_from(["pad", "drop"]), st.data())
 def test_shards_ahead_are_those_of_the_batches(case, tail, data):
     sizes, batch_size, seed, options = case
@@ -188,8 +188,8 @@ def test_shards_ahead_are_those_of_the_batches(case, tail, data):
 @pytest.mark.parametrize("rows", [slice(0, 64), slice(16, 24), slice(5, 50)])
 def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
     order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, slots=8, shuffle_block=9000)
-    needs = ahead(order, 0, 100, rows, epochs=2)
-    expected = needs_by_looking(order, 0, 100, rows, epochs=2)
+    needs = ahead(order, 0, 100, rows, epochs=1)
+    expected = needs_by_looking(order, 0, 100, rows, epochs=1)
     assert [need.first for need in needs] == sorted(need.first for need in needs)
     for (_, _, shard), number in expected.items():
         assert any(need.first <= number <= need.last for need in needs if need.shard == shard)

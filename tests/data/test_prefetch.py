@@ -56,10 +56,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 
 
 def settle(http: Files) -> None:
-    """Until no further shard has been asked for during three looks at the step."""
+    """Until no further shard has been asked for during two looks at the step."""
     seen = -1
     while seen != (seen := http.gets.total()):
-        time.sleep(0.4)
+        time.sleep(0.3)
 
 
 def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[StoredShard], **options) -> Prefetcher:
