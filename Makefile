@@ -28,7 +28,7 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 	touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/python -m pip install -q ruff mypy types-PyYAML open_clip_torch
+	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
 
 # MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies

@@ -8,6 +8,7 @@ the shuffle of a block is a keyed permutation evaluated where it is needed, so t
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -18,15 +19,25 @@ from neuclip_ds.errors import UserError
 
 _MAX_SLOTS = 1024
 _ROUNDS = 6
+_LOOKED_AT = 1024  # positions of a block, in each slot, for which `shards_ahead` is exact
 _SHARDS, _SAMPLES = 0, 1  # keep the two uses of the hash apart
 
 
 class _Layout(NamedTuple):
-    """The shards of one epoch in their permuted order: positions and indices at which each one starts."""
+    """The shards of one epoch in their permuted order: numbers, and positions and indices at which each one starts."""
 
     epoch: int
+    shards: NDArray[np.int64]  # (n_shards,)
     positions: NDArray[np.int64]  # (n_shards,)
     indices: NDArray[np.int64]  # (n_shards,)
+
+
+class Need(NamedTuple):
+    """Some rows of the batches `first` ... `last` are read from a shard; batches are counted over all epochs."""
+
+    first: int
+    last: int
+    shard: int
 
 
 class GlobalOrder:
@@ -102,10 +113,68 @@ class GlobalOrder:
         # Absent rows are computed like the others, at a position that may lie beyond the end, and blanked here.
         return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1).ravel()
 
+    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[Need]:
+        """The shards that these rows of the batches are read from, from `step` of `epoch` on, without end.
+
+        In order of first need, once for each block of the shuffle (all slots come to their next block in the same
+        step), so that a shard comes again where it is needed again. No sample is looked at before it is asked for,
+        and few are then: `first` may be early, and a shard needless, where a block is larger than 1024 positions;
+        `last` is where the block ends. None is missing, and none is late.
+
+        Args:
+            epoch, step: as for `batch`; `step` may be steps_per_epoch.
+            rows: of the global batch, with start and stop: those of all ranks of a node.
+        """
+        epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
+        lane = self.batch_size // self.slots
+        slots = np.arange(rows.start // lane, -(-rows.stop // lane))
+        length = np.minimum(np.diff(self._bounds)[slots], self.steps_per_epoch * lane)
+        if np.all(length <= np.maximum(rows.start - slots * lane, 0)):
+            return  # fewer samples than rows: these ones are always empty
+        while True:
+            for block in range(step * lane // self._block, -(-int(length.max()) // self._block)):
+                yield from self._needs(epoch, step, rows, slots, block)
+            epoch, step = epoch + 1, 0
+
+    def _needs(self, epoch: int, step: int, rows: slice, slots: NDArray[np.int64], block: int) -> Iterator[Need]:
+        """The needs of one block of each of `slots`, (s,), from `step` on."""
+        lane, layout = self.batch_size // self.slots, self._layout_of(epoch)
+        begin = self._bounds[slots] + block * self._block  # (s,) positions
+        size = np.clip(self._bounds[slots + 1] - begin, 0, self._block)
+        end = np.minimum(block * self._block + size, self.steps_per_epoch * lane)  # (s,) within each slot, as below
+        within = np.arange(max(block * self._block, step * lane), (block + 1) * self._block)[
+            None, :_LOOKED_AT
+        ]  # (1, m)
+        row = slots[:, None] * lane + within % lane  # (s, m)
+        needed = (within < end[:, None]) & (row >= rows.start) & (row < rows.stop)
+        offset = np.where(needed, within - block * self._block, 0)
+        key = hash64(self.seed, _SAMPLES, epoch, slots, block)[:, None]
+        position = begin[:, None] + permute(offset, np.maximum(size, 1)[:, None], key)
+        first = np.broadcast_to(within // lane, needed.shape)
+        # What has not been looked at may be in any shard of its block.
+        beyond = int(within[0, -1]) + 1
+        low = np.searchsorted(layout.positions, begin, side="right") - 1
+        high = np.searchsorted(layout.positions, begin + size, side="left")
+        others = [np.arange(*ends) for ends in zip(low[end > beyond], high[end > beyond], strict=True)]
+        places = np.concatenate([self._place(layout, position[needed]), *others])
+        steps = np.full(len(places), beyond // lane)
+        steps[: needed.sum()] = first[needed]
+        by_step = np.argsort(steps, kind="stable")
+        _, index = np.unique(places[by_step], return_index=True)
+        before, last = epoch * self.steps_per_epoch, (int(end.max()) - 1) // lane
+        for place in by_step[np.sort(index)].tolist():
+            shard = int(layout.shards[places[place]])
+            if self._sizes[shard]:
+                yield Need(before + int(steps[place]), before + last, shard)
+
     def _index_at(self, epoch: int, position: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout_of(epoch)
-        shard = np.searchsorted(layout.positions, position, side="right") - 1
-        return layout.indices[shard] + position - layout.positions[shard]
+        place = self._place(layout, position)
+        return layout.indices[place] + position - layout.positions[place]
+
+    def _place(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Which of the permuted shards each position is in."""
+        return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
         """The epoch's shard permutation; the last one is kept, being the same for all steps of an epoch."""
@@ -113,7 +182,7 @@ class GlobalOrder:
             keys = hash64(self.seed, _SHARDS, epoch, np.arange(len(self._sizes)))
             shards = np.argsort(keys, kind="stable")
             ends = np.cumsum(self._sizes[shards])
-            self._layout = _Layout(epoch, ends - self._sizes[shards], self._starts[shards])
+            self._layout = _Layout(epoch, shards, ends - self._sizes[shards], self._starts[shards])
         return self._layout
 
 

@@ -147,3 +147,63 @@ def test_permute_reaches_every_order_of_three_and_is_even():
     assert np.all(np.abs(counts / 10_000 - 1) < 0.1)
     first = permute(np.zeros(1, dtype=np.int64), np.array([50]), keys)
     assert np.all(np.abs(np.bincount(first, minlength=50) / 1200 - 1) < 0.2)
+
+
+def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> dict:
+    """First batch in which each (epoch, block, shard) is read, by making all batches."""
+    lane, firsts = order.batch_size // order.slots, {}
+    filled = np.flatnonzero(order._sizes)
+    for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
+        at, within = divmod(number, order.steps_per_epoch)
+        indices = order.batch(at, within)[rows]
+        blocks = ((within * lane + np.arange(order.batch_size) % lane) // order._block)[rows][indices >= 0]
+        shards = filled[np.searchsorted(order._starts[filled], indices[indices >= 0], side="right") - 1]
+        for block, shard in set(zip(blocks.tolist(), shards.tolist(), strict=True)):
+            firsts.setdefault((at, block, shard), number)
+    return firsts
+
+
+def ahead(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> list:
+    end = epochs * order.steps_per_epoch
+    return list(itertools.takewhile(lambda need: need.first < end, order.shards_ahead(epoch, step, rows)))
+
+
+@settings(max_examples=60, deadline=None)
+@given(settings_of_orders(), st.sampled_from(["pad", "drop"]), st.data())
+def test_shards_ahead_are_those_of_the_batches(case, tail, data):
+    sizes, batch_size, seed, options = case
+    assume(tail == "pad" or sum(sizes) >= batch_size)
+    order = order_of(sizes, batch_size, seed, tail=tail, **options)
+    step = data.draw(st.integers(0, order.steps_per_epoch))
+    start = data.draw(st.integers(0, batch_size - 1))
+    rows = slice(start, data.draw(st.integers(start + 1, batch_size)))
+    needs = ahead(order, 1, step, rows, epochs=4)
+    expected = needs_by_looking(order, 1, step, rows, epochs=4)
+    assert sorted((need.first, need.shard) for need in needs) == sorted(
+        (number, shard) for (_, _, shard), number in expected.items()
+    )
+    assert [need.first for need in needs] == sorted(need.first for need in needs)
+
+
+@pytest.mark.parametrize("rows", [slice(0, 64), slice(16, 24), slice(5, 50)])
+def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
+    order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, slots=8, shuffle_block=9000)
+    needs = ahead(order, 0, 100, rows, epochs=1)
+    expected = needs_by_looking(order, 0, 100, rows, epochs=1)
+    assert [need.first for need in needs] == sorted(need.first for need in needs)
+    for (_, _, shard), number in expected.items():
+        assert any(need.first <= number <= need.last for need in needs if need.shard == shard)
+    assert len(needs) <= 1.2 * len(expected) + 8, "few are needless"
+    exact = sum((need.first, need.shard) in {(number, key[2]) for key, number in expected.items()} for need in needs)
+    assert exact >= 0.7 * len(needs)
+
+
+def test_shards_ahead_of_a_huge_set_begin_at_once():
+    """A billion samples, in the middle of an epoch: no batch between is made."""
+    sizes = np.full(100_000, 10_000)
+    order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, 4096)
+    needs = list(itertools.islice(order.shards_ahead(5, 200_000, slice(64, 128)), 150))
+    steps = 5 * order.steps_per_epoch + 200_000
+    assert needs[0].first == steps
+    first_batch = set((order.batch(5, 200_000)[64:128] // 10_000).tolist())
+    assert {need.shard for need in needs if need.first == steps} == first_batch

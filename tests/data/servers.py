@@ -1,0 +1,143 @@
+"""Servers that misbehave: HTTP with faults on order, and a proxy that cuts or stalls any TCP connection."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+
+class Files(ThreadingHTTPServer):
+    """Serves `files` (path without the slash -> bytes) on 127.0.0.1.
+
+    Attributes:
+        gets: GET requests of each path.
+        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`; then all is well.
+        gate: bodies are sent while it is set.
+        delay: seconds that a body takes.
+    """
+
+    daemon_threads = True
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.files: dict[str, bytes] = {}
+        self.gets: Counter[str] = Counter()
+        self.faults: dict[str, list[int | str]] = {}
+        self.gate = threading.Event()
+        self.gate.set()
+        self.delay = 0.0
+        self.over = threading.Event()
+
+    def url(self, path: str) -> str:
+        return f"http://127.0.0.1:{self.server_port}/{path}"
+
+    def handle_error(self, request, client_address) -> None:
+        """Clients that hang up are part of the tests."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Files
+
+    def do_GET(self) -> None:
+        name = self.path.strip("/")
+        self.server.gets[name] += 1
+        faults = self.server.faults.get(name, [])
+        fault = faults.pop(0) if faults else None
+        if isinstance(fault, int):
+            self.send_error(fault)
+        elif name in self.server.files:
+            self._send(self.server.files[name], fault)
+        elif listing := [path for path in self.server.files if path.startswith(name)]:
+            self._send("".join(f'<a href="/{path}">{path}</a>' for path in listing).encode(), None)
+        else:
+            self.send_error(404)
+
+    def _send(self, data: bytes, fault: str | None) -> None:
+        data = data[: len(data) // 3] if fault == "short" else data
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        half = len(data) // 2
+        self.wfile.write(data[:half])
+        if fault == "cut":
+            self.connection.shutdown(socket.SHUT_RDWR)
+            return
+        if fault == "stall":
+            self.server.over.wait()
+            return
+        time.sleep(self.server.delay)
+        self.server.gate.wait()
+        self.wfile.write(data[half:])
+
+    def log_message(self, *arguments) -> None:
+        pass
+
+
+@contextmanager
+def files_server() -> Iterator[Files]:
+    server = Files()
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.over.set()
+        server.gate.set()
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+class Proxy:
+    """Passes TCP connections on to a port of this machine.
+
+    Attributes:
+        port: where it listens.
+        faults: what its next connections that answer with more than `limit` bytes meet after them: `cut` or `stall`.
+    """
+
+    def __init__(self, upstream: int, limit: int = 20_000) -> None:
+        self._upstream, self._limit = upstream, limit
+        self.faults: list[str] = []
+        self.met: list[str] = []
+        self._over = threading.Event()
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while not self._over.is_set():
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(("127.0.0.1", self._upstream))
+            threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
+            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
+
+    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
+        passed = 0
+        try:
+            while data := source.recv(4096):
+                sink.sendall(data)
+                passed += len(data)
+                if is_answer and passed > self._limit and self.faults:
+                    self.met.append(self.faults.pop(0))
+                    if self.met[-1] == "stall":
+                        self._over.wait()
+                    break
+        except OSError:
+            pass
+        for end in (source, sink):
+            with suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)

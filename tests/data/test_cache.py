@@ -1,0 +1,234 @@
+"""The shard cache under several processes: each shard fetched once, never more than fits, the killed do no harm."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import threading
+import time
+from pathlib import Path
+
+import pytest
+from servers import Files, files_server
+
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.errors import UserError
+
+SIZE = 10_000
+FORK = multiprocessing.get_context("fork")
+
+
+@pytest.fixture
+def http():
+    with files_server() as server:
+        server.files = {f"{number:05d}.tar": bytes([number]) * SIZE for number in range(30)}
+        yield server
+
+
+def cache_in(folder: Path, shards: float, **options) -> ShardCache:
+    """A cache of so many shards."""
+    return ShardCache(folder / "cache", int(shards * SIZE), **{"timeout": 2, "retries": 0, **options})
+
+
+def url(http: Files, number: int) -> str:
+    return http.url(f"{number:05d}.tar")
+
+
+def held(folder: Path) -> list[int]:
+    """Shards that the cache holds."""
+    return sorted(path.read_bytes()[0] for path in (folder / "cache/shards").glob("*.tar"))
+
+
+def size_of(folder: Path) -> int:
+    """Bytes of shards and of what is on its way; files may vanish meanwhile."""
+    with os.scandir(folder / "cache/shards") as entries:
+        return sum(_size(entry.path) for entry in entries)
+
+
+def _size(path: str) -> int:
+    try:
+        return os.stat(path).st_size  # noqa: PTH116 - a path as scandir gives it
+    except FileNotFoundError:
+        return 0
+
+
+def left_over(folder: Path) -> list[str]:
+    hidden = [path.name for path in (folder / "cache/shards").glob(".*")]
+    return hidden + [path.name for path in (folder / "cache/reserved").iterdir()]
+
+
+def test_a_shard_is_fetched_once(http, tmp_path):
+    cache = cache_in(tmp_path, 4)
+    path = cache.path(url(http, 3), SIZE)
+    assert path.read_bytes() == bytes([3]) * SIZE
+    assert path.name.endswith("-00003.tar")
+    again = pickle.loads(pickle.dumps(cache))
+    assert again.path(url(http, 3), SIZE) == path
+    assert cache_in(tmp_path, 4).path(url(http, 3), SIZE) == path, "a later run finds it"
+    assert http.gets["00003.tar"] == 1
+    assert left_over(tmp_path) == []
+
+
+def test_equal_names_in_different_places_are_different_shards(tmp_path):
+    cache = cache_in(tmp_path, 1)
+    for folder in ("a", "b?c"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "0.tar").write_bytes(folder[:1].encode())
+    paths = [cache.path(f"pipe:cat '{tmp_path}/{folder}/0.tar'", 1) for folder in ("a", "b?c")]
+    assert [path.read_bytes() for path in paths] == [b"a", b"b"]
+
+
+def test_the_least_recently_used_makes_room(http, tmp_path):
+    cache = cache_in(tmp_path, 3.5)
+    for number in (0, 1, 2, 0, 3, 4):
+        cache.path(url(http, number), SIZE)
+        assert size_of(tmp_path) <= cache.capacity_bytes
+        time.sleep(0.01)  # the clock of file times ticks every few ms
+    assert held(tmp_path) == [0, 3, 4]
+    assert cache.touch(url(http, 0), SIZE)
+    assert not cache.touch(url(http, 1), SIZE)
+    time.sleep(0.01)
+    cache.path(url(http, 5), SIZE)
+    assert held(tmp_path) == [0, 4, 5]
+
+
+def test_an_open_shard_can_be_read_after_it_was_pushed_out(http, tmp_path):
+    cache = cache_in(tmp_path, 1)
+    fd = cache.open(url(http, 7), SIZE)
+    cache.path(url(http, 8), SIZE)
+    assert held(tmp_path) == [8]
+    assert os.pread(fd, 4, SIZE - 4) == bytes([7]) * 4
+    os.close(fd)
+
+
+def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
+    cache = cache_in(tmp_path, 1.5)
+    cache.path(url(http, 1), SIZE)
+    http.files["00001.tar"] = b"new" * 4000
+    assert cache.path(url(http, 1), 12_000).read_bytes() == b"new" * 4000
+
+
+def test_sizes_that_cannot_be(http, tmp_path):
+    with pytest.raises(UserError, match=r"00001.tar has 0.00 GB and does not fit .* raise data.cache_gb="):
+        cache_in(tmp_path, 0.5).path(url(http, 1), SIZE)
+    with pytest.raises(UserError, match=r"^data.cache_gb=1e\+09 is more than the disk of .* holds"):
+        ShardCache(tmp_path / "cache", 10**18)
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="cannot be made"):
+        ShardCache(tmp_path / "file", SIZE)
+
+
+def test_a_dead_shard_is_asked_for_once_a_minute(http, tmp_path):
+    cache = cache_in(tmp_path, 4, retries=1)
+    http.faults["00002.tar"] = [404]
+    messages = set()
+    for _ in range(1000):
+        with pytest.raises(OSError, match="there is no such file") as caught:
+            cache_in(tmp_path, 4).path(url(http, 2), SIZE)
+        messages.add(str(caught.value))
+    assert http.gets["00002.tar"] == 1
+    assert len(messages) == 1
+    assert left_over(tmp_path) == []
+    for lock in (tmp_path / "cache/locks").iterdir():
+        os.utime(lock, (time.time() - 61,) * 2)
+    assert cache.path(url(http, 2), SIZE).exists(), "a minute later it has come back"
+    assert http.gets["00002.tar"] == 2
+
+
+def visit(cache: ShardCache, urls: list[str], barrier) -> None:
+    barrier.wait()
+    for number, address in enumerate(urls):
+        fd = cache.open(address, SIZE)
+        data = os.pread(fd, 2 * SIZE, 0)
+        os.close(fd)
+        assert len(data) == SIZE, (number, len(data))
+
+
+def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
+    barrier = FORK.Barrier(len(visits))
+    processes = [FORK.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+
+
+def test_processes_that_want_the_same_shards_fetch_each_once(http, tmp_path):
+    http.delay = 0.02
+    urls = [url(http, number) for number in range(12)]
+    in_processes([(cache_in(tmp_path, 20), urls) for _ in range(4)])
+    assert http.gets == {f"{number:05d}.tar": 1 for number in range(12)}
+    assert left_over(tmp_path) == []
+
+
+def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
+    http.delay = 0.005
+    cache = cache_in(tmp_path, 3.2)
+    most, over = 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal most
+        while not over.is_set():
+            most = max(most, size_of(tmp_path))
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    orders = [range(30), range(29, -1, -1), range(0, 30, 2), [*range(15, 30), *range(15)]]
+    in_processes([(cache, [url(http, number) for number in order]) for order in orders])
+    over.set()
+    watcher.join()
+    assert 2 * SIZE <= most <= cache.capacity_bytes
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
+def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
+    """It holds lock and room, and a part of the file; the cache has room for one shard only."""
+    http.gate.clear()
+    cache = cache_in(tmp_path, 1, timeout=60)
+    process = FORK.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process.start()
+    while not any((tmp_path / "cache/shards").iterdir()):
+        time.sleep(0.01)
+    process.kill()
+    process.join()
+    assert len(left_over(tmp_path)) == 2
+    http.gate.set()
+    assert cache.path(url(http, wanted), SIZE).read_bytes() == bytes([wanted]) * SIZE
+    assert held(tmp_path) == [wanted]
+    assert left_over(tmp_path) == []
+
+
+def test_waiting_for_another_process_has_a_limit(http, tmp_path):
+    http.gate.clear()
+    process = FORK.Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
+    process.start()
+    while not any((tmp_path / "cache/shards").iterdir()):
+        time.sleep(0.01)
+    impatient = cache_in(tmp_path, 1, timeout=0.02)
+    with pytest.raises(TimeoutError, match=r"Waited 0.2 s in vain for another process that fetches http.*00005.tar"):
+        impatient.path(url(http, 5), SIZE)
+    with pytest.raises(TimeoutError, match=r"Waited 0.2 s in vain for room for .*00006.tar .* raise data.cache_gb"):
+        impatient.path(url(http, 6), SIZE)
+    http.gate.set()
+    process.join()
+    assert process.exitcode == 0
+    assert held(tmp_path) == [5]
+
+
+def test_what_a_killed_run_has_left_is_cleared_by_the_next(http, tmp_path):
+    cache = cache_in(tmp_path, 3)
+    http.gate.clear()
+    process = FORK.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process.start()
+    while not any((tmp_path / "cache/shards").iterdir()):
+        time.sleep(0.01)
+    assert len(left_over(tmp_path)) == 2
+    cache_in(tmp_path, 3)
+    assert len(left_over(tmp_path)) == 2, "one that goes on is left alone"
+    process.kill()
+    process.join()
+    cache_in(tmp_path, 3)
+    assert left_over(tmp_path) == []

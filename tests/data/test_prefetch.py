@@ -1,0 +1,201 @@
+"""The prefetching process: ahead of training, within the cache's limits, gone with its parent."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from servers import Files, files_server
+
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import Prefetcher, StoredShard, _Window
+
+SIZE, SAMPLES, SHARDS = 1000, 8, 16
+
+
+@pytest.fixture
+def http():
+    with files_server() as server:
+        server.files = {f"{number:05d}.tar": bytes([number]) * SIZE for number in range(SHARDS)}
+        yield server
+
+
+def stored(http: Files) -> list[StoredShard]:
+    return [StoredShard(http.url(f"{number:05d}.tar"), SIZE) for number in range(SHARDS)]
+
+
+def order_of(batch_size: int = 4, **options) -> GlobalOrder:
+    """By default one slot and blocks of a shard's size, so that a shard is read after the other."""
+    sizes = np.full(SHARDS, SAMPLES)
+    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, **{"slots": 1, "shuffle_block": SAMPLES, **options})
+
+
+def shards_of(order: GlobalOrder, number: int) -> set[int]:
+    return set((order.batch(*divmod(number, order.steps_per_epoch)) // SAMPLES).tolist())
+
+
+def held(folder: Path) -> set[int]:
+    return {path.read_bytes()[0] for path in (folder / "shards").glob("*.tar")}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    """AssertionError where it does not come true."""
+    for _ in range(1000):
+        if condition():
+            return
+        time.sleep(0.01)
+    raise AssertionError("waited in vain")
+
+
+def settle(http: Files) -> None:
+    """Until no further shard has been asked for during two looks at the step."""
+    seen = -1
+    while seen != (seen := http.gets.total()):
+        time.sleep(0.3)
+
+
+def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[StoredShard], **options) -> Prefetcher:
+    arguments = {"epoch": 0, "step": 0, "rows": slice(0, order.batch_size), "total_steps": 10_000, **options}
+    return Prefetcher(cache, order, shards, **arguments)
+
+
+def test_half_of_the_cache_is_filled_ahead_of_each_step(http, tmp_path):
+    """One shard is in use at a time, and takes two steps; the cache has room for eight."""
+    cache, order = ShardCache(tmp_path, 8 * SIZE, timeout=5), order_of()
+    needed = [shards_of(order, 2 * turn).pop() for turn in range(SHARDS)]
+    with prefetcher(cache, order, stored(http)) as ahead:
+        wait_for(lambda: held(tmp_path) == set(needed[:5]))
+        settle(http)
+        assert http.gets.total() == 5, "that in use and half of eight ahead"
+        for turn in range(SHARDS):
+            wait_for(lambda turn=turn: set(needed[turn : turn + 5]) <= held(tmp_path))
+            assert len(held(tmp_path)) <= 8
+            ahead.advance(2 * turn + 2)
+        assert max(http.gets.values()) == 1
+
+
+def test_a_set_that_fits_is_fetched_once(http, tmp_path):
+    cache, order = ShardCache(tmp_path, 100 * SIZE), order_of()
+    with prefetcher(cache, order, stored(http)) as ahead:
+        for number in (0, 7, order.steps_per_epoch, 3 * order.steps_per_epoch + 5):
+            ahead.advance(number)
+            wait_for(lambda: len(held(tmp_path)) == SHARDS)
+        assert set(http.gets.values()) == {1}
+
+
+def test_a_start_in_the_middle_fetches_what_is_still_needed_until_the_end(http, tmp_path):
+    cache, order = ShardCache(tmp_path, 100 * SIZE), order_of()
+    expected = set.union(*(shards_of(order, number) for number in range(50, 57)))
+    with prefetcher(cache, order, stored(http), epoch=1, step=50 - order.steps_per_epoch, total_steps=57):
+        wait_for(lambda: held(tmp_path) == expected)
+        settle(http)
+    assert held(tmp_path) == expected
+
+
+def test_only_the_nodes_own_shards(http, tmp_path):
+    cache, order = ShardCache(tmp_path, 100 * SIZE), order_of(batch_size=4, slots=4)
+    expected = {
+        index // SAMPLES for step in range(order.steps_per_epoch) for index in order.batch(0, step)[2:].tolist()
+    }
+    shards = stored(http)
+    local = min(expected)
+    shards[local] = StoredShard("/data/local.tar", SIZE)
+    with prefetcher(cache, order, shards, rows=slice(2, 4), total_steps=order.steps_per_epoch):
+        wait_for(lambda: held(tmp_path) == expected - {local})
+        settle(http)
+    assert 0 < len(expected) < SHARDS
+    assert held(tmp_path) == expected - {local}
+
+
+def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
+    cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5, retries=0), order_of()
+    http.faults["00003.tar"] = [500]
+    shards = stored(http)
+    shards[6] = StoredShard("pipe:echo gone >&2; exit 1", SIZE)
+    with prefetcher(cache, order, shards):
+        wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
+    logged = capfd.readouterr().err
+    assert "not fetched ahead" in logged
+    assert "500" in logged
+    with pytest.raises(OSError, match="500"):
+        cache.path(shards[3].url, SIZE)
+
+
+def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
+    order = order_of(batch_size=16, slots=16)
+    cache = ShardCache(tmp_path, 6 * SIZE)
+    window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)), transfers=2)
+    for _ in range(3):
+        window.move(0, order.steps_per_epoch)
+    assert [record.message for record in caplog.records] == [
+        "data.cache_gb=6e-06 does not hold the shards that one batch is mixed from (more than 0.00 GB), which are "
+        "therefore fetched again and again: raise it, or lower data.shuffle_block"
+    ]
+    wait_for(lambda: len(held(tmp_path)) == 6)
+    assert http.gets.total() == 6
+    later = order.steps_per_epoch + 1
+    needed = shards_of(order, later)
+    window.move(later, later + 1)
+    wait_for(lambda: len(held(tmp_path) & needed) == 6)
+
+
+def test_it_ends_with_the_block_even_when_it_is_stuck(http, tmp_path):
+    http.gate.clear()
+    with prefetcher(ShardCache(tmp_path, 100 * SIZE, timeout=600), order_of(), stored(http)) as ahead:
+        wait_for(lambda: http.gets.total() >= 4)
+        process = ahead._process
+        os.kill(process.pid, signal.SIGUSR1)
+        time.sleep(0.05)
+        assert process.is_alive(), "launchers send it to the whole tree"
+    assert process.exitcode == -signal.SIGKILL
+
+
+def test_its_death_is_logged_once_and_training_goes_on(http, tmp_path, caplog):
+    with prefetcher(ShardCache(tmp_path, 100 * SIZE), order_of(), stored(http)) as ahead:
+        os.kill(ahead._process.pid, signal.SIGTERM)
+        wait_for(lambda: not ahead._process.is_alive())
+        for number in range(3):
+            ahead.advance(number)
+    assert [record.message for record in caplog.records] == [
+        "the prefetching process has ended (code -15): shards are fetched only when they are needed"
+    ]
+
+
+def test_it_ends_when_its_parent_is_killed(tmp_path):
+    """And so do the commands that it runs."""
+    code = f"""if True:
+        import time
+        from pathlib import Path
+        from neuclip_ds.data.cache import ShardCache
+        from neuclip_ds.data.order import GlobalOrder
+        from neuclip_ds.data.prefetch import Prefetcher, StoredShard
+        cache = ShardCache(Path({str(tmp_path)!r}), 100)
+        shards = [StoredShard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 10)]
+        order = GlobalOrder([0], [8], 4)
+        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 4), total_steps=9) as prefetcher:
+            print(prefetcher._process.pid, flush=True)
+            time.sleep(1000)"""
+    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    pid = int(parent.stdout.readline())
+    pids = tmp_path / "pids"
+    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
+    parent.kill()
+    parent.communicate()
+    for number in (pid, *map(int, pids.read_text().split())):
+        wait_for(lambda number=number: not is_running(number))
+
+
+def is_running(pid: int) -> bool:
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
