@@ -37,6 +37,8 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl and TensorBoard points."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 evaluates at the end only."""
+    sample_log: bool = False
+    """Write the sample indices of every step to FOLDER/NAME/samples/, one file a rank."""
     normalizer_anchors: int = Field(0, ge=0)
     """Anchors of the training set for which each evaluation measures the normaliser's error; 0 does not measure."""
 

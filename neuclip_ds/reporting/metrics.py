@@ -11,17 +11,14 @@ Rank 0 alone keeps one; the other ranks hold None:
 from __future__ import annotations
 
 import json
-import logging
 import math
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-logger = logging.getLogger(__name__)
+from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 
 class MetricsLog:
@@ -42,7 +39,7 @@ class MetricsLog:
         path = folder / "metrics.jsonl"
         first_new_step = 0 if resume_step is None else resume_step + 1
         if path.exists():
-            _drop_from(path, first_new_step)
+            drop_from(path, first_new_step)
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
         self._tensorboard = SummaryWriter(str(folder / "tensorboard"), purge_step=first_new_step)
 
@@ -69,34 +66,9 @@ class MetricsLog:
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     """The records of a metrics.jsonl in order, non-finite numbers restored, a half-written last line left out."""
-    for _, record in _records(path):
+    for _, record in step_records(path):
         yield {name: float(value) if isinstance(value, str) else value for name, value in record.items()}
 
 
 def _json_number(value: float) -> float | str:
     return value if math.isfinite(value) else str(float(value))
-
-
-def _drop_from(path: Path, first_step: int) -> None:
-    """Rewrites the file without records of step >= first_step; it is the old or the new one at any moment."""
-    aside = path.with_suffix(".jsonl.partial")
-    with aside.open("w", encoding="utf-8", newline="\n") as kept:
-        kept.writelines(line for line, record in _records(path) if record["step"] < first_step)
-        kept.flush()
-        os.fsync(kept.fileno())
-    aside.replace(path)
-
-
-def _records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """(line, record) of every whole line; lines that a crash has garbled are skipped with a warning."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            if not line.endswith("\n"):
-                return  # the writer was killed in the middle of it
-            try:
-                record = json.loads(line)
-                record["step"]
-            except (ValueError, TypeError, KeyError):
-                logger.warning("%s: line %d is not a metrics record and is left out", path, number)
-                continue
-            yield line, record

@@ -2,13 +2,15 @@
 
 `checkpoints/step_000000100/` holds
 
-    meta.json                       step, and the facts of the run that a resumed one must share
-    engine/                         DeepSpeed's own files: weights, float32 masters, moments (one a rank)
+    meta.json                       format, step, and the facts of the run that a resumed one must share
+    engine/                         float32 weights and moments, one file a rank (training/fragments.py)
     objective.safetensors           what is equal on all ranks: temperature, counters
     NAME.START-STOP.safetensors     partitioned tables: per-sample statistics, NPN columns (state/partition.py)
 
-It is written under `.partial-...`, synced to disk, and renamed by rank 0 when all ranks are done. Random numbers
-need no place in it: data order, augmentation and dropout are functions of (seed, step).
+It is written under `.partial-...`, synced to disk, and renamed by rank 0 when all ranks are done. Nothing in it depends
+on how many ranks wrote it, nor on their ZeRO stage and precision: a run may go on with others. Random numbers need no
+place in it: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run
+code: all are JSON or safetensors.
 """
 
 from __future__ import annotations
@@ -16,27 +18,24 @@ from __future__ import annotations
 import json
 import logging
 import os
-import pickle
 import shutil
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
 from safetensors.torch import load_file, save_file
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.training.engine_state import load_engine, save_engine
 
 log = logging.getLogger(__name__)
 
 Facts = Mapping[str, Any]
+
+_FORMAT = 2  # 1 held DeepSpeed's own files
 
 
 class Checkpoints:
@@ -56,13 +55,13 @@ class Checkpoints:
         target = self._folder / f"step_{step:09d}"
         partial = self._folder / f".partial-{target.name}"
         self._communicator.on_rank_zero(lambda: _empty(partial))
-        engine.save_checkpoint(str(partial), tag="engine", save_latest=False)
+        save_engine(partial / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             save_rows(partial, name, table)
         if self._communicator.rank == 0:
             state = {key: value.detach().cpu().contiguous() for key, value in objective.replicated_state().items()}
             save_file(state, partial / "objective.safetensors")
-            meta = {"step": step, "facts": dict(facts)}
+            meta = {"format": _FORMAT, "step": step, "facts": dict(facts)}
             (partial / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         _sync(partial)
         self._communicator.barrier()
@@ -73,9 +72,14 @@ class Checkpoints:
         """Fills engine and objective from a checkpoint; the number of steps done.
 
         Raises:
-            UserError: the checkpoint belongs to other data, another method or world size.
+            UserError: the checkpoint belongs to other data or another method, or is damaged.
         """
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+        if meta.get("format") != _FORMAT:
+            raise UserError(
+                f"The checkpoint {path} was written by another version of this program, whose files this one does not "
+                "read; end the run with that version, or give it another name to start anew (--run.name)."
+            )
         for key, wanted in facts.items():
             found = meta["facts"].get(key)
             if found != wanted:
@@ -83,18 +87,7 @@ class Checkpoints:
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."
                 )
-        try:
-            with _weights_only():
-                loaded, _ = engine.load_checkpoint(str(path), tag="engine")
-        except pickle.UnpicklingError as error:
-            raise UserError(
-                f"The checkpoint {path} holds more than tensors and could run code, so it is not loaded; "
-                "if it is not this program's own, delete it."
-            ) from error
-        if loaded is None:
-            raise UserError(
-                f"DeepSpeed found no weights in {path}/engine; delete the folder to go on from an older one."
-            )
+        load_engine(path / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
         objective.load_replicated_state(load_file(path / "objective.safetensors"))
@@ -113,27 +106,11 @@ class Checkpoints:
         log.info("checkpoint %s", target)
 
 
-@contextmanager
-def _weights_only() -> Iterator[None]:
-    """Has torch read DeepSpeed's files as data: a checkpoint from elsewhere cannot run code."""
-    name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
-    before = os.environ.get(name)
-    os.environ[name] = "1"
-    try:
-        with torch.serialization.safe_globals([LossScaler, ZeroStageEnum, fragment_address]):
-            yield
-    finally:
-        if before is None:
-            del os.environ[name]
-        else:
-            os.environ[name] = before
-
-
 def _empty(folder: Path) -> None:
     """A new folder; whatever an interrupted save left goes."""
     for stale in folder.parent.glob(".partial-*"):
         shutil.rmtree(stale)
-    folder.mkdir(parents=True)
+    (folder / "engine").mkdir(parents=True)
 
 
 def _sync(folder: Path) -> None:

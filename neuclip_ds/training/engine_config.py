@@ -44,7 +44,14 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
             )
     if engine.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
-    stage = engine.get("zero_optimization", {}).get("stage", 0)
+    zero = engine.get("zero_optimization", {})
+    for key in ("offload_optimizer", "offload_param"):
+        if zero.get(key, {}).get("device") == "nvme" or zero.get(key, {}).get("ratio", 1) != 1:
+            raise UserError(
+                f"{path} sets zero_optimization.{key} to a disk or to a share of the optimizer, which checkpoints do "
+                'not read; set "device": "cpu" and no ratio.'
+            )
+    stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage={stage!r}; it must be 0, 1, 2 or 3.")
     return {**engine, **ours, "zero_allow_untested_optimizer": True}

@@ -6,7 +6,7 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -32,9 +32,10 @@ from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
+from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.checkpoint import Checkpoints
 from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.sources import loader_options, naming_rank, open_data
@@ -130,12 +131,12 @@ class Run:
             "data": self._manifest.content_hash,
             "batch_size": data.batch_size,
             "slots": self._order.slots,
+            "shuffle_block": data.shuffle_block,
+            "tail": data.tail,
             "seed": config.run.seed,
             "method": config.objective.method,
             "parameters": self._parameters,
-            "bf16": is_bf16(engine_config),
-            "zero_stage": zero_stage(engine_config),
-            "world_size": communicator.world_size,
+            "optimizer": config.optimizer.name,
         }
 
     def train(self) -> None:
@@ -145,8 +146,8 @@ class Run:
         self._announce(done)
         first_rank = self._communicator.rank == 0
         opened = MetricsLog(self._folder, done) if first_rank else nullcontext()
-        with opened as metrics, _signals(self._ask_to_stop):
-            if done < self._total and not self._loop(done, metrics):
+        with opened as metrics, self._sample_log(done) as samples, _signals(self._ask_to_stop):
+            if done < self._total and not self._loop(done, metrics, samples):
                 return
             results = self._evaluator(self._engine, self._objective)
             if metrics is not None and results:
@@ -155,7 +156,7 @@ class Run:
             log.info("%s: %.4g", name, value)
         log.info("everything is in %s", self._folder)
 
-    def _loop(self, done: int, metrics: MetricsLog | None) -> bool:
+    def _loop(self, done: int, metrics: MetricsLog | None, samples: SampleLog | None) -> bool:
         """Steps from `done` to the end; False when a signal ended it early, after a checkpoint."""
         config, run = self._config, self._config.run
         bad_samples = BadSampleLog(self._folder, config.data.max_bad_fraction, self._communicator.rank)
@@ -168,6 +169,8 @@ class Run:
                 batch = next(batches)
                 waited += time.perf_counter() - began
                 bad_samples.record(batch)
+                if samples is not None:
+                    samples.write(number + 1, batch.index.tolist())
                 gradients = self._step(batch, self._place(number))
                 speed = rate.update((number + 1) * config.data.batch_size)
                 loss, tau = float(gradients.loss), float(gradients.metrics["tau"])
@@ -193,6 +196,14 @@ class Run:
                     if metrics is not None:
                         metrics.write(number + 1, results)
         return True
+
+    def _sample_log(self, done: int) -> AbstractContextManager[SampleLog | None]:
+        """This rank's, where the config asks for one; an earlier start's lines beyond `done` go, on all ranks."""
+        if not self._config.run.sample_log:
+            return nullcontext()
+        folder = self._folder / "samples"
+        self._communicator.on_rank_zero(lambda: drop_samples_beyond(folder, done))
+        return SampleLog(folder, self._communicator.rank)
 
     def _batches(self, done: int) -> Iterator[Batch]:
         epoch, step = divmod(done, self._order.steps_per_epoch)

@@ -104,7 +104,7 @@ def test_garbled_lines_are_left_out_with_a_warning(tmp_path, caplog, garbled):
     (tmp_path / "metrics.jsonl").write_bytes(garbled + written)
     with caplog.at_level(logging.WARNING, logger="neuclip_ds"):
         assert run(tmp_path, resume_step=20, last=20) == written
-    assert "line 1 is not a metrics record" in caplog.text
+    assert "line 1 is not a record of a step" in caplog.text
 
 
 def test_reader_leaves_out_a_half_written_line(tmp_path):

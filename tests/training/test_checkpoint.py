@@ -1,15 +1,14 @@
-"""Checkpoints are complete or absent, belong to their run, and are read as data."""
+"""Checkpoints are complete or absent, and belong to their run."""
 
 from __future__ import annotations
 
-import os
-import pickle
+import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from build import batch, objective, pairs, step
+from torch import nn
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -19,22 +18,24 @@ from neuclip_ds.training.checkpoint import Checkpoints
 FACTS = {"data": "abc", "method": "neuclip"}
 
 
-class FakeEngine:
-    """Keeps one tensor, with the calls that DeepSpeed's engine has."""
+class PlainEngine:
+    """What DeepSpeed's engine is without ZeRO in float32: a module and its optimizer as they are."""
 
-    def __init__(self, value: object = 0.0) -> None:
-        self.value = value
+    def __init__(self, value: float = 0.0) -> None:
+        self.module = nn.Linear(2, 3)
+        nn.init.constant_(self.module.weight, value)
+        self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
+        self.global_steps = self.global_samples = self.skipped_steps = 0
 
-    def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-        (Path(folder) / tag).mkdir()
-        torch.save(self.value, Path(folder) / tag / "weights.pt")
+    def bfloat16_enabled(self) -> bool:
+        return False
 
-    def load_checkpoint(self, folder: str, tag: str) -> tuple[str | None, dict[str, Any]]:
-        path = Path(folder) / tag / "weights.pt"
-        if not path.is_file():
-            return None, {}
-        self.value = torch.load(path, weights_only=False)  # as DeepSpeed does
-        return str(path), {}
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    @property
+    def value(self) -> float:
+        return float(self.module.weight.detach().mean())
 
 
 def trained() -> Objective:
@@ -52,10 +53,10 @@ def keeper(folder: Path, keep: int = 2) -> Checkpoints:
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     saved = trained()
-    keeper(tmp_path).save(7, FakeEngine(torch.tensor(3.0)), saved, FACTS)
+    keeper(tmp_path).save(7, PlainEngine(3.0), saved, FACTS)
     newest = keeper(tmp_path).newest()
     assert newest is not None
-    engine, fresh = FakeEngine(), objective("neuclip", Communicator(), 4, torch.float32, npn={"prototypes": 6})
+    engine, fresh = PlainEngine(), objective("neuclip", Communicator(), 4, torch.float32, npn={"prototypes": 6})
     assert keeper(tmp_path).load(newest, engine, fresh, FACTS) == 7
     assert engine.value == 3.0
     for key, value in saved.replicated_state().items():
@@ -67,18 +68,17 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
 def test_a_save_that_broke_off_is_never_seen(tmp_path: Path) -> None:
     checkpoints, built = keeper(tmp_path), trained()
 
-    class Breaks(FakeEngine):
-        def save_checkpoint(self, folder: str, tag: str, save_latest: bool) -> None:
-            super().save_checkpoint(folder, tag, save_latest)
+    class Breaks(PlainEngine):
+        def zero_optimization_stage(self) -> int:  # asked after the fragments have been written
             raise OSError("no space left")
 
-    checkpoints.save(1, FakeEngine(), built, FACTS)
+    checkpoints.save(1, PlainEngine(), built, FACTS)
     with pytest.raises(OSError, match="no space"):
         checkpoints.save(2, Breaks(), built, FACTS)
     newest = keeper(tmp_path).newest()
     assert newest is not None
     assert newest.name == "step_000000001"
-    checkpoints.save(3, FakeEngine(), built, FACTS)
+    checkpoints.save(3, PlainEngine(), built, FACTS)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_000000001", "step_000000003"], "what the broken save left is gone"
 
@@ -86,7 +86,7 @@ def test_a_save_that_broke_off_is_never_seen(tmp_path: Path) -> None:
 def test_the_newest_are_kept(tmp_path: Path) -> None:
     checkpoints, built = keeper(tmp_path, keep=2), trained()
     for number in (1, 2, 10, 3):
-        checkpoints.save(number, FakeEngine(), built, FACTS)
+        checkpoints.save(number, PlainEngine(), built, FACTS)
     names = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert names == ["step_000000003", "step_000000010"]
 
@@ -94,8 +94,8 @@ def test_the_newest_are_kept(tmp_path: Path) -> None:
 def test_a_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
     checkpoints, built = keeper(tmp_path), trained()
     for value in (1.0, 2.0):
-        path = checkpoints.save(5, FakeEngine(torch.tensor(value)), built, FACTS)
-    engine = FakeEngine()
+        path = checkpoints.save(5, PlainEngine(value), built, FACTS)
+    engine = PlainEngine()
     checkpoints.load(path, engine, built, FACTS)
     assert engine.value == 2.0
 
@@ -106,29 +106,39 @@ def test_no_checkpoint_yet(tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_data_is_refused(tmp_path: Path) -> None:
     built = trained()
-    path = keeper(tmp_path).save(1, FakeEngine(), built, FACTS)
+    path = keeper(tmp_path).save(1, PlainEngine(), built, FACTS)
     with pytest.raises(UserError, match="data=abc, but this run has data=xyz: set it back, or give the run another"):
-        keeper(tmp_path).load(path, FakeEngine(), built, {**FACTS, "data": "xyz"})
+        keeper(tmp_path).load(path, PlainEngine(), built, {**FACTS, "data": "xyz"})
 
 
 def test_weights_that_are_missing(tmp_path: Path) -> None:
     built = trained()
-    path = keeper(tmp_path).save(1, FakeEngine(), built, FACTS)
-    (path / "engine" / "weights.pt").unlink()
-    with pytest.raises(UserError, match="no weights"):
-        keeper(tmp_path).load(path, FakeEngine(), built, FACTS)
+    path = keeper(tmp_path).save(1, PlainEngine(), built, FACTS)
+    (path / "engine" / "fragments.00000-of-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"fragments\.00000-of-00001\.safetensors is missing; restore the folder"):
+        keeper(tmp_path).load(path, PlainEngine(), built, FACTS)
 
 
-class RunsCode:
-    def __reduce__(self) -> tuple[Any, ...]:
-        return os.system, ("exit 0",)
+def test_buffers_are_part_of_it(tmp_path: Path) -> None:
+    built, engine = trained(), PlainEngine()
+    engine.module.register_buffer("mean", torch.tensor(4.0))
+    path = keeper(tmp_path).save(1, engine, built, FACTS)
+    engine.module.get_buffer("mean").zero_()
+    keeper(tmp_path).load(path, engine, built, FACTS)
+    assert engine.module.get_buffer("mean") == 4.0
+    engine.module.register_buffer("scale", torch.tensor(4.0))
+    with pytest.raises(UserError, match=r"lacks the buffers \['scale'\] of this run's model"):
+        keeper(tmp_path).load(path, engine, built, FACTS)
 
 
-def test_a_checkpoint_cannot_run_code(tmp_path: Path) -> None:
+def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
     built = trained()
-    path = keeper(tmp_path).save(1, FakeEngine(RunsCode()), built, FACTS)
-    with pytest.raises(UserError, match="holds more than tensors"):
-        keeper(tmp_path).load(path, FakeEngine(), built, FACTS)
-    with pytest.raises(pickle.UnpicklingError):
-        torch.load(path / "engine" / "weights.pt", weights_only=True)
-    assert torch.load(path / "engine" / "weights.pt", weights_only=False) == 0, "the environment is as it was"
+    path = keeper(tmp_path).save(1, PlainEngine(), built, FACTS)
+    (path / "meta.json").write_text(json.dumps({"step": 1, "facts": {**FACTS, "world_size": 1}}))
+    with pytest.raises(UserError, match=r"written by another version of this program.*--run\.name"):
+        keeper(tmp_path).load(path, PlainEngine(), built, FACTS)
+
+
+def test_nothing_in_it_can_run_code(tmp_path: Path) -> None:
+    path = keeper(tmp_path).save(1, PlainEngine(), trained(), FACTS)
+    assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}

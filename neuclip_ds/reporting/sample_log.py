@@ -1,0 +1,67 @@
+"""Which samples every step has seen: `{"step": 17, "indices": [...]}` a line in rankRRRRR.jsonl, one file a rank.
+
+A rank's line holds the indices of its rows in their order, -1 for padding; the ranks' lines of a step, end to end,
+are the global batch. Steps count from 1, as in metrics.jsonl. Ranks may come and go between starts of a run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from pathlib import Path
+from types import TracebackType
+
+from neuclip_ds.reporting.step_lines import drop_from, step_records
+
+
+class SampleLog:
+    """Appends one rank's lines; each has reached the operating system once `write` returns."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        """
+        Args:
+            folder: shared by the ranks, created if need be.
+            rank: number of the file.
+        """
+        folder.mkdir(parents=True, exist_ok=True)
+        path = folder / f"rank{rank:05d}.jsonl"
+        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
+
+    def write(self, step: int, indices: Sequence[int]) -> None:
+        self._file.write(json.dumps({"step": step, "indices": list(indices)}) + "\n")
+
+    def __enter__(self) -> SampleLog:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._file.close()
+
+
+def drop_samples_beyond(folder: Path, step: int) -> None:
+    """Drops the lines after `step`, the resumed one, in the files of all ranks that there ever were.
+
+    One rank calls it, before any opens its file.
+    """
+    for path in _rank_files(folder):
+        drop_from(path, step + 1)
+
+
+def read_samples(folder: Path) -> Iterator[tuple[int, list[int]]]:
+    """(step, indices of its global batch, padding included) in order of steps, merged from the ranks' files."""
+    lines = heapq.merge(*(_lines(path, rank) for rank, path in enumerate(_rank_files(folder))))
+    for step, parts in groupby(lines, key=lambda line: line[0]):
+        yield step, [index for _, _, indices in parts for index in indices]
+
+
+def _lines(path: Path, rank: int) -> Iterator[tuple[int, int, list[int]]]:
+    for _, record in step_records(path):
+        yield record["step"], rank, record["indices"]
+
+
+def _rank_files(folder: Path) -> list[Path]:
+    """In order of ranks."""
+    return sorted(folder.glob("rank*.jsonl"))

@@ -1,0 +1,205 @@
+"""A run that is stopped and goes on with other numbers of ranks sees the same batches and learns the same."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.reporting.sample_log import read_samples
+from neuclip_ds.training.fragments import WEIGHT, EngineFiles
+
+ROOT = Path(__file__).parents[2]
+PAIRS, BATCH = 300, 32
+EPOCH = 10  # steps: the last batch has 20 empty rows
+TINY = [
+    f"--data.batch_size={BATCH}",
+    "--data.workers=1",
+    "--data.micro_batch=8",
+    "--model.vision.image_size=16",
+    '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
+    "--model.text.width=16",
+    "--model.text.layers=1",
+    "--model.text.heads=2",
+    "--model.text.vocab_size=300",
+    "--model.embed_dim=16",
+    "--objective.npn.prototypes=64",
+    "--objective.npn.restart_every=7",
+    "--objective.eps=1e-6",
+    "--optimizer.warmup_steps=5",
+    "--run.sample_log=true",
+    "--run.log_every=1",
+    "--run.checkpoint_every=1000",
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, pairs=PAIRS, held_out=40, zero_shot=80, size=32, processes=1)
+    return folder / "train"
+
+
+class Launch:
+    """One start of a run: train.py once a rank, as a launcher would call it."""
+
+    def __init__(self, ranks: int, options: Sequence[str], folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            port = probe.getsockname()[1]
+        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        call = [sys.executable, str(ROOT / "train.py"), "demo", *TINY, *options, f"--run.folder={folder.parent}"]
+        self.metrics = folder / "metrics.jsonl"
+        self.said = folder.with_suffix(f".{time.monotonic_ns()}.txt")
+        with self.said.open("w") as said:
+            self.processes = [
+                subprocess.Popen(
+                    [*call, f"--run.name={folder.name}"],
+                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    stdout=said,
+                    stderr=said,
+                    start_new_session=True,
+                )
+                for rank in range(ranks)
+            ]
+
+    def end(self) -> str:
+        """Waits for all ranks and a good end; what they said."""
+        try:
+            codes = [process.wait(timeout=240) for process in self.processes]
+        finally:
+            self.kill()
+        assert codes == [0] * len(codes), self.said.read_text()
+        return self.said.read_text()
+
+    def reach(self, step: int) -> None:
+        """Waits until the metrics show that a step is done."""
+        limit = time.monotonic() + 240
+        while f'"step": {step},' not in (self.metrics.read_text() if self.metrics.is_file() else ""):
+            assert all(process.poll() is None for process in self.processes), self.said.read_text()
+            assert time.monotonic() < limit, "too slow"
+            time.sleep(0.002)
+
+    def stop(self, step: int) -> str:
+        """SIGTERM to the first rank after a step; what the run said."""
+        self.reach(step)
+        self.processes[0].send_signal(signal.SIGTERM)
+        said = self.end()
+        assert "stopped by a signal" in said
+        return said
+
+    def kill(self) -> None:
+        for process in self.processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+
+
+def options(shards: Path, steps: int, *more: str) -> list[str]:
+    return [f"--data.train={shards}", f"--budget.steps={steps}", *more]
+
+
+def checkpoint(run: Path) -> Path:
+    return max((run / "checkpoints").glob("step_*"))
+
+
+def tables(run: Path) -> dict[str, Tensor]:
+    """The columns of all partitioned tables, whole: u, individual temperatures, NPN columns."""
+    found: dict[str, list[Tensor]] = {}
+    for path in sorted(checkpoint(run).glob("*.*-*.safetensors")):
+        for key, value in load_file(path).items():
+            found.setdefault(f"{path.name.split('.')[0]} {key}", []).append(value)
+    return {key: torch.cat(parts) for key, parts in found.items()}
+
+
+def weights(run: Path) -> Tensor:
+    files = EngineFiles(checkpoint(run) / "engine")
+    return torch.cat([files.read(name, WEIGHT) for name in files.names()])
+
+
+def same_batches(run: Path, whole: Path, steps: int) -> None:
+    found, wanted = (list(read_samples(folder / "samples")) for folder in (run, whole))
+    assert [step for step, _ in found] == list(range(1, steps + 1))
+    assert found == wanted
+    for first in range(0, steps // EPOCH * EPOCH, EPOCH):
+        seen = Counter(index for _, indices in found[first : first + EPOCH] for index in indices)
+        assert seen.pop(-1) == EPOCH * BATCH - PAIRS
+        assert seen == Counter(range(PAIRS)), "every sample exactly once an epoch"
+
+
+def same_end(run: Path, whole: Path) -> None:
+    """To what other orders of reduction make of float32; the distance is that of all weights together."""
+    found, wanted = weights(run), weights(whole)
+    assert (found - wanted).norm() < 1e-5 * wanted.norm()
+    ours, theirs = tables(run), tables(whole)
+    assert ours.keys() == theirs.keys() != set()
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=key)
+    ours, theirs = (load_file(checkpoint(folder) / "objective.safetensors") for folder in (run, whole))
+    for key, value in theirs.items():
+        torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
+
+
+Stop = tuple[int, int, str]  # ranks, step after which they are stopped, name in ds_configs/
+
+
+def elastic(shards: Path, folder: Path, steps: int, method: str, stops: Sequence[Stop], ranks: int) -> None:
+    """One rank without a break against one that is stopped again and again, and ended by `ranks`."""
+    chosen = options(shards, steps, f"--objective.method={method}", "--deepspeed=zero1_fp32")
+    Launch(1, chosen, folder / "whole").end()
+    for some, step, engine in stops:
+        Launch(some, [*chosen, f"--deepspeed={engine}"], folder / "broken").stop(step)
+    Launch(ranks, chosen, folder / "broken").end()
+    same_batches(folder / "broken", folder / "whole", steps)
+    same_end(folder / "broken", folder / "whole")
+
+
+def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
+    """What the second rank logged after the last checkpoint is dropped, though it never comes back."""
+    chosen = options(shards, 20, "--objective.method=fastclip_v3", "--run.checkpoint_every=4")
+    Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "whole").end()
+    killed = Launch(2, [*chosen, "--deepspeed=zero3_fp32"], tmp_path / "broken")
+    killed.reach(6)
+    killed.kill()
+    assert (checkpoint(tmp_path / "broken") / "engine" / "fragments.00001-of-00002.safetensors").is_file()
+    said = Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "broken").end()
+    assert "was written by 2 ranks (ZeRO 3, fp32) and is read by 1 ranks (ZeRO 1, fp32)" in said
+    same_batches(tmp_path / "broken", tmp_path / "whole", 20)
+    same_end(tmp_path / "broken", tmp_path / "whole")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["neuclip", "fastclip_v3", "fastclip_v2"])
+def test_four_ranks_two_one_and_four(method: str, shards: Path, tmp_path: Path) -> None:
+    stops = [(4, 4, "zero3_fp32"), (2, 12, "zero1_fp32"), (1, 17, "zero0_fp32")]
+    elastic(shards, tmp_path, 30, method, stops, 4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero0_bf16", "zero1_bf16", "zero3_bf16"])
+def test_as_many_ranks_as_before_are_bit_equal(engine: str, shards: Path, tmp_path: Path) -> None:
+    chosen = options(shards, 20, f"--deepspeed={engine}")
+    Launch(2, chosen, tmp_path / "whole").end()
+    Launch(2, chosen, tmp_path / "broken").stop(4)
+    Launch(2, chosen, tmp_path / "broken").end()
+    same_batches(tmp_path / "broken", tmp_path / "whole", 20)
+    paths = sorted(checkpoint(tmp_path / "whole").rglob("*.safetensors"))
+    assert sum(path.name.startswith("fragments.") for path in paths) == 2
+    for path in paths:
+        found = load_file(checkpoint(tmp_path / "broken") / path.relative_to(checkpoint(tmp_path / "whole")))
+        wanted = load_file(path)
+        assert found.keys() == wanted.keys()
+        assert [key for key, value in wanted.items() if not value.equal(found[key])] == []
