@@ -155,7 +155,7 @@ def webdataset_loader(setting: Setting) -> float:
         .map_tuple(setting.transform, len)
         .batched(setting.batch, partial=False)
     )
-    loader = webdataset.WebLoader(dataset, num_workers=setting.workers, batch_size=None)
+    loader: Any = webdataset.WebLoader(dataset, num_workers=setting.workers, batch_size=None)
     return _throughput(len(images) for images, _ in loader)
 
 

@@ -99,6 +99,11 @@ class Manifest:
         """Identity of the data set: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
 
+    @cached_property
+    def use_hash(self) -> str:
+        """16 hex digits over which shards are in use: with the content hash, the identity of the order of samples."""
+        return hashlib.sha256(self.sizes.tobytes()).hexdigest()[:16]
+
     def hash_of_first(self, count: int) -> str:
         """32 hex digits over file names, counts and sizes of the first shards; folders do not count (data may move),
         nor do removals. A manifest that has grown out of another one has its hash at the other's number of shards."""

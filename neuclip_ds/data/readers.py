@@ -115,12 +115,15 @@ class TarReader:
         return self._tables.get(shard).key(row)
 
     def _open(self, shard: int) -> int:
-        fd = os.open(shard_path(self._manifest.shards[shard], self._cache), os.O_RDONLY)
-        found, expected = os.fstat(fd).st_size, self._manifest.shards[shard].bytes
+        path, expected = self._manifest.shards[shard].path, self._manifest.shards[shard].bytes
+        if not is_local(path):
+            return _cache_for(path, self._cache).open(path, expected)
+        fd = os.open(path, os.O_RDONLY)
+        found = os.fstat(fd).st_size
         if found != expected:
             os.close(fd)
             raise UserError(
-                f"Shard {self._manifest.shards[shard].path} has {found} bytes where the manifest has {expected}: "
+                f"Shard {path} has {found} bytes where the manifest has {expected}: "
                 "it has changed; build the manifest again, or update it."
             )
         return fd
@@ -128,9 +131,8 @@ class TarReader:
     def _load_table(self, shard: int) -> SampleTable:
         if self._manifest.samples is not None:
             return self._manifest.samples.table(shard)
-        entry = self._manifest.shards[shard]
-        table = tabulate(read_index(shard_path(entry, self._cache)).samples)
-        _check_count(entry, table.n, "it has changed; build the manifest again")
+        table = tabulate(read_index(self._files.get(shard)).samples)
+        _check_count(self._manifest.shards[shard], table.n, "it has changed; build the manifest again")
         return table
 
 
@@ -154,7 +156,10 @@ class WebdatasetReader:
     def _load(self, number: int) -> list[tuple[str, RawSample]]:
         shard = self._manifest.shards[number]
         # The pipeline's inner part: WebDataset itself would split shards over the workers and ranks that it finds.
-        source = [{"url": os.fspath(shard_path(shard, self._cache))}]
+        path = shard.path
+        if not is_local(path):
+            path = str(_cache_for(path, self._cache).path(path, shard.bytes))
+        source = [{"url": path}]
         found = webdataset.tariterators.tarfile_samples(source)
         samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
         if shard.selection is not None and self._manifest.samples is not None:
@@ -168,18 +173,10 @@ class WebdatasetReader:
         return RawSample(image, {name: sample[name] for name in self._texts if name in sample})
 
 
-def shard_path(shard: Shard, cache: ShardCache | None) -> str | os.PathLike[str]:
-    """Where a shard's bytes are on this machine, fetched into the cache where it is remote.
-
-    Raises:
-        OSError: it cannot be fetched.
-        UserError: it is remote and there is no cache.
-    """
-    if is_local(shard.path):
-        return shard.path
+def _cache_for(path: str, cache: ShardCache | None) -> ShardCache:
     if cache is None:
-        raise UserError(f"Shard {shard.path} is remote and there is no cache for it; set data.cache_dir.")
-    return cache.path(shard.path, shard.bytes)
+        raise UserError(f"Shard {path} is remote and there is no cache for it; set data.cache_dir.")
+    return cache
 
 
 def _n_of(table: SampleTable) -> int:

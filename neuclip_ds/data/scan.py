@@ -96,10 +96,10 @@ def local_copy(path: str) -> Iterator[Path]:
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
     crc32 = _crc32(file) if options.checksum else None
-    index = read_index(file)
-    table = tabulate(index.samples)
     selection = None
     with file.open("rb") as opened:
+        index = read_index(opened.fileno())
+        table = tabulate(index.samples)
         if options.uids:
             table = table.take(_selected(path, opened.fileno(), table, options))
             selection = zlib.crc32(table.ordinals.tobytes())

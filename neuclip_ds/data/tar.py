@@ -75,17 +75,13 @@ class _Header(NamedTuple):
     kind: bytes
 
 
-def read_index(path: str | os.PathLike[str]) -> ShardIndex:
-    """Walk the headers of the tar at `path`.
+def read_index(fd: int) -> ShardIndex:
+    """Walk the headers of the tar that is open under a file descriptor.
 
     A member that is damaged or cut off is missing from its sample and is covered by a gap. OSError if unreadable.
     """
     gaps: list[Extent] = []
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        samples = _group(_walk(fd, os.fstat(fd).st_size, gaps))
-    finally:
-        os.close(fd)
+    samples = _group(_walk(fd, os.fstat(fd).st_size, gaps))
     return ShardIndex(samples, gaps)
 
 

@@ -11,7 +11,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -105,13 +105,17 @@ class Communicator:
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
 
+    def gather_objects(self, x: T) -> list[T]:
+        """The (picklable) x of every rank, in rank order, on all ranks; for small things at long intervals."""
+        found: list[Any] = [x]
+        if self.world_size > 1:
+            found = [None] * self.world_size
+            dist.all_gather_object(found, x)
+        return found
+
     def agree(self, problem: str | None) -> None:
         """Raises `UserError` on all ranks when any rank has a problem, with the first rank's words."""
-        problems: list[str | None] = [problem]
-        if self.world_size > 1:
-            problems = [None] * self.world_size
-            dist.all_gather_object(problems, problem)
-        for rank, found in enumerate(problems):
+        for rank, found in enumerate(self.gather_objects(problem)):
             if found is not None:
                 raise UserError(found if self.world_size == 1 else f"rank {rank}: {found}")
 

@@ -40,7 +40,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
         file.write(text)
         for tensor in tensors.values():
             for piece in pieces(tensor.detach()):
-                file.write(piece.cpu().contiguous().flatten().view(torch.uint8).numpy())
+                file.write(piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
 def pieces(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -2,7 +2,7 @@
 
 `checkpoints/step_000000100/` holds
 
-    meta.json                       format, step, and the facts of the run that a resumed one must share
+    meta.json                       format, step, position in the data, facts that a resumed run must share
     engine/                         float32 weights and moments, one file a rank (training/fragments.py)
     objective.safetensors           what is equal on all ranks: temperature, counters
     NAME.START-STOP.safetensors     partitioned tables: per-sample statistics, NPN columns (state/partition.py)
@@ -50,7 +50,7 @@ class Checkpoints:
         """The newest complete checkpoint, the same on all ranks."""
         return self._communicator.on_rank_zero(lambda: max(self._complete(), default=None))
 
-    def save(self, step: int, engine: Any, objective: Objective, facts: Facts) -> Path:
+    def save(self, step: int, engine: Any, objective: Objective, facts: Facts, data: Facts) -> Path:
         """Writes the state after `step` steps, on all ranks together, and drops the oldest beyond `keep`."""
         target = self._folder / f"step_{step:09d}"
         partial = self._folder / f".partial-{target.name}"
@@ -61,18 +61,18 @@ class Checkpoints:
         if self._communicator.rank == 0:
             state = {key: value.detach().cpu().contiguous() for key, value in objective.replicated_state().items()}
             save_file(state, partial / "objective.safetensors")
-            meta = {"format": _FORMAT, "step": step, "facts": dict(facts)}
+            meta = {"format": _FORMAT, "step": step, "facts": dict(facts), "data": dict(data)}
             (partial / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         _sync(partial)
         self._communicator.barrier()
         self._communicator.on_rank_zero(lambda: self._publish(partial, target))
         return target
 
-    def load(self, path: Path, engine: Any, objective: Objective, facts: Facts) -> int:
-        """Fills engine and objective from a checkpoint; the number of steps done.
+    def read(self, path: Path, facts: Facts) -> tuple[int, Facts]:
+        """The number of steps done, and the position in the data (training/data_position.py).
 
         Raises:
-            UserError: the checkpoint belongs to other data or another method, or is damaged.
+            UserError: the run that wrote the checkpoint differs in its facts.
         """
         meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
         if meta.get("format") != _FORMAT:
@@ -87,11 +87,18 @@ class Checkpoints:
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."
                 )
+        return int(meta["step"]), meta["data"]
+
+    def load(self, path: Path, engine: Any, objective: Objective) -> None:
+        """Fills engine and objective from a checkpoint.
+
+        Raises:
+            UserError: files are missing or damaged.
+        """
         load_engine(path / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
         objective.load_replicated_state(load_file(path / "objective.safetensors"))
-        return int(meta["step"])
 
     def _complete(self) -> list[Path]:
         return [path for path in self._folder.glob("step_*") if (path / "meta.json").is_file()]

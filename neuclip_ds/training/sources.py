@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from neuclip_ds.config import DataConfig
@@ -12,10 +13,13 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.loader import Batch, LoaderOptions
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import Prefetcher, StoredShard
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import RankError, UserError
+from neuclip_ds.training.data_position import DataPosition
 
 CACHE = Path(".cache")
 
@@ -61,6 +65,28 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
         open_cache(data, manifest),
         pin_memory=communicator.device.type == "cuda",
     )
+
+
+@contextmanager
+def prefetching(
+    cache: ShardCache,
+    manifest: Manifest,
+    order: GlobalOrder,
+    position: DataPosition,
+    rows: slice,
+    done: int,
+    total: int,
+) -> Iterator[Callable[[int], None]]:
+    """Fetches the shards that a node's rows of the batches need ahead of training, from step `done` to `total`.
+
+    Yields:
+        what is to be told of every training step that begins.
+    """
+    epoch, step = position.at(done)
+    before = epoch * order.steps_per_epoch + step - done  # batches of the order that were no steps of this run
+    shards = [StoredShard(shard.path, shard.bytes) for shard in manifest.shards]
+    with Prefetcher(cache, order, shards, epoch=epoch, step=step, rows=rows, total_steps=before + total) as prefetcher:
+        yield lambda number: prefetcher.advance(before + number)
 
 
 def naming_rank(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:

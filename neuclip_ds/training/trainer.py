@@ -34,11 +34,12 @@ from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.checkpoint import Checkpoints
+from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.schedules import warmup_cosine
-from neuclip_ds.training.sources import loader_options, naming_rank, open_data
+from neuclip_ds.training.sources import loader_options, naming_rank, open_data, prefetching
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -61,7 +62,7 @@ def train(config: Config, environment: RankEnvironment) -> None:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
         configure_logging(communicator.rank, folder / "log.txt")
-        Run(config, engine_config, micro_batch, communicator, folder).train()
+        Run(config, engine_config, micro_batch, communicator, folder, environment.local_rank).train()
     finally:
         communicator.close()
 
@@ -92,8 +93,10 @@ class Run:
         micro_batch: int,
         communicator: Communicator,
         folder: Path,
+        local_rank: int,
     ) -> None:
         self._config = config
+        self._local_rank = local_rank
         self._communicator = communicator
         self._folder = folder
         self._stop_asked = False
@@ -112,7 +115,8 @@ class Run:
             shuffle_block=data.shuffle_block,
             tail=data.tail,
         )
-        self._total = config.budget.steps or max(1, round(config.budget.epochs * self._order.steps_per_epoch))
+        self._position = DataPosition(0, 0, self._order.steps_per_epoch)
+        self._total = self._position.end(config.budget)
         self._tokenizer = self._make_tokenizer()
         self._evaluator = Evaluator(config, self._manifest, self._tokenizer, communicator, folder)
 
@@ -128,9 +132,8 @@ class Run:
         self._step = TrainStep(self._engine, self._objective, communicator, micro_batch, config.run.seed)
         self._checkpoints = Checkpoints(folder / "checkpoints", communicator, config.run.keep_checkpoints)
         self._facts = {
-            "data": self._manifest.content_hash,
             "batch_size": data.batch_size,
-            "slots": self._order.slots,
+            "slots": data.slots,
             "shuffle_block": data.shuffle_block,
             "tail": data.tail,
             "seed": config.run.seed,
@@ -141,8 +144,8 @@ class Run:
 
     def train(self) -> None:
         """Goes on from the newest checkpoint, or starts; then evaluates."""
-        newest = self._checkpoints.newest()
-        done = 0 if newest is None else self._checkpoints.load(newest, self._engine, self._objective, self._facts)
+        done = self._resume()
+        self._total = self._position.end(self._config.budget)
         self._announce(done)
         first_rank = self._communicator.rank == 0
         opened = MetricsLog(self._folder, done) if first_rank else nullcontext()
@@ -156,16 +159,31 @@ class Run:
             log.info("%s: %.4g", name, value)
         log.info("everything is in %s", self._folder)
 
+    def _resume(self) -> int:
+        """Fills everything from the newest checkpoint, if there is one; the number of steps done."""
+        newest = self._checkpoints.newest()
+        if newest is None:
+            return 0
+        done, saved = self._checkpoints.read(newest, self._facts)
+        self._position = resume(saved, done, self._manifest, self._order.steps_per_epoch)
+        self._checkpoints.load(newest, self._engine, self._objective)
+        return done
+
     def _loop(self, done: int, metrics: MetricsLog | None, samples: SampleLog | None) -> bool:
         """Steps from `done` to the end; False when a signal ended it early, after a checkpoint."""
         config, run = self._config, self._config.run
-        bad_samples = BadSampleLog(self._folder, config.data.max_bad_fraction, self._communicator.rank)
+        gather = self._communicator.gather_objects
+        bad_samples = BadSampleLog(self._folder, config.data.max_bad_fraction, writes=metrics is not None)
         rate = SlidingRate()
         waited = 0.0
-        with Progress(self._total, done, enabled=metrics is not None) as progress:
+        with (
+            Progress(self._total, done, enabled=metrics is not None) as progress,
+            self._prefetching(done) as advance,
+        ):
             batches = self._batches(done)
             for number in range(done, self._total):
                 began = time.perf_counter()
+                advance(number)
                 batch = next(batches)
                 waited += time.perf_counter() - began
                 bad_samples.record(batch)
@@ -176,11 +194,14 @@ class Run:
                 loss, tau = float(gradients.loss), float(gradients.metrics["tau"])
                 progress.update(number + 1, loss=loss, tau=tau, samples_per_second=speed)
                 last = number + 1 == self._total
-                if (number + 1) % run.log_every == 0 or last:
-                    self._check_together(bad_samples)
+                logs, saves = (last or (number + 1) % every == 0 for every in (run.log_every, run.checkpoint_every))
+                if logs or saves:
+                    bad_samples.settle(gather)
+                if logs:
                     if metrics is not None:
                         share = waited / max(1e-9, time.perf_counter() - began + waited)
                         record = self._record(gradients, number)
+                        record.update({f"bad_samples/{cause}": count for cause, count in bad_samples.causes.items()})
                         metrics.write(number + 1, {**record, "samples_per_second": speed, "data_wait_share": share})
                     waited = 0.0
                     if self._stop_together():
@@ -189,7 +210,7 @@ class Run:
                             "stopped by a signal after step %d; the same command goes on from there", number + 1
                         )
                         return False
-                if (number + 1) % run.checkpoint_every == 0 or last:
+                if saves:
                     self._save(number + 1)
                 if run.evaluate_every and (number + 1) % run.evaluate_every == 0 and not last:
                     results = self._evaluator(self._engine, self._objective)
@@ -205,8 +226,18 @@ class Run:
         self._communicator.on_rank_zero(lambda: drop_samples_beyond(folder, done))
         return SampleLog(folder, self._communicator.rank)
 
+    def _prefetching(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
+        """Fetches remote shards ahead while training goes on; it is told of every step."""
+        share = self._config.data.batch_size // self._communicator.world_size
+        firsts = self._communicator.gather_objects(self._communicator.rank - self._local_rank)  # of each rank's node
+        first = firsts[self._communicator.rank]
+        rows = slice(first * share, (first + firsts.count(first)) * share)
+        if self._loading.cache is None or self._local_rank > 0:
+            return nullcontext(lambda number: None)
+        return prefetching(self._loading.cache, self._manifest, self._order, self._position, rows, done, self._total)
+
     def _batches(self, done: int) -> Iterator[Batch]:
-        epoch, step = divmod(done, self._order.steps_per_epoch)
+        epoch, step = self._position.at(done)
         batches = train_loader(
             self._manifest,
             self._order,
@@ -224,7 +255,7 @@ class Run:
     def _place(self, number: int) -> Step:
         optimizer = self._config.optimizer
         lr = warmup_cosine(number, self._total, optimizer)
-        epoch = number // self._order.steps_per_epoch
+        epoch, _ = self._position.at(number)
         return Step(number, epoch, lr, optimizer.lr, progress=number / self._total)
 
     def _record(self, gradients: FeatureGradients, number: int) -> dict[str, float]:
@@ -232,12 +263,6 @@ class Run:
         record.update({name: float(value) for name, value in gradients.metrics.items()})
         norm = self._engine.get_global_grad_norm()
         return record if norm is None else {**record, "grad_norm": float(norm)}
-
-    def _check_together(self, bad_samples: BadSampleLog) -> None:
-        """Stops all ranks where the samples of all together are too bad."""
-        counts = torch.tensor([bad_samples.seen, bad_samples.bad], device=self._communicator.device)
-        seen, bad = self._communicator.all_reduce(counts, "control").tolist()
-        bad_samples.check(seen, bad)
 
     def _stop_together(self) -> bool:
         """Whether any rank has been asked to stop."""
@@ -248,7 +273,8 @@ class Run:
         self._stop_asked = True
 
     def _save(self, step: int) -> None:
-        self._checkpoints.save(step, self._engine, self._objective, self._facts)
+        data = self._position.record(self._manifest)
+        self._checkpoints.save(step, self._engine, self._objective, self._facts, data)
 
     def _make_tokenizer(self) -> CaptionTokenizer:
         """The named tokenizer, or one trained on the captions by rank 0 and kept with the run."""

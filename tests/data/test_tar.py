@@ -13,7 +13,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from tars import write_tar
 
-from neuclip_ds.data.tar import ShardIndex, read_index, read_member
+from neuclip_ds.data import tar
+from neuclip_ds.data.tar import ShardIndex, read_member
 
 FORMATS = {"ustar": tarfile.USTAR_FORMAT, "gnu": tarfile.GNU_FORMAT, "pax": tarfile.PAX_FORMAT}
 KEYS = ("__key__", "__url__", "__local_path__")
@@ -27,6 +28,11 @@ member_name = st.builds(
     lambda parts, end: "/".join(parts) + end, st.lists(component, min_size=1, max_size=3), extension
 )
 members = st.lists(st.tuples(member_name, st.binary(max_size=1500)), max_size=12)
+
+
+def read_index(path: Path) -> ShardIndex:
+    with path.open("rb") as file:
+        return tar.read_index(file.fileno())
 
 
 def as_samples(path: Path, index: ShardIndex) -> list[tuple[str, dict[str, bytes]]]:
