@@ -53,6 +53,9 @@ def fetch(
 ) -> None:
     """Write what is at `url` to `target`, which appears complete or not at all.
 
+    Not for processes that were forked after their parent had used fsspec: now and then fsspec blocks in them, in each
+    try until the timeout. Spawned ones are well, and so are `pipe:` commands everywhere.
+
     Args:
         url: a URL that fsspec knows, or `pipe:COMMAND`, which bash runs (with pipefail).
         target: a file in an existing folder; a temporary one beside it holds what has come so far.

@@ -16,7 +16,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.errors import UserError
 
 SIZE = 10_000
-FORK = multiprocessing.get_context("fork")
+SPAWN = multiprocessing.get_context("spawn")  # fsspec does not stand a fork after its first use
 
 
 @pytest.fixture
@@ -56,6 +56,14 @@ def _size(path: str) -> int:
 def left_over(folder: Path) -> list[str]:
     hidden = [path.name for path in (folder / "cache/shards").glob(".*")]
     return hidden + [path.name for path in (folder / "cache/reserved").iterdir()]
+
+
+def wait_for_a_part(folder: Path) -> None:
+    """Until a fetch has begun."""
+    end = time.monotonic() + 20
+    while not any((folder / "cache/shards").iterdir()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_a_shard_is_fetched_once(http, tmp_path):
@@ -146,8 +154,8 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    barrier = FORK.Barrier(len(visits))
-    processes = [FORK.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
+    barrier = SPAWN.Barrier(len(visits))
+    processes = [SPAWN.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
         process.start()
     for process in processes:
@@ -188,10 +196,9 @@ def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
     """It holds lock and room, and a part of the file; the cache has room for one shard only."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
-    process = FORK.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
     process.start()
-    while not any((tmp_path / "cache/shards").iterdir()):
-        time.sleep(0.01)
+    wait_for_a_part(tmp_path)
     process.kill()
     process.join()
     assert len(left_over(tmp_path)) == 2
@@ -203,10 +210,9 @@ def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
 
 def test_waiting_for_another_process_has_a_limit(http, tmp_path):
     http.gate.clear()
-    process = FORK.Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
+    process = SPAWN.Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
     process.start()
-    while not any((tmp_path / "cache/shards").iterdir()):
-        time.sleep(0.01)
+    wait_for_a_part(tmp_path)
     impatient = cache_in(tmp_path, 1, timeout=0.02)
     with pytest.raises(TimeoutError, match=r"Waited 0.2 s in vain for another process that fetches http.*00005.tar"):
         impatient.path(url(http, 5), SIZE)
@@ -221,10 +227,9 @@ def test_waiting_for_another_process_has_a_limit(http, tmp_path):
 def test_what_a_killed_run_has_left_is_cleared_by_the_next(http, tmp_path):
     cache = cache_in(tmp_path, 3)
     http.gate.clear()
-    process = FORK.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
     process.start()
-    while not any((tmp_path / "cache/shards").iterdir()):
-        time.sleep(0.01)
+    wait_for_a_part(tmp_path)
     assert len(left_over(tmp_path)) == 2
     cache_in(tmp_path, 3)
     assert len(left_over(tmp_path)) == 2, "one that goes on is left alone"

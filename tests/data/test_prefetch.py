@@ -131,7 +131,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
 
 def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
     order = order_of(batch_size=16, slots=16)
-    cache = ShardCache(tmp_path, 6 * SIZE)
+    cache = ShardCache(tmp_path, 6 * SIZE, retries=0)
     window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)), transfers=2)
     for _ in range(3):
         window.move(0, order.steps_per_epoch)
