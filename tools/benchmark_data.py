@@ -170,7 +170,7 @@ def mosaic_loader(setting: Setting) -> float:
             return transform(sample["jpg"], at), len(sample["txt"])
 
     dataset = Pairs(local=setting.mds, batch_size=setting.batch, shuffle=True)
-    loader = DataLoader(dataset, batch_size=setting.batch, num_workers=setting.workers, drop_last=True)
+    loader: Any = DataLoader(dataset, batch_size=setting.batch, num_workers=setting.workers, drop_last=True)
     batches = (len(images) for _ in range(setting.epochs) for images, _ in loader)
     return _throughput(batches)
 

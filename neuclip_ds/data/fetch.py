@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import itertools
+import json
 import os
+import shlex
 import signal
 import subprocess
+import sys
 import tempfile
 import threading
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
-import fsspec
+from neuclip_ds.data.download import describe
 
 _PIPE = "pipe:"
 _PIPE_BYTES = 1 << 20  # what a command may be ahead of the disk, and the most that Linux gives
 _LONGEST_PAUSE = 60.0  # seconds between two tries
-_MAY_PASS = (408, 425, 429)  # HTTP's 4xx that are worth another try
 _CANNOT_RUN = (126, 127)  # bash: not executable, not found
 # Beside the command runs a guard, which reads from a pipe that this process holds. It ends when this process does,
 # however it does (kill -9 too), and the guard then kills its group, the command included.
@@ -33,6 +34,7 @@ exec 2>/dev/null; kill -KILL $guard; wait $guard
 exit $code
 """
 
+_ROOT = Path(__file__).parents[2]  # where the package is, also for a checkout that is not installed
 _numbers = itertools.count()
 
 
@@ -52,9 +54,6 @@ def fetch(
     url: str, target: Path, *, expected_bytes: int | None, timeout: float, retries: int = 4, backoff: float = 1.0
 ) -> None:
     """Write what is at `url` to `target`, which appears complete or not at all.
-
-    Not for processes that were forked after their parent had used fsspec: now and then fsspec blocks in them, in each
-    try until the timeout. Spawned ones are well, and so are `pipe:` commands everywhere.
 
     Args:
         url: a URL that fsspec knows, or `pipe:COMMAND`, which bash runs (with pipefail).
@@ -101,15 +100,15 @@ def _try(url: str, target: Path, expected_bytes: int | None, timeout: float) -> 
 
 
 def _watch(transfer: _Transfer, part: Path, expected_bytes: int | None, timeout: float) -> None:
-    """Return when the transfer has ended; _Failure if nothing has been written for `timeout` seconds."""
+    """Return when the transfer has ended; _Failure if it has written nothing for `timeout` seconds."""
     seen, since = _state(part), time.monotonic()
     while transfer.is_alive():
         transfer.join(min(timeout / 10, 0.5))
         now = _state(part)
         if now != seen:
             seen, since = now, time.monotonic()
-        elif time.monotonic() - since > timeout and transfer.is_alive():
-            raise _Failure(f"no byte came for {timeout:g} s (after {now[0]} bytes)")
+        elif time.monotonic() - since > (limit := timeout if now[1] else timeout + transfer.start_up):
+            raise _Failure(f"no byte came for {limit:g} s (after {now[0]} bytes)")
         if expected_bytes is not None and now[0] > expected_bytes:
             raise _Failure(f"it is longer than the {expected_bytes} bytes that it should have")
 
@@ -130,104 +129,120 @@ def _check_size(part: Path, expected_bytes: int | None) -> None:
 
 
 class _Transfer(threading.Thread):
-    """Writes the shard to `part` in a thread of its own: a read that blocks for ever cannot be ended, only left.
+    """Has a process write the shard to `part`, in a thread that waits for it.
 
     Attributes:
+        start_up: seconds that it may take until it opens the file.
         error: what it ended with, if it failed.
     """
+
+    start_up = 0.0
 
     def __init__(self, url: str, part: Path, timeout: float) -> None:
         super().__init__(name=f"fetch {url}", daemon=True)
         self.error: BaseException | None = None
         self._url, self._part, self._timeout = url, part, timeout
         self._left = False
+        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         try:
-            self._copy()
-        except BaseException as error:  # backends raise what they like: botocore's, aiohttp's, OSError
+            with tempfile.TemporaryFile() as messages:
+                self._copy(messages)
+        except BaseException as error:
             self.error = error
         if self._left:
             self._part.unlink(missing_ok=True)  # it may have been opened after `leave`
 
     def leave(self) -> None:
-        """Remove the temporary file; a transfer that still goes on ends by itself, or is left blocked."""
+        """End the process, if it still runs, with all that it has started, and remove the temporary file."""
         self._left = True
+        if self.is_alive():
+            self._kill()
         self._part.unlink(missing_ok=True)
 
-    def _copy(self) -> None:
-        raise NotImplementedError
-
-
-class _Download(_Transfer):
-    """By fsspec."""
-
-    def _copy(self) -> None:
-        fs, path = fsspec.core.url_to_fs(self._url, **_options(self._url, self._timeout))
-        fs.get_file(path, str(self._part))
-
-
-def _options(url: str, timeout: float) -> dict[str, Any]:
-    """What the file system must be told so that a transfer goes on piece by piece and takes what time it needs."""
-    if url.startswith(("http://", "https://")):
-        import aiohttp
-
-        # aiohttp would end every transfer after five minutes. What it has instead ends those that `_watch` has left.
-        return {"client_kwargs": {"timeout": aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)}}
-    if url.startswith("s3://"):
-        return {"max_concurrency": 1}  # or it holds ten parts of 50 MB in memory before it writes them
-    return {}
-
-
-class _Command(_Transfer):
-    """By a command's standard output."""
-
-    _process: subprocess.Popen[bytes] | None = None
-
-    def _copy(self) -> None:
-        command = ["bash", "-c", _GUARDED, self._url.removeprefix(_PIPE)]
-        with tempfile.TemporaryFile() as messages:
-            self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=messages,
-                bufsize=0,
-                pipesize=_PIPE_BYTES,
-                start_new_session=True,
-            )
-            if self._left:
+    def _copy(self, messages: IO[bytes]) -> None:
+        process = self._process = subprocess.Popen(
+            ["bash", "-c", _GUARDED, self._command()],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            bufsize=0,
+            pipesize=_PIPE_BYTES,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        )
+        if self._left:
+            self._kill()
+        with process:
+            try:
+                assert process.stdout is not None
+                self._drain(process.stdout)
+                code = process.wait()
+            finally:
                 self._kill()
-            with self._process as process:
-                try:
-                    size = self._drain(process)
-                    code = process.wait()
-                finally:
-                    self._kill()
-            if code:
-                said = _last_line(messages)
-                raise _Failure(f"the command ended with code {code}{said and f': {said}'}", code in _CANNOT_RUN)
-            if not size:
-                raise _Failure("the command wrote nothing")
-
-    def _drain(self, process: subprocess.Popen[bytes]) -> int:
-        size = 0
-        assert process.stdout is not None
-        with self._part.open("wb", buffering=0) as out:
-            while piece := process.stdout.read(_PIPE_BYTES):
-                size += out.write(piece)
-        return size
+        self._check(code, messages)
 
     def _kill(self) -> None:
-        """End the command with all that it has started."""
         if self._process is not None and self._process.poll() is None:
             with suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
-    def leave(self) -> None:
-        super().leave()
-        if self.is_alive():
-            self._kill()
+    def _command(self) -> str:
+        """For bash."""
+        raise NotImplementedError
+
+    def _drain(self, output: IO[bytes]) -> None:
+        """Read the command's output to its end."""
+        raise NotImplementedError
+
+    def _check(self, code: int, messages: IO[bytes]) -> None:
+        """_Failure where the command has failed."""
+        raise NotImplementedError
+
+
+class _Download(_Transfer):
+    """By fsspec, in a program that writes the file itself and says what went wrong."""
+
+    start_up = 60.0
+    _said = b""
+
+    def _command(self) -> str:
+        program = [sys.executable, "-m", "neuclip_ds.data.download"]
+        return shlex.join([*program, self._url, str(self._part), str(self._timeout)])
+
+    def _drain(self, output: IO[bytes]) -> None:
+        self._said = output.read()
+
+    def _check(self, code: int, messages: IO[bytes]) -> None:
+        if code == 0:
+            return
+        try:
+            told = json.loads(self._said.splitlines()[-1])
+        except (ValueError, IndexError):
+            raise _Failure(f"the download ended with code {code}: {_last_line(messages)}") from None
+        raise _Failure(told["reason"], told["final"])
+
+
+class _Command(_Transfer):
+    """By the command's standard output."""
+
+    _size = 0
+
+    def _command(self) -> str:
+        return self._url.removeprefix(_PIPE)
+
+    def _drain(self, output: IO[bytes]) -> None:
+        with self._part.open("wb", buffering=0) as out:
+            while piece := output.read(_PIPE_BYTES):
+                self._size += out.write(piece)
+
+    def _check(self, code: int, messages: IO[bytes]) -> None:
+        if code:
+            said = _last_line(messages)
+            raise _Failure(f"the command ended with code {code}{said and f': {said}'}", code in _CANNOT_RUN)
+        if not self._size:
+            raise _Failure("the command wrote nothing")
 
 
 def _last_line(messages: IO[bytes]) -> str:
@@ -237,29 +252,7 @@ def _last_line(messages: IO[bytes]) -> str:
 
 
 def _as_failure(error: BaseException) -> _Failure:
-    """What a backend raised, in words."""
+    """What the thread ended with: a failure, or an error of this machine (the disk is full, bash is missing)."""
     if isinstance(error, _Failure):
         return error
-    status = _http_status(error)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return _Failure("there is no such file", final=True)
-    if isinstance(error, ImportError):
-        return _Failure(f"{error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp)", final=True)
-    refused = status is not None and 400 <= status < 500 and status not in _MAY_PASS
-    final = refused or isinstance(error, PermissionError | ValueError) or _is_full(error)
-    return _Failure(f"{type(error).__name__}: {_one_line(error)}".rstrip(": "), final)
-
-
-def _http_status(error: BaseException) -> int | None:
-    """The status in aiohttp's errors (`status`), gcsfs's (`code`), requests' and httpx's (`response.status_code`)."""
-    response = getattr(error, "response", None)
-    found = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
-    return next((value for value in found if isinstance(value, int)), None)
-
-
-def _is_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-
-
-def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300]
+    return _Failure(*describe(error))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 import os
 import signal
@@ -53,7 +54,8 @@ def s3():
             client.put_object(Bucket="pairs", Key=f"train/{number:05d}.tar", Body=DATA)
         proxy = Proxy(server.get_host_and_port()[1])
         config = {"endpoint_url": f"http://127.0.0.1:{proxy.port}", "config_kwargs": {"read_timeout": 30}}
-        patch.setitem(fsspec.config.conf, "s3", config)
+        patch.setitem(fsspec.config.conf, "s3", config)  # of this process
+        patch.setenv("FSSPEC_S3", json.dumps(config))  # of those that download
         yield proxy
         proxy.close()
         server.stop()

@@ -71,9 +71,8 @@ def test_urls_and_commands():
     assert resolve_shards("s3://bucket/a/{00..02}.tar") == [f"s3://bucket/a/0{i}.tar" for i in range(3)]
     assert resolve_shards("https://host/a.tar?x=1&y=2") == ["https://host/a.tar?x=1&y=2"]
     assert resolve_shards("pipe:cat /a/{0,1}.tar | cat") == ["pipe:cat /a/0.tar | cat", "pipe:cat /a/1.tar | cat"]
-    assert [is_local(path) for path in ("/a", "a/b.tar", "s3://b/c", "pipe:cat", "hf://x")] == [True, True] + [
-        False
-    ] * 3
+    assert all(is_local(path) for path in ("/a", "a/b.tar", "./c:d.tar"))
+    assert not any(is_local(path) for path in ("s3://b/c", "pipe:cat", "hf://x"))
 
 
 def test_globs_of_a_file_system_of_fsspec():
