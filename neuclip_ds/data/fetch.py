@@ -107,7 +107,9 @@ def _watch(transfer: _Transfer, part: Path, expected_bytes: int | None, timeout:
         now = _state(part)
         if now != seen:
             seen, since = now, time.monotonic()
-        elif time.monotonic() - since > (limit := timeout if now[1] else timeout + transfer.start_up):
+        at_work = now[1] and now[0] != expected_bytes
+        limit = timeout if at_work else timeout + transfer.overhead
+        if now == seen and time.monotonic() - since > limit:
             raise _Failure(f"no byte came for {limit:g} s (after {now[0]} bytes)")
         if expected_bytes is not None and now[0] > expected_bytes:
             raise _Failure(f"it is longer than the {expected_bytes} bytes that it should have")
@@ -132,11 +134,11 @@ class _Transfer(threading.Thread):
     """Has a process write the shard to `part`, in a thread that waits for it.
 
     Attributes:
-        start_up: seconds that it may take until it opens the file.
+        overhead: seconds that it may take until it opens the file, and when that is complete.
         error: what it ended with, if it failed.
     """
 
-    start_up = 0.0
+    overhead = 0.0
 
     def __init__(self, url: str, part: Path, timeout: float) -> None:
         super().__init__(name=f"fetch {url}", daemon=True)
@@ -204,7 +206,7 @@ class _Transfer(threading.Thread):
 class _Download(_Transfer):
     """By fsspec, in a program that writes the file itself and says what went wrong."""
 
-    start_up = 60.0
+    overhead = 60.0
     _said = b""
 
     def _command(self) -> str:

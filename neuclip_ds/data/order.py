@@ -95,6 +95,12 @@ class GlobalOrder:
         """ceil(n / B) under `pad`, floor(n / B) under `drop`."""
         return self.n // self.batch_size if self.tail == "drop" else -(-self.n // self.batch_size)
 
+    @property
+    def last_batch_size(self) -> int:
+        """Samples in an epoch's last batch, which may have empty rows under `pad`."""
+        before = (self.steps_per_epoch - 1) * (self.batch_size // self.slots)  # positions of a slot
+        return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.slots).sum())
+
     def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
         """(B,) global indices of a step of an epoch, -1 where a slot has ended; IndexError beyond the epoch."""
         if not 0 <= step < self.steps_per_epoch:

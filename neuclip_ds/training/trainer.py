@@ -115,6 +115,11 @@ class Run:
             shuffle_block=data.shuffle_block,
             tail=data.tail,
         )
+        if self._order.last_batch_size < 2:
+            raise UserError(
+                f"data.batch_size={data.batch_size} leaves one of {self._order.n} samples for the last batch of an "
+                "epoch, where it would contrast with nothing; choose another batch size or data.tail=drop."
+            )
         self._position = DataPosition(0, 0, self._order.steps_per_epoch)
         self._total = self._position.end(config.budget)
         self._tokenizer = self._make_tokenizer()

@@ -43,6 +43,7 @@ def test_pad_takes_every_sample_exactly_once(case, epoch):
     assert sorted(indices[indices >= 0]) == list(range(sum(sizes)))
     padding = np.flatnonzero(indices < 0)
     assert np.all(indices[padding] == -1)
+    assert order.last_batch_size == (order.batch(epoch, order.steps_per_epoch - 1) >= 0).sum()
     assert np.all(padding >= (order.steps_per_epoch - 1) * batch_size), "padding is in the last batch only"
 
 
@@ -53,6 +54,7 @@ def test_drop_has_no_padding_and_no_repeats(case, epoch):
     assume(sum(sizes) >= batch_size)
     order = order_of(sizes, batch_size, seed, tail="drop", **options)
     assert order.steps_per_epoch == sum(sizes) // batch_size
+    assert order.last_batch_size == batch_size
     indices = epoch_of(order, epoch)
     assert indices.min() >= 0
     assert len(set(indices.tolist())) == len(indices) == order.steps_per_epoch * batch_size
