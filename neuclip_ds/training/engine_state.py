@@ -199,7 +199,9 @@ def _refresh_weights(optimizer: Any) -> None:
     if isinstance(optimizer, DeepSpeedZeroOptimizer_Stage3):
         for number in range(len(optimizer.fp16_groups)):
             optimizer._reassign_or_swap_out_partitioned_parameters(number)
-        optimizer.checkpoint_event_epilogue()
+        # Nothing is gathered yet, as in a new engine: its first forward pass notes which parameters a module reads of
+        # its children (CLIP's position embedding) by finding them absent, and fetches those in time from then on.
+        optimizer.invalidate_secondary_tensor()
     elif isinstance(optimizer, BF16_Optimizer | DeepSpeedZeroOptimizer):
         optimizer.update_lp_params()
     elif isinstance(optimizer, FP16_UnfusedOptimizer):
