@@ -16,7 +16,12 @@ from neuclip_ds.models.towers import TextTower, VisionTower
 class DualEncoder(nn.Module):
     """An image and a text tower into one space of width d."""
 
-    def __init__(self, vision: VisionTower, text: TextTower) -> None:
+    def __init__(self, vision: nn.Module, text: nn.Module) -> None:
+        """
+        Args:
+            vision: (b, 3, H, W) uint8 pixels to (b, d).
+            text: (b, T) int64 ids to (b, d).
+        """
         super().__init__()
         self.vision = vision
         self.text = text

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
@@ -23,6 +24,18 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
+
+
+class Tokenize(Protocol):
+    """Captions to token ids, ready for a text tower; can be pickled."""
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        """(b, T) int64 ids, every row of the same length T."""
+        ...
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer's files, for `transformers.AutoTokenizer` to read."""
+        ...
 
 
 class CaptionTokenizer:

@@ -6,6 +6,7 @@ Parameters are used in their own module's forward only, and none is 0-dimensiona
 from __future__ import annotations
 
 import difflib
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -17,6 +18,16 @@ from transformers import CLIPTextConfig, CLIPTextModel
 from neuclip_ds.config import TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
+
+
+def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(b, 3, H, W) uint8 pixels to float32: over 255, minus mean, over standard deviation of each channel."""
+    if image.dtype != torch.uint8:
+        raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
+    pixels = image.float()
+    for channel, (centre, width) in enumerate(zip(mean, std, strict=True)):
+        pixels[:, channel].sub_(255 * centre).div_(255 * width)
+    return pixels
 
 
 class VisionTower(nn.Module):
@@ -44,16 +55,8 @@ class VisionTower(nn.Module):
             self.projection = _projection(width, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.projection(self.trunk(self._normalise(image)))
-
-    def _normalise(self, image: Tensor) -> Tensor:
-        """Pixels minus mean over standard deviation, computed in float32, in the dtype of the weights."""
-        if image.dtype != torch.uint8:
-            raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
-        pixels = image.float()
-        for channel, (mean, std) in enumerate(zip(self._mean, self._std, strict=True)):
-            pixels[:, channel].sub_(255 * mean).div_(255 * std)
-        return pixels.to(next(self.parameters()).dtype)
+        pixels = normalised(image, self._mean, self._std)
+        return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:
         """Blocks recompute their activations in the backward pass.
