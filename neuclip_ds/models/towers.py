@@ -6,6 +6,7 @@ Parameters are used in their own module's forward only, and none is 0-dimensiona
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -30,7 +31,19 @@ def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
     return pixels
 
 
-class VisionTower(nn.Module):
+class Encoder(nn.Module, ABC):
+    """A tower: images or tokens to rows of the joint space."""
+
+    @abstractmethod
+    def checkpoint_activations(self) -> None:
+        """Blocks recompute their activations in the backward pass.
+
+        Raises:
+            UserError: the model cannot.
+        """
+
+
+class VisionTower(Encoder):
     """A timm model's pooled feature, projected: uint8 (b, 3, H, W) to (b, embed_dim) in the weights' dtype.
 
     The projection is linear and without bias. Models that pool by attention (CLIP's ResNets) end in a projection of
@@ -73,7 +86,7 @@ class VisionTower(nn.Module):
             ) from error
 
 
-class TextTower(nn.Module):
+class TextTower(Encoder):
     """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """Pretrained dual encoders by `model.pretrained`: a local folder, a hub name, or `open_clip:...`.
 
-Two steps, because a run of many ranks shall download once: `locate` on rank 0, `open_checkpoint` on all. A family is one file
-of this package and one row of `FAMILIES`.
+Two steps, because a run of many ranks shall download once: `locate` on rank 0, `open_checkpoint` on all. A family is
+one file of this package and one row of `FAMILIES`.
 """
 
 from __future__ import annotations

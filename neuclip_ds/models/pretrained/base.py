@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import Tokenize
-from neuclip_ds.models.towers import normalised
+from neuclip_ds.models.towers import Encoder, normalised
 
 
 class Place(NamedTuple):
@@ -100,7 +100,7 @@ class Checkpoint(Protocol):
         ...
 
 
-class Tower(nn.Module):
+class Tower(Encoder):
     """A library's encoder and the projection behind it.
 
     Image towers get uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both give (b, d) in the weights' dtype.
@@ -142,8 +142,8 @@ def logits_of(weights: Mapping[str, Tensor]) -> Logits:
     """Temperature exp(-logit_scale) and bias of a checkpoint's tensors, where they have them."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
     return Logits(
-        temperature=None if scale is None else math.exp(-float(scale)),
-        bias=None if bias is None else float(bias),
+        temperature=None if scale is None else math.exp(-scale.item()),
+        bias=None if bias is None else bias.item(),
     )
 
 

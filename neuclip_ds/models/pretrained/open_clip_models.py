@@ -269,6 +269,6 @@ def _download(name: str, known: dict[str, Any]) -> str:
         reason = str(error).strip().partition("\n")[0].rstrip(".")
         source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
         raise UserError(
-            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): fetch "
-            f"{source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
+            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
+            f"fetch {source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
         ) from error

@@ -47,8 +47,8 @@ _LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature 
 class Kind(NamedTuple):
     """A `model_type` of config.json."""
 
-    config: type
-    model: type
+    config: Any
+    model: Any
     prefixes: dict[str, str]  # beginnings of our parameters' names -> of the library's
     logit_shape: tuple[int, ...]  # of logit_scale and logit_bias
 
@@ -109,7 +109,7 @@ class TransformersCheckpoint:
         self._folder = Path(place.path)
         tree = read_json(self._folder / "config.json")
         self._kind = _kind_of(tree, self._folder)
-        self._config = self._kind.config(**tree)
+        self._config = self._kind.config.from_dict(tree)
         self._config._attn_implementation = "sdpa"
         self.embed_dim = _embed_dim(tree, self._config, self._folder)
         self.pixels = _pixels(self._folder, self._config.vision_config.image_size)
@@ -229,10 +229,14 @@ def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
 
 
 def _pixels(folder: Path, image_size: Any) -> Pixels:
-    tree = read_json(folder / _PROCESSOR)
+    nested = folder / "processor_config.json"  # transformers 5 keeps the image processor in it
+    if nested.is_file() and not (folder / _PROCESSOR).is_file():
+        tree = read_json(nested).get("image_processor", {})
+    else:
+        tree = read_json(folder / _PROCESSOR)
     mean, std = tree.get("image_mean"), tree.get("image_std")
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
-        raise UserError(f"{folder / _PROCESSOR} has no image_mean and image_std of three channels; add them.")
+        raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
     if not isinstance(image_size, int):
         raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones can be trained.")
     size = tree.get("size")
