@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import (
     AutoTokenizer,
@@ -40,6 +42,7 @@ _WEIGHTS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PROCESSOR = "preprocessor_config.json"
 _LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature at the largest id
 
@@ -147,7 +150,7 @@ class TransformersCheckpoint:
                 ignore_mismatched_sizes=True,  # they are told in `info`, and refused below
                 output_loading_info=True,
             )
-        except (OSError, ValueError, RuntimeError) as error:
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise UserError(
                 f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's own there."
@@ -187,6 +190,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         UserError: the folder has no tokenizer files, or transformers cannot read them.
     """
     try:
+        if first_file(folder, _TOKENIZERS) is None:  # transformers would make an empty one
+            raise FileNotFoundError("there are no files of one")
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, ImportError) as error:
         reason = str(error).strip().partition("\n")[0]
