@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
 
+import torch
+from torch import Tensor, nn
+
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.export.convert import clip_vision_config
 from neuclip_ds.models.pretrained import locate, open_checkpoint
-from neuclip_ds.models.pretrained.base import Checkpoint, Loaded, Logits, Pixels, Place
+from neuclip_ds.models.pretrained.base import (
+    Checkpoint,
+    Loaded,
+    Logits,
+    Package,
+    Pixels,
+    Place,
+    logit_tensors,
+)
 from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.models.towers import TextTower, VisionTower
 
 FROM_SCRATCH = Logits(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
@@ -56,6 +69,10 @@ class ModelSource(Protocol):
         """Writes into the run's folder whatever else is needed to build the model again."""
         ...
 
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        """The files' form of trained weights, which are named as those of `build`."""
+        ...
+
 
 class Scratch:
     """Random weights, a function of torch's seed."""
@@ -79,6 +96,20 @@ class Scratch:
     def save(self, folder: Path) -> None:
         """The run's config.yaml and tokenizer say it all."""
 
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        with torch.device("meta"):
+            model = self.build(tokenizer)
+        vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
+        config = {
+            "embed_dim": self.embed_dim,
+            "vision": self._config.vision.model_dump(),
+            "clip_vision": clip_vision_config(vision, self.pixels.size),
+            "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
+            "linear_projection": isinstance(vision.projection, nn.Linear),
+            "text": text.trunk.config.to_dict(),
+        }
+        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.pixels, tokenizer)
+
 
 class Pretrained:
     """A checkpoint's architecture, tokenizer and weights; nothing of the config but activation checkpointing."""
@@ -100,6 +131,9 @@ class Pretrained:
 
     def save(self, folder: Path) -> None:
         self._checkpoint.save(folder)
+
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        return self._checkpoint.package(weights, logits)
 
     def _prepared(self, model: DualEncoder) -> DualEncoder:
         if self._config.activation_checkpointing:

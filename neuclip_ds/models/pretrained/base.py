@@ -54,6 +54,7 @@ class Loaded(NamedTuple):
 class Package(NamedTuple):
     """A model in the form of its family: what its files hold."""
 
+    family: str
     config: dict[str, Any]  # of the architecture
     weights: dict[str, Tensor]  # by the family's names, logit scale and bias among them
     pixels: Pixels

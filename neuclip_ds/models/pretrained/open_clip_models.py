@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,9 +30,7 @@ from neuclip_ds.models.pretrained.base import (
     renamed,
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
-
-if TYPE_CHECKING:
-    from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.tokenizer import Tokenize, special_ids
 
 CONFIG = "open_clip_config.json"
 _WEIGHTS = (
@@ -95,6 +93,10 @@ class OpenClipTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.context_length: int = tokenizer.context_length
         self.inner = tokenizer
+
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        return special_ids(transformers_form(self.inner))
 
     def __call__(self, captions: list[str]) -> Tensor:
         """(b, context_length) int64 ids."""
@@ -161,7 +163,9 @@ class OpenClipCheckpoint:
     def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
         tensors = renamed(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._config)
-        return Package(config, config_names(config, tensors), self.pixels, self.tokenizer())
+        if logits.bias is not None:
+            config.setdefault("init_logit_bias", logits.bias)
+        return Package("open_clip", config, config_names(config, tensors), self.pixels, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

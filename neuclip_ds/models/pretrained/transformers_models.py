@@ -19,6 +19,7 @@ from transformers import (
     SiglipConfig,
     SiglipModel,
 )
+from transformers.utils import logging
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
@@ -35,6 +36,7 @@ from neuclip_ds.models.pretrained.base import (
     renamed,
 )
 from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, read_json
+from neuclip_ds.models.tokenizer import special_ids
 
 _WEIGHTS = (
     "model.safetensors",
@@ -81,6 +83,10 @@ class LibraryTokenizer:
         self.inner = tokenizer
         if tokenizer.pad_token_id is None:
             tokenizer.pad_token = tokenizer.eos_token
+
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        return special_ids(self.inner)
 
     def __call__(self, captions: list[str]) -> Tensor:
         """(b, context_length) int64 ids."""
@@ -140,6 +146,7 @@ class TransformersCheckpoint:
     def load(self) -> Loaded:
         if first_file(self._folder, _WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
+        logging.disable_progress_bar()  # a bar a rank says nothing that the log does not
         try:
             model, info = self._kind.model.from_pretrained(
                 self._folder,
@@ -167,8 +174,10 @@ class TransformersCheckpoint:
         return Loaded(self._wrapped(model), logits_of(state))
 
     def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        if self._kind.logit_shape and logits.bias is None:
+            logits = logits._replace(bias=0.0)  # SiglipModel adds one
         tensors = renamed(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
-        return Package(self._config.to_dict(), tensors, self.pixels, self.tokenizer())
+        return Package("transformers", self._config.to_dict(), tensors, self.pixels, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)

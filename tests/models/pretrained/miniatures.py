@@ -81,7 +81,9 @@ def save_clip(folder: Path, **over: Any) -> CLIPModel:
 def save_siglip(folder: Path) -> SiglipModel:
     torch.manual_seed(0)
     tokenizer = siglip_tokenizer()
-    text = small(32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32)
+    text = small(
+        32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32, bos_token_id=1, eos_token_id=1
+    )
     config = SiglipConfig(text_config=text, vision_config=small(32, image_size=32, patch_size=8))
     model = SiglipModel(config).eval()
     _disturb(model)
