@@ -1,7 +1,7 @@
 """Trained models in the files of other libraries: `transformers` and `open_clip`.
 
-A package in its own family's form is converted, where a row of `CONVERTERS` says how, and written by its format's row of
-`WRITERS`.
+A package in its own family's form is converted, where a row of `CONVERTERS` says how, and written by its format's
+row of `WRITERS`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def from_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str,
 
 def to_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The other library's tensors under transformers' names."""
-    result = {}
+    result: dict[str, Tensor] = {}
     for pair in pairs:
         tensor = weights[pair.name].T if pair.transposed else weights[pair.name]
         result.update(zip(pair.clip, tensor.chunk(len(pair.clip)), strict=True))

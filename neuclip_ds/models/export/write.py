@@ -16,7 +16,7 @@ from neuclip_ds.models.pretrained.transformers_models import KINDS
 
 
 def write_transformers(package: Package, folder: Path) -> None:
-    """config.json, model.safetensors, preprocessor_config.json and the tokenizer, for `AutoModel` and `AutoProcessor`."""
+    """config.json, model.safetensors, preprocessor_config.json, the tokenizer: for `AutoModel` and `AutoProcessor`."""
     kind = KINDS[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
     with torch.device("meta"):
@@ -39,7 +39,7 @@ def write_transformers(package: Package, folder: Path) -> None:
 
 
 def write_open_clip(package: Package, folder: Path) -> None:
-    """open_clip_config.json, open_clip_model.safetensors and the tokenizer, for open_clip's `local-dir:` and hub names."""
+    """open_clip_config.json, open_clip_model.safetensors and the tokenizer: for open_clip's `local-dir:`."""
     open_clip_models.write_config(folder, package.config, package.pixels)
     save_file(_plain(package), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     package.tokenizer.save(folder)
