@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Protocol, cast
@@ -22,9 +23,11 @@ from neuclip_ds.models.pretrained.base import (
     Place,
     logit_tensors,
 )
+from neuclip_ds.models.pretrained.files import read_json
 from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
 from neuclip_ds.models.towers import TextTower, VisionTower
 
+_LOGITS = "logits.json"
 FROM_SCRATCH = Logits(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
@@ -65,8 +68,8 @@ class ModelSource(Protocol):
         """
         ...
 
-    def save(self, folder: Path) -> None:
-        """Writes into the run's folder whatever else is needed to build the model again."""
+    def save(self, folder: Path, logits: Logits) -> None:
+        """Writes what `open_saved` needs beside config and tokenizer; the folder is made."""
         ...
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
@@ -93,7 +96,7 @@ class Scratch:
     def load(self, tokenizer: Tokenize) -> Loaded:
         return Loaded(self.build(tokenizer), FROM_SCRATCH)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, logits: Logits) -> None:
         """The run's config.yaml and tokenizer say it all."""
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
@@ -129,8 +132,9 @@ class Pretrained:
         model, logits = self._checkpoint.load()
         return Loaded(self._prepared(model), logits)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, logits: Logits) -> None:
         self._checkpoint.save(folder)
+        (folder / _LOGITS).write_text(json.dumps(logits._asdict()), encoding="utf-8")
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
         return self._checkpoint.package(weights, logits)
@@ -164,3 +168,18 @@ def open_source(config: ModelConfig, place: Place | None) -> ModelSource:
         UserError: the checkpoint's config is missing or lacks something.
     """
     return Scratch(config) if place is None else Pretrained(config, open_checkpoint(place))
+
+
+def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
+    """The model of a run and the logits that it started with; a checkpoint's weights are not there any more.
+
+    Args:
+        config: the run's.
+        folder: that `ModelSource.save` wrote.
+
+    Raises:
+        UserError: files are missing.
+    """
+    if not config.pretrained:
+        return Scratch(config), FROM_SCRATCH
+    return open_source(config, locate(str(folder), weights=False)), Logits(**read_json(folder / _LOGITS))

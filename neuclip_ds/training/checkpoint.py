@@ -84,7 +84,7 @@ class Checkpoints:
                     "set it back, or give the run another name (--run.name)."
                 )
         try:
-            with _weights_only():
+            with weights_only():
                 loaded, _ = engine.load_checkpoint(str(path), tag="engine")
         except pickle.UnpicklingError as error:
             raise UserError(
@@ -114,7 +114,7 @@ class Checkpoints:
 
 
 @contextmanager
-def _weights_only() -> Iterator[None]:
+def weights_only() -> Iterator[None]:
     """Has torch read DeepSpeed's files as data: a checkpoint from elsewhere cannot run code."""
     name = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"
     before = os.environ.get(name)

@@ -111,13 +111,13 @@ class Run:
         )
         self._total = config.budget.steps or max(1, round(config.budget.epochs * self._order.steps_per_epoch))
         source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
-        communicator.on_rank_zero(lambda: source.save(folder / "model"))
         self._pixels = source.pixels
         self._tokenizer = source.tokenizer(self._train_tokenizer)
         self._evaluator = Evaluator(config, self._manifest, self._tokenizer, self._pixels.size, communicator, folder)
 
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         model, logits = source.load(self._tokenizer)
+        communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
         self._parameters = parameter_count(model)
         self._engine = start_engine(model, config.optimizer, engine_config, communicator)
         towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
