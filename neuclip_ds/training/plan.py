@@ -34,19 +34,25 @@ def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | No
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
-    source = open_source(config.model, locate_model(config.model, weights=False))
-    lines += _model_lines(config, source, engine, world_size)
-    problem, manifest = None, None
+    problems: list[UserError] = []
+    source, manifest = None, None
+    try:
+        source = open_source(config.model, locate_model(config.model, weights=False))
+        lines += _model_lines(config, source, engine, world_size)
+    except UserError as error:
+        problems.append(error)
+        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
     try:
         manifest = _manifest(config)
     except UserError as error:
-        problem = error
+        problems.append(error)
     lines += _data_lines(config, manifest)
-    lines += _objective_lines(config, source.embed_dim, engine, world_size, manifest)
+    if source is not None:
+        lines += _objective_lines(config, source.embed_dim, engine, world_size, manifest)
     if environment.rank == 0:
         print("\n".join(lines))
-    if problem is not None:
-        raise problem
+    if problems:
+        raise problems[0]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:

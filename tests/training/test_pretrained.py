@@ -89,6 +89,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
     return results
 
 
+@pytest.mark.slow
 def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> None:
     """Two ranks, micro-batches of 2 out of 4, checkpointed activations, TuneCLIP at the checkpoint's temperature."""
     for family, save in FAMILIES.items():
@@ -97,6 +98,8 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> N
     for rank in run_ranks(2, under_deepspeed, tmp_path):
         for (family, name), weights in rank.items():
             for key, value in weights.items():
+                if key.endswith(("k_proj.bias", "in_proj_bias")):
+                    continue  # attention is blind to the keys' bias: its gradient is rounding, which Adam magnifies
                 torch.testing.assert_close(
                     value,
                     wanted[family][key],

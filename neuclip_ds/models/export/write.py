@@ -7,7 +7,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import CLIPImageProcessor, SiglipImageProcessor
 from transformers.image_utils import PILImageResampling
 
 from neuclip_ds.models.pretrained import open_clip_models
@@ -24,10 +23,9 @@ def write_transformers(package: Package, folder: Path) -> None:
     check_fit(str(folder), wanted, package.weights)
     config.save_pretrained(folder)
     save_file(_plain(package), folder / "model.safetensors", metadata={"format": "pt"})
-    processor = SiglipImageProcessor if package.config["model_type"] == "siglip" else CLIPImageProcessor
     side = package.pixels.size
     square = {"height": side, "width": side}
-    processor(
+    kind.processor(
         size=square if package.pixels.squash else {"shortest_edge": side},
         crop_size=square,
         do_center_crop=not package.pixels.squash,

@@ -14,9 +14,11 @@ from torch import Tensor
 from transformers import (
     AutoTokenizer,
     CLIPConfig,
+    CLIPImageProcessor,
     CLIPModel,
     PreTrainedTokenizerBase,
     SiglipConfig,
+    SiglipImageProcessor,
     SiglipModel,
 )
 from transformers.utils import logging
@@ -54,6 +56,7 @@ class Kind(NamedTuple):
 
     config: Any
     model: Any
+    processor: Any  # of images
     prefixes: dict[str, str]  # beginnings of our parameters' names -> of the library's
     logit_shape: tuple[int, ...]  # of logit_scale and logit_bias
 
@@ -61,8 +64,8 @@ class Kind(NamedTuple):
 _TRUNKS = {"vision.trunk.": "vision_model.", "text.trunk.": "text_model."}
 _PROJECTIONS = {"vision.projection.": "visual_projection.", "text.projection.": "text_projection."}
 KINDS = {
-    "clip": Kind(CLIPConfig, CLIPModel, {**_TRUNKS, **_PROJECTIONS}, ()),
-    "siglip": Kind(SiglipConfig, SiglipModel, _TRUNKS, (1,)),
+    "clip": Kind(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
+    "siglip": Kind(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
 }
 
 
