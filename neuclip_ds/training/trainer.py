@@ -113,7 +113,7 @@ class Run:
         source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
         self._pixels = source.pixels
         self._tokenizer = source.tokenizer(self._train_tokenizer)
-        self._evaluator = Evaluator(config, self._manifest, self._tokenizer, self._pixels.size, communicator, folder)
+        self._evaluator = Evaluator(config, self._manifest, self._tokenizer, source.pixels, communicator, folder)
 
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         model, logits = source.load(self._tokenizer)
@@ -203,7 +203,7 @@ class Run:
         batches = train_loader(
             self._manifest,
             self._order,
-            train_transform(self._pixels.size, data.crop_scale),
+            train_transform(self._pixels.size, data.crop_scale, self._pixels.squash),
             self._tokenizer,
             rank=self._communicator.rank,
             world_size=self._communicator.world_size,

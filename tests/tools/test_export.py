@@ -90,7 +90,7 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
     assert done.returncode == 0, done.stderr
     after = load_file(tmp_path / "exported/open_clip_model.safetensors")
     metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
-    assert metrics[0]["tau"] == pytest.approx(0.018315638)
+    assert metrics[0]["tau"] == pytest.approx(0.018315638, rel=2e-3)  # after one Adam step of 1e-3 in log(1/tau)
     assert after["logit_scale"] != 4.0
     assert ("logit_bias" in after) == (method == "siglip")
     open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}/exported")

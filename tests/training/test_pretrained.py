@@ -6,6 +6,7 @@ from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import pytest
 import torch
 from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
