@@ -1,7 +1,8 @@
 """From an encoded image to uint8 pixels (3, H, W); normalisation happens on the device, in the model.
 
-Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image or, for models
-trained so, all of it out of proportion; bicubic. Augmentation depends on the `randomness` handed in (a hash of seed, epoch and index) and on nothing else.
+Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image or, for
+models trained so, all of it out of proportion; bicubic. Augmentation depends on the `randomness` handed in (a hash of
+seed, epoch and index) and on nothing else.
 """
 
 from __future__ import annotations

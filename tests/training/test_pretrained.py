@@ -14,6 +14,9 @@ from ranks import run_ranks
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
@@ -21,6 +24,7 @@ from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.optimizers import build_optimizer
+from neuclip_ds.training.plan import print_plan
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
@@ -108,3 +112,16 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(tmp_path: Path) -> N
                     atol=2e-5,
                     msg=lambda text, at=(family, name, key): f"{at} {text}",
                 )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    FAMILIES[family](tmp_path)
+    config = config_of(tmp_path)
+    with pytest.raises(UserError, match="Name the training data"):
+        print_plan(config, RankEnvironment(0, 0, 2), None)
+    said = capsys.readouterr().out
+    source = open_source(config.model, locate_model(config.model))
+    total = parameter_count(source.build(source.tokenizer(untrained)))
+    assert f"= {total:,} parameters" in said
+    assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in said

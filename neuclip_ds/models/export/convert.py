@@ -222,7 +222,7 @@ _TEXT_PARTS = {
     "eos_id",
     "pad_id",
 }
-_TEXT_PARTS |= {"hf_tokenizer_name", "tokenizer_kwargs"}
+_TEXT_PARTS |= {"hf_tokenizer_name"}
 
 
 def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
@@ -240,10 +240,12 @@ def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[
 
 
 def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
+    width, inner = part["hidden_size"], part["intermediate_size"]
+    exact = int(width * (inner / width)) == inner  # as open_clip computes it, rounding down
     sizes = {
-        "width": part["hidden_size"],
+        "width": width,
         "layers": part["num_hidden_layers"],
-        "mlp_ratio": part["intermediate_size"] / part["hidden_size"],
+        "mlp_ratio": (inner if exact else inner + 0.5) / width,
     }
     eps = part["layer_norm_eps"]
     return sizes if eps == _DEFAULT_EPS else {**sizes, "norm_kwargs": {"eps": eps}}

@@ -38,6 +38,9 @@ def write_transformers(package: Package, folder: Path) -> None:
 
 def write_open_clip(package: Package, folder: Path) -> None:
     """open_clip_config.json, open_clip_model.safetensors and the tokenizer: for open_clip's `local-dir:`."""
+    with torch.device("meta"):
+        wanted = open_clip_models.architecture(package.config, str(folder)).state_dict()
+    check_fit(str(folder), wanted, open_clip_models.custom_text_names(package.weights))
     open_clip_models.write_config(folder, package.config, package.pixels)
     save_file(_plain(package), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     package.tokenizer.save(folder)

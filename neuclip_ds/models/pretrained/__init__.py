@@ -6,17 +6,26 @@ one file of this package and one row of `FAMILIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
 from neuclip_ds.models.pretrained.base import Checkpoint, Place
 from neuclip_ds.models.pretrained.files import SMALL_FILES, download
 
-FAMILIES: dict[str, Callable[[Place], Checkpoint]] = {
-    "transformers": transformers_models.TransformersCheckpoint,
-    "open_clip": open_clip_models.OpenClipCheckpoint,
+
+class Family(NamedTuple):
+    """A library whose files can be read."""
+
+    open: Callable[[Place], Checkpoint]
+    weight_files: tuple[str, ...]  # patterns, the first that a repository has is fetched
+
+
+FAMILIES = {
+    "transformers": Family(transformers_models.TransformersCheckpoint, ("model*.safetensors", "pytorch_model*.bin")),
+    "open_clip": Family(open_clip_models.OpenClipCheckpoint, ("open_clip*.safetensors", "open_clip*.bin")),
 }
 
 
@@ -30,20 +39,23 @@ def locate(name: str, weights: bool = True) -> Place:
     Raises:
         UserError: there is no such thing, or no network to fetch it.
     """
-    prefix, mark, rest = name.rpartition("open_clip:")
-    forced = bool(mark) and not prefix
+    rest = name.removeprefix("open_clip:")
+    forced = rest != name
     if forced and open_clip_models.is_architecture(rest.partition("/")[0]):
         return open_clip_models.locate(rest, weights)
-    folder = Path(rest if forced else name).expanduser()
+    folder = Path(rest).expanduser()
     if folder.is_file():
         raise UserError(
             f"model.pretrained={name} is a file, which does not tell its architecture; write "
             f"open_clip:ARCHITECTURE/{folder}, or name the folder of a whole checkpoint."
         )
-    if not folder.is_dir():
-        patterns = [*SMALL_FILES, *(("*.safetensors", "*.bin") if weights else ())]
-        folder = download(rest if forced else name, patterns)
-    return Place("open_clip" if forced else _family(folder), str(folder.resolve()))
+    local = folder.is_dir()
+    if not local:
+        folder = download(rest, SMALL_FILES)
+    family = "open_clip" if forced else _family(folder)
+    if weights and not local:
+        _download_weights(rest, FAMILIES[family].weight_files)
+    return Place(family, str(folder.resolve()))
 
 
 def open_checkpoint(place: Place) -> Checkpoint:
@@ -54,7 +66,14 @@ def open_checkpoint(place: Place) -> Checkpoint:
     """
     if not Path(place.path).exists():
         raise UserError(f"Rank 0 found {place.path}, this rank does not: put the checkpoint under one path everywhere.")
-    return FAMILIES[place.family](place)
+    return FAMILIES[place.family].open(place)
+
+
+def _download_weights(name: str, patterns: Sequence[str]) -> None:
+    """Repositories often hold the same weights in several forms, gigabytes each: one is enough."""
+    for pattern in patterns:
+        if any(download(name, [pattern]).glob(pattern)):
+            return
 
 
 def _family(folder: Path) -> str:

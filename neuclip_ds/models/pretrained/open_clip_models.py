@@ -144,7 +144,7 @@ class OpenClipCheckpoint:
         return OpenClipTokenizer(tokenizer)
 
     def build(self) -> DualEncoder:
-        return self._wrapped(self._model())
+        return self._wrapped(architecture(self._config, self._where))
 
     def load(self) -> Loaded:
         path = Path(self._place.path)
@@ -153,7 +153,7 @@ class OpenClipCheckpoint:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
         tensors = custom_text_names(read_tensors(weights))
         logits = logits_of(tensors)
-        model = self._model()
+        model = architecture(self._config, self._where)
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
         check_fit(self._where, wanted, found)
@@ -172,18 +172,27 @@ class OpenClipCheckpoint:
         write_config(folder, self._config, self.pixels)
         self.tokenizer().save(folder)
 
-    def _model(self) -> Any:
-        open_clip = library()
-        config = {key: value for key, value in self._config.items() if key != "custom_text"}
-        try:
-            return open_clip.CustomTextCLIP(**config)
-        except TypeError as error:
-            raise UserError(f"open_clip {open_clip.__version__} cannot build {self._where} ({error}).") from error
-
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
             Tower(model.visual, None, self.pixels, _checkpoint), Tower(model.text, checkpointing=_checkpoint)
         )
+
+
+def architecture(config: Mapping[str, Any], where: str) -> Any:
+    """open_clip's model of a config, with random weights.
+
+    Raises:
+        UserError: open_clip cannot build it.
+    """
+    open_clip = library()
+    parts = {key: value for key, value in config.items() if key != "custom_text"}
+    try:
+        return open_clip.CustomTextCLIP(**parts)
+    except TypeError as error:
+        raise UserError(
+            f"open_clip {open_clip.__version__} cannot build {where} ({error}); mend its model_cfg, or update "
+            "open_clip_torch."
+        ) from error
 
 
 def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

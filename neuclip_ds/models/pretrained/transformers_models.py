@@ -231,6 +231,10 @@ def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
     """Width of the joint space; transformers would fill a missing one with 512 without a word."""
     if isinstance(config, SiglipConfig):
         text, vision = config.text_config, config.vision_config
+        if not vision.vision_use_head:
+            raise UserError(
+                f"The image tower in {folder} has no pooling head (vision_use_head); it cannot be trained here."
+            )
         if text.projection_size != vision.hidden_size:
             raise UserError(
                 f"config.json in {folder} projects texts to {text.projection_size} numbers and images to "

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import huggingface_hub
 import open_clip
 import pytest
 import torch
@@ -198,6 +199,19 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
             torch.testing.assert_close(text, model.encode_text(ids, normalize=True), rtol=0, atol=1e-6)
     finally:
         del open_clip.factory._MODEL_CONFIGS["miniature"]
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of the hub's cache, as a download leaves it."""
+    repository = tmp_path / "models--someone--something"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    FAMILIES[family](repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    place = locate("someone/something")
+    assert Path(place.path) == repository / "snapshots" / ("0" * 40)
+    assert open_checkpoint(place).load().logits.temperature == pytest.approx(0.018315638)
 
 
 def published(folder: Path, model_type: str, **config: Any) -> Path:
