@@ -29,7 +29,7 @@ from neuclip_ds.models.pretrained.base import (
     logits_of,
     renamed,
 )
-from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
+from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
 from neuclip_ds.models.tokenizer import Tokenize, special_ids
 
 CONFIG = "open_clip_config.json"
@@ -136,9 +136,8 @@ class OpenClipCheckpoint:
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source)
         except (OSError, ValueError, TypeError, ImportError) as error:
-            reason = str(error).strip().partition("\n")[0]
             raise UserError(
-                f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
+                f"open_clip cannot find the tokenizer of {self._where} ({first_sentence(error)}); put its files (tokenizer.json and "
                 f"tokenizer_config.json) into a folder with the weights and {CONFIG}, and name that."
             ) from error
         return OpenClipTokenizer(tokenizer)
@@ -279,9 +278,8 @@ def _download(name: str, known: dict[str, Any]) -> str:
     try:
         return str(library().download_pretrained(known))
     except Exception as error:  # of the hub, or of whatever library it uses
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
         source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
         raise UserError(
-            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
+            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({first_sentence(error)}): "
             f"fetch {source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
         ) from error
