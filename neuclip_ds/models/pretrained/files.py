@@ -53,8 +53,9 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)
     except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
+        reason = first_sentence(error)
         raise UserError(
-            f"{path} is not a file of tensors alone ({first_sentence(error)}); put a safetensors file or a plain state dict there."
+            f"{path} is not a file of tensors alone ({reason}); put a safetensors file or a plain state dict there."
         ) from error
     tree = tree.get("state_dict", tree) if isinstance(tree, dict) else None
     tensors = {} if tree is None else {str(key).removeprefix("module."): value for key, value in tree.items()}
@@ -77,7 +78,8 @@ def download(name: str, patterns: Sequence[str]) -> Path:
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses
+        reason = first_sentence(error)
         raise UserError(
-            f"model.pretrained={name} is no local folder, and the hub did not give it ({first_sentence(error)}): download the "
+            f"model.pretrained={name} is no local folder, and the hub did not give it ({reason}): download the "
             "repository where there is network and name its folder, or copy it into the hub's cache (HF_HOME)."
         ) from error

@@ -136,8 +136,9 @@ class OpenClipCheckpoint:
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source)
         except (OSError, ValueError, TypeError, ImportError) as error:
+            reason = first_sentence(error)
             raise UserError(
-                f"open_clip cannot find the tokenizer of {self._where} ({first_sentence(error)}); put its files (tokenizer.json and "
+                f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
                 f"tokenizer_config.json) into a folder with the weights and {CONFIG}, and name that."
             ) from error
         return OpenClipTokenizer(tokenizer)
@@ -279,7 +280,8 @@ def _download(name: str, known: dict[str, Any]) -> str:
         return str(library().download_pretrained(known))
     except Exception as error:  # of the hub, or of whatever library it uses
         source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
+        reason = first_sentence(error)
         raise UserError(
-            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({first_sentence(error)}): "
+            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
             f"fetch {source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
         ) from error

@@ -161,8 +161,9 @@ class TransformersCheckpoint:
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+            reason = first_sentence(error)
             raise UserError(
-                f"transformers cannot read the weights in {self._folder} ({first_sentence(error)}); put the checkpoint's own there."
+                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's own there."
             ) from error
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
@@ -205,8 +206,9 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
             raise FileNotFoundError("there are no files of one")
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, ImportError) as error:
+        reason = first_sentence(error)
         raise UserError(
-            f"{folder} holds no tokenizer that transformers can read ({first_sentence(error)}); put the model's tokenizer files there "
+            f"{folder} holds no tokenizer that transformers can read ({reason}); put the model's tokenizer files there "
             "(tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, or spiece.model)."
         ) from error
 
