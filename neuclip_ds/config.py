@@ -119,6 +119,9 @@ class TextConfig(Section):
 
 
 class ModelConfig(Section):
+    pretrained: str = ""
+    """Checkpoint to start from, whose architecture and tokenizer replace those below: a folder or hub name of a
+    transformers CLIPModel or SiglipModel or of an open_clip model, or open_clip:ARCHITECTURE/TAG_OR_FILE."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     embed_dim: int = Field(512, ge=2)
@@ -128,8 +131,8 @@ class ModelConfig(Section):
 
 
 class TemperatureConfig(Section):
-    initial: float = Field(0.07, gt=0)
-    """Temperature tau at step 0."""
+    initial: float | None = Field(None, gt=0)
+    """Temperature tau at step 0; absent: the pretrained checkpoint's, or 0.07."""
     minimum: float = Field(0.01, gt=0)
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
@@ -147,7 +150,7 @@ class TemperatureConfig(Section):
 
     @model_validator(mode="after")
     def _bounds_hold_initial(self) -> TemperatureConfig:
-        if not self.minimum <= self.initial <= self.maximum:
+        if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
             raise ValueError(
                 f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; move one of them"
             )
@@ -155,8 +158,8 @@ class TemperatureConfig(Section):
 
 
 class SiglipConfig(Section):
-    bias: float = -10.0
-    """Bias of the logits at step 0; it is learned. SigLIP starts with it and with temperature 0.1."""
+    bias: float | None = None
+    """Bias of the logits at step 0, which is learned; absent: the pretrained checkpoint's, or -10, as SigLIP starts."""
 
 
 class HingeConfig(Section):

@@ -22,7 +22,8 @@ RECIPES = Path(__file__).parent / "recipes"
 
 
 class _Invocation(Config):
-    """Trains a CLIP model. Example: deepspeed --num_accelerators 2 train.py demo --optimizer.lr=1e-3"""
+    """Trains a CLIP model. Examples: deepspeed --num_accelerators 2 train.py demo --optimizer.lr=1e-3,
+    python train.py vitb32_tuneclip --model.pretrained=/weights/clip-vit-base-patch32 --data.train=/data/dfn12m"""
 
     recipe: CliPositionalArg[str | None] = None
     """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; without one the names are listed."""

@@ -194,3 +194,34 @@ def test_many_names_stay_readable() -> None:
     assert len(said) < 600
     with pytest.raises(UserError, match=r"no recipe or file cc3m_neuclipp; did you mean cc3m_neuclip\?$"):
         parse(["cc3m_neuclipp"])
+
+
+# TuneCLIP Table 7: checkpoint, global batch over 8 GPUs
+FINE_TUNED = {
+    "vitb32_tuneclip": ("openai/clip-vit-base-patch32", 512 * 8),
+    "vitb16_tuneclip": ("openai/clip-vit-base-patch16", 256 * 8),
+    "laion_vitb32_tuneclip": ("laion/CLIP-ViT-B-32-laion2B-s34B-b79K", 512 * 8),
+    "siglip_vitb16_tuneclip": ("google/siglip-base-patch16-224", 256 * 8),
+    "vith14_tuneclip": ("open_clip:ViT-H-14-quickgelu/dfn5b", 256 * 8),
+}
+
+
+@pytest.mark.parametrize("name", FINE_TUNED)
+def test_fine_tuning_is_as_published(name: str) -> None:
+    config = config_of(name)
+    objective, optimizer = config.objective, config.optimizer
+    assert (config.model.pretrained, config.data.batch_size) == FINE_TUNED[name]
+    assert (objective.method, objective.hinge.margin, objective.hinge.power) == ("tuneclip", 0.1, 2.0)
+    assert objective.temperature.initial is None  # the checkpoint's
+    average = objective.moving_average
+    assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("cosine", 0.9, 4)
+    assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (1e-5, 0.02, (0.9, 0.98))
+    assert config.budget.epochs == 5
+
+
+def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config = parse(["vith14_tuneclip", f"--data.train={tmp_path}"]).config
+    with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
+        print_plan(config, RankEnvironment(0, 0, 8), None)
+    said = capsys.readouterr().out
+    assert "632,076,800 + text 354,032,640 = 986,109,440 parameters" in said

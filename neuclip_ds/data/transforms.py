@@ -1,7 +1,8 @@
 """From an encoded image to uint8 pixels (3, H, W); normalisation happens on the device, in the model.
 
-Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image, both
-bicubic. Augmentation depends on the `randomness` handed in (a hash of seed, epoch and index) and on nothing else.
+Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image or, for
+models trained so, all of it out of proportion; bicubic. Augmentation depends on the `randomness` handed in (a hash of
+seed, epoch and index) and on nothing else.
 """
 
 from __future__ import annotations
@@ -42,6 +43,18 @@ class CentreCrop:
         return _as_tensor(F.center_crop(image, [self.image_size, self.image_size]))
 
 
+class Squash:
+    """The whole image, squeezed into the square: SigLIP and DFN were trained so."""
+
+    def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
+        self.image_size = image_size
+        self._decode = decode
+
+    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
+        side = [self.image_size, self.image_size]
+        return _as_tensor(F.resize(self._decode(data, None).image, side, InterpolationMode.BICUBIC))
+
+
 class RandomCrop:
     """A crop of random area share in [crop_scale, 1] and random aspect ratio, resized to the square."""
 
@@ -73,14 +86,18 @@ def _draw_crop(height: int, width: int, scale: tuple[float, float]) -> tuple[int
     return RandomResizedCrop.get_params(shape_only, list(scale), list(_RATIO))
 
 
-def train_transform(image_size: int, crop_scale: float, decode: Decode = decode_pil) -> ImageTransform:
+def train_transform(
+    image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
+) -> ImageTransform:
     """Random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
-    return CentreCrop(image_size, decode) if crop_scale == 1 else RandomCrop(image_size, crop_scale, decode)
+    if crop_scale < 1:
+        return RandomCrop(image_size, crop_scale, decode)
+    return Squash(image_size, decode) if squash else CentreCrop(image_size, decode)
 
 
-def eval_transform(image_size: int) -> ImageTransform:
-    """Resize and centre crop."""
-    return CentreCrop(image_size)
+def eval_transform(image_size: int, squash: bool = False) -> ImageTransform:
+    """Resize and centre crop, or the whole image squeezed into the square."""
+    return Squash(image_size) if squash else CentreCrop(image_size)
 
 
 @contextmanager

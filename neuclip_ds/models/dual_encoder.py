@@ -10,13 +10,18 @@ from torch.nn import functional
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
 
 
 class DualEncoder(nn.Module):
     """An image and a text tower into one space of width d."""
 
-    def __init__(self, vision: VisionTower, text: TextTower) -> None:
+    def __init__(self, vision: Encoder, text: Encoder) -> None:
+        """
+        Args:
+            vision: (b, 3, H, W) uint8 pixels to (b, d).
+            text: (b, T) int64 ids to (b, d).
+        """
         super().__init__()
         self.vision = vision
         self.text = text
@@ -36,6 +41,15 @@ class DualEncoder(nn.Module):
         image_features = None if image is None else _to_sphere(self.vision(image))
         return image_features, text_features
 
+    def checkpoint_activations(self) -> None:
+        """Blocks of both towers recompute their activations in the backward pass.
+
+        Raises:
+            UserError: an image model cannot.
+        """
+        self.vision.checkpoint_activations()
+        self.text.checkpoint_activations()
+
 
 def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> DualEncoder:
     """The dual encoder of a config with random weights, a function of torch's seed.
@@ -49,10 +63,10 @@ def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> Dual
     activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
     vision = VisionTower(config.vision, config.embed_dim)
     text = TextTower(config.text, tokenizer, config.embed_dim, activation)
+    model = DualEncoder(vision, text)
     if config.activation_checkpointing:
-        vision.checkpoint_activations()
-        text.checkpoint_activations()
-    return DualEncoder(vision, text)
+        model.checkpoint_activations()
+    return model
 
 
 def parameter_count(module: nn.Module) -> int:

@@ -10,9 +10,10 @@ import os
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
+from typing import Protocol
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -23,6 +24,23 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
+
+
+class Tokenize(Protocol):
+    """Captions to token ids, ready for a text tower; can be pickled."""
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        """(b, T) int64 ids, every row of the same length T."""
+        ...
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer's files, for `transformers.AutoTokenizer` to read."""
+        ...
+
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        """`bos_token_id`, `eos_token_id` and `pad_token_id`, as transformers' configs name them."""
+        ...
 
 
 class CaptionTokenizer:
@@ -83,8 +101,13 @@ class CaptionTokenizer:
         )
         return encoded["input_ids"]
 
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        return {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id, "pad_token_id": self.pad_id}
+
     def save(self, folder: Path | str) -> None:
         """Writes the tokenizer's files; `load` and `transformers.AutoTokenizer` read them."""
+        self._tokenizer.model_max_length = self.context_length
         self._tokenizer.save_pretrained(folder)
 
     @classmethod
@@ -125,6 +148,10 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word is one token at any place
     backend.decoder = decoders.ByteLevel()
+    # for those who load the saved tokenizer elsewhere; here rows are put together in `CaptionTokenizer`
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
+    )
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS],  # ids 0 and 1
@@ -134,6 +161,11 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.train_from_iterator(chain([first], with_text), trainer=trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
     return CaptionTokenizer(tokenizer, context_length)
+
+
+def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
+    """Ids of the special tokens by the names that transformers' configs give them."""
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def _first_present(*ids: int | None) -> int | None:

@@ -6,6 +6,8 @@ Parameters are used in their own module's forward only, and none is 0-dimensiona
 from __future__ import annotations
 
 import difflib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from typing import Any
 
 import timm
@@ -19,7 +21,29 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 
-class VisionTower(nn.Module):
+def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """(b, 3, H, W) uint8 pixels to float32: over 255, minus mean, over standard deviation of each channel."""
+    if image.dtype != torch.uint8:
+        raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
+    pixels = image.float()
+    for channel, (centre, width) in enumerate(zip(mean, std, strict=True)):
+        pixels[:, channel].sub_(255 * centre).div_(255 * width)
+    return pixels
+
+
+class Encoder(nn.Module, ABC):
+    """A tower: images or tokens to rows of the joint space."""
+
+    @abstractmethod
+    def checkpoint_activations(self) -> None:
+        """Blocks recompute their activations in the backward pass.
+
+        Raises:
+            UserError: the model cannot.
+        """
+
+
+class VisionTower(Encoder):
     """A timm model's pooled feature, projected: uint8 (b, 3, H, W) to (b, embed_dim) in the weights' dtype.
 
     The projection is linear and without bias. Models that pool by attention (CLIP's ResNets) end in a projection of
@@ -44,16 +68,8 @@ class VisionTower(nn.Module):
             self.projection = _projection(width, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        return self.projection(self.trunk(self._normalise(image)))
-
-    def _normalise(self, image: Tensor) -> Tensor:
-        """Pixels minus mean over standard deviation, computed in float32, in the dtype of the weights."""
-        if image.dtype != torch.uint8:
-            raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
-        pixels = image.float()
-        for channel, (mean, std) in enumerate(zip(self._mean, self._std, strict=True)):
-            pixels[:, channel].sub_(255 * mean).div_(255 * std)
-        return pixels.to(next(self.parameters()).dtype)
+        pixels = normalised(image, self._mean, self._std)
+        return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:
         """Blocks recompute their activations in the backward pass.
@@ -70,7 +86,7 @@ class VisionTower(nn.Module):
             ) from error
 
 
-class TextTower(nn.Module):
+class TextTower(Encoder):
     """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype."""
 
     def __init__(

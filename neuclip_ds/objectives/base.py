@@ -43,6 +43,8 @@ class Context(NamedTuple):
     samples: int  # n of the data set
     communicator: Communicator
     dtype: torch.dtype = torch.float32
+    temperature: float | None = 0.07  # that the encoders bring; None where their checkpoint has none
+    bias: float | None = -10.0  # of SigLIP's logits, likewise
 
 
 class Stateful(Protocol):

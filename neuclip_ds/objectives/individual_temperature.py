@@ -18,7 +18,7 @@ from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.temperature import TemperatureSignal, rho_of
+from neuclip_ds.objectives.temperature import TemperatureSignal, initial_within_bounds, rho_of
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -36,7 +36,7 @@ class IndividualTemperature(NoState):
             )
         self._config = config
         self._betas, self._eps = optimizer.betas, optimizer.eps
-        initial = {"tau": config.initial, "moment": 0.0, "square": 0.0}
+        initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
         self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
         self._rows: Tensor | None = None  # (own, fields) of the batch between `of` and `update`

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
@@ -29,7 +30,13 @@ class SigmoidObjective(NoState):
         self._config = objective
         self._communicator = context.communicator
         self._wire = wire
-        self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=objective.siglip.bias)
+        bias = context.bias if objective.siglip.bias is None else objective.siglip.bias
+        if bias is None:
+            raise UserError(
+                "The pretrained checkpoint has no logit_bias, with which SigLIP's loss starts; give "
+                "--objective.siglip.bias (SigLIP begins with -10)."
+            )
+        self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=bias)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 
@@ -50,11 +51,43 @@ class Temperature(Stateful, Protocol):
         ...
 
 
+def initial_temperature(config: TemperatureConfig, context: Context) -> float:
+    """tau at step 0: the config's, or that of the encoders.
+
+    Raises:
+        UserError: neither has one.
+    """
+    tau = context.temperature if config.initial is None else config.initial
+    if tau is None:
+        raise UserError(
+            "The pretrained checkpoint has no logit_scale, so its temperature is unknown; give "
+            "--objective.temperature.initial (OpenAI's models have 0.01)."
+        )
+    return tau
+
+
+def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
+    """The same for a temperature that is learned and clamped.
+
+    Raises:
+        UserError: neither has one, or a checkpoint's lies beyond the bounds.
+    """
+    tau = initial_temperature(config, context)
+    bounded = min(max(tau, config.minimum), config.maximum)
+    if not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
+        raise UserError(
+            f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
+            f"maximum={config.maximum}] of objective.temperature; move one of them, or set initial."
+        )
+    return bounded
+
+
 class ConstantTemperature(NoState):
     """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
 
     def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
-        self._tau = torch.tensor(config.initial, dtype=context.dtype, device=context.communicator.device)
+        tau = initial_temperature(config, context)
+        self._tau = torch.tensor(tau, dtype=context.dtype, device=context.communicator.device)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         return self._tau
@@ -65,6 +98,12 @@ class ConstantTemperature(NoState):
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         pass
 
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"tau": self._tau}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._tau = state["tau"].to(self._tau)
+
 
 class LearnableTemperature(NoState):
     """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned beside it."""
@@ -73,7 +112,7 @@ class LearnableTemperature(NoState):
         self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context, **beside: float
     ) -> None:
         self._config = config
-        initial = {"theta": -math.log(config.initial), **beside}
+        initial = {"theta": -math.log(initial_within_bounds(config, context)), **beside}
         device = context.communicator.device
         self._scalars = {
             name: torch.nn.Parameter(torch.tensor([value], dtype=context.dtype, device=device))

@@ -19,7 +19,8 @@ from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
-from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.models.pretrained.base import Pixels
+from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
@@ -35,7 +36,8 @@ class Evaluator:
         self,
         config: Config,
         manifest: Manifest,
-        tokenizer: CaptionTokenizer,
+        tokenizer: Tokenize,
+        pixels: Pixels,
         communicator: Communicator,
         folder: Path,
     ) -> None:
@@ -44,12 +46,13 @@ class Evaluator:
             config: the run's.
             manifest: its training data.
             tokenizer: its tokenizer.
+            pixels: what becomes of an image for its model.
             communicator: the ranks, who evaluate together.
             folder: of the run.
         """
         self._config, self._manifest, self._tokenizer = config, manifest, tokenizer
         self._communicator = communicator
-        self._transform = eval_transform(config.model.vision.image_size)
+        self._transform = eval_transform(pixels.size, pixels.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         data = config.data
         val, images = (

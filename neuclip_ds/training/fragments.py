@@ -33,13 +33,13 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.state.tensor_file import save_tensors
 
 FORMAT = "neuclip_ds.engine.1"
 WEIGHT = "weight"
 INDEX = "engine.json"
 BUFFERS = "buffers.safetensors"
 
-_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16", torch.float16: "F16", torch.int64: "I64"}
 _MEND = "restore the folder, or delete the checkpoint to go on from an older one"
 
 
@@ -58,7 +58,7 @@ class Fragment(NamedTuple):
 
 
 def write_fragments(folder: Path, rank: int, files: int, save: str, fragments: Sequence[Fragment]) -> None:
-    """Writes one rank's file; of tensors on another device or without contiguity, one at a time is copied.
+    """Writes one rank's file, piece by piece.
 
     Args:
         folder: where the files of all ranks go.
@@ -67,20 +67,8 @@ def write_fragments(folder: Path, rank: int, files: int, save: str, fragments: S
         save: identity that all files of one save share.
         fragments: this rank's.
     """
-    header: dict[str, Any] = {"__metadata__": {"format": FORMAT, "save": save}}
-    position = 0
-    for fragment in fragments:
-        size = fragment.tensor.numel() * fragment.tensor.element_size()
-        dtype, shape = _DTYPES[fragment.tensor.dtype], list(fragment.tensor.shape)
-        header[fragment.key] = {"dtype": dtype, "shape": shape, "data_offsets": [position, position + size]}
-        position += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the format wants the data aligned
-    with (folder / _file_name(rank, files)).open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for fragment in fragments:  # by hand: safetensors' own writer wants all tensors on the CPU at once
-            flat = fragment.tensor.detach().cpu().contiguous().reshape(-1)
-            file.write(flat.view(torch.uint8).numpy().data)
+    tensors = {fragment.key: fragment.tensor for fragment in fragments}
+    save_tensors(folder / _file_name(rank, files), tensors, {"format": FORMAT, "save": save})
 
 
 def write_buffers(folder: Path, save: str, buffers: Mapping[str, Tensor]) -> None:
@@ -178,6 +166,11 @@ class EngineFiles:
         if filled < stop:
             raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_MEND}.")
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters in their shapes, float32 where they were trained, and all buffers, by name."""
+        parameters = {name: self.read(name, WEIGHT).view(shape) for name, shape in self._shapes.items()}
+        return {**parameters, **self.buffers()}
 
     def buffers(self) -> dict[str, Tensor]:
         """The module's buffers, by name.

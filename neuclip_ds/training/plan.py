@@ -14,8 +14,8 @@ from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
-from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.sources import CACHE, resolve
@@ -36,18 +36,25 @@ def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | No
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
-    lines += _model_lines(config, engine, world_size)
-    problem, manifest = None, None
+    problems: list[UserError] = []
+    source, manifest = None, None
+    try:
+        source = open_source(config.model, locate_model(config.model, weights=False))
+        lines += _model_lines(config, source, engine, world_size)
+    except UserError as error:
+        problems.append(error)
+        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
     try:
         manifest = _manifest(config)
     except UserError as error:
-        problem = error
+        problems.append(error)
     lines += _data_lines(config, manifest)
-    lines += _objective_lines(config, engine, world_size, manifest)
+    if source is not None:
+        lines += _objective_lines(config, source.embed_dim, engine, world_size, manifest)
     if environment.rank == 0:
         print("\n".join(lines))
-    if problem is not None:
-        raise problem
+    if problems:
+        raise problems[0]
 
 
 def read_hostfile(path: Path) -> dict[str, int]:
@@ -72,9 +79,11 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return nodes
 
 
-def _model_lines(config: Config, engine: dict[str, Any], world_size: int) -> list[str]:
+def _model_lines(config: Config, source: ModelSource, engine: dict[str, Any], world_size: int) -> list[str]:
+    stand_in: Any = _Sizes(config.model.text)
+    tokenizer = source.tokenizer(lambda: stand_in)
     with torch.device("meta"):
-        model = build_dual_encoder(config.model, _tokenizer_sizes(config))
+        model = source.build(tokenizer)
     image, text = parameter_count(model.vision), parameter_count(model.text)
     stage, width = zero_stage(engine), 2 if is_bf16(engine) else 4
     share = [world_size if stage >= level else 1 for level in (3, 2, 1)]  # weights, gradients, optimizer
@@ -82,7 +91,7 @@ def _model_lines(config: Config, engine: dict[str, Any], world_size: int) -> lis
     master = 12 if width == 2 else 8  # two float32 moments, and a float32 master beside bf16 weights
     weights, gradients, optimizer = (total * b / k / 1e6 for b, k in zip((width, 4, master), share, strict=True))
     return [
-        f"model      {config.model.vision.name} {image:,} + text {text:,} = {total:,} parameters",
+        f"model      {source.name} {image:,} + text {text:,} = {total:,} parameters",
         f"precision  {'bf16' if width == 2 else 'float32'}, ZeRO {stage} ({config.deepspeed})",
         f"per rank   weights {weights:,.0f} MB, gradients {gradients:,.0f} MB, optimizer {optimizer:,.0f} MB "
         "(computed; activations not counted)",
@@ -95,11 +104,6 @@ class _Sizes:
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size, self.context_length = text.vocab_size, text.context_length
         self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
-
-
-def _tokenizer_sizes(config: Config) -> Any:
-    text = config.model.text
-    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else _Sizes(text)
 
 
 def _manifest(config: Config) -> Manifest:
@@ -128,8 +132,10 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     ]
 
 
-def _objective_lines(config: Config, engine: dict[str, Any], world_size: int, manifest: Manifest | None) -> list[str]:
-    objective, dim = config.objective, config.model.embed_dim
+def _objective_lines(
+    config: Config, dim: int, engine: dict[str, Any], world_size: int, manifest: Manifest | None
+) -> list[str]:
+    objective = config.objective
     batch, rank_batch = config.data.batch_size, config.data.batch_size // world_size
     wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[objective.wire]
     features = (world_size - 1) * rank_batch * (2 * dim * wire + 8)

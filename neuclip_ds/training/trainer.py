@@ -24,7 +24,8 @@ from neuclip_ds.data.transforms import train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
+from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.source import locate_model, open_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, FeatureGradients, Step
@@ -104,7 +105,6 @@ class Run:
         if not data.train:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
         self._manifest = open_data(data.train, data, communicator, folder)
-        self._transform = train_transform(config.model.vision.image_size, data.crop_scale, find_decoder(data.decoder))
         self._loading = loader_options(data, self._manifest, communicator)
         self._order = GlobalOrder(
             self._manifest.starts,
@@ -122,16 +122,22 @@ class Run:
             )
         self._position = DataPosition(0, 0, self._order.steps_per_epoch)
         self._total = self._position.end(config.budget)
-        self._tokenizer = self._make_tokenizer()
-        self._evaluator = Evaluator(config, self._manifest, self._tokenizer, communicator, folder)
+        source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+        pixels = source.pixels
+        self._transform = train_transform(pixels.size, data.crop_scale, find_decoder(data.decoder), pixels.squash)
+        self._tokenizer = source.tokenizer(self._train_tokenizer)
+        self._evaluator = Evaluator(config, self._manifest, self._tokenizer, pixels, communicator, folder)
 
         torch.manual_seed(config.run.seed)  # the same weights on every rank
-        model = build_dual_encoder(config.model, self._tokenizer)
+        model, logits = source.load(self._tokenizer)
+        communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
         self._parameters = parameter_count(model)
         self._engine = start_engine(model, config.optimizer, engine_config, communicator)
         towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
         wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
-        context = Context(config.model.embed_dim, self._manifest.n, communicator)
+        context = Context(
+            source.embed_dim, self._manifest.n, communicator, temperature=logits.temperature, bias=logits.bias
+        )
         self._objective = build_objective(config, context, wire)
         self._evaluator.check(self._objective)
         self._step = TrainStep(self._engine, self._objective, communicator, micro_batch, config.run.seed)
@@ -281,11 +287,9 @@ class Run:
         data = self._position.record(self._manifest)
         self._checkpoints.save(step, self._engine, self._objective, self._facts, data)
 
-    def _make_tokenizer(self) -> CaptionTokenizer:
-        """The named tokenizer, or one trained on the captions by rank 0 and kept with the run."""
+    def _train_tokenizer(self) -> CaptionTokenizer:
+        """A tokenizer trained on the captions by rank 0 and kept with the run."""
         text = self._config.model.text
-        if text.tokenizer is not None:
-            return CaptionTokenizer.load(text.tokenizer, text.context_length)
         folder = self._folder / "tokenizer"
 
         def make() -> None:

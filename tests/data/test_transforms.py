@@ -28,6 +28,7 @@ TRANSFORMS = {
     "torchvision": train_transform(32, 0.5, decode_torchvision),
     "torchvision plain": train_transform(32, 1.0, decode_torchvision),
     "simplejpeg": train_transform(32, 0.5, decode_simplejpeg),
+    "squash": eval_transform(32, squash=True),
 }
 
 
@@ -102,3 +103,18 @@ def test_unusable_bytes_are_decode_errors(name, data):
 def test_a_broken_transform_is_not_taken_for_a_broken_image():
     with pytest.raises(ValueError, match="must be > 0"):
         eval_transform(-1)(jpeg(9))
+
+
+def test_squashing_keeps_the_whole_image():
+    """Left half black, right half white: in a square of the whole image each has half of the columns."""
+    image = Image.new("L", (120, 40))
+    image.paste(255, (60, 0, 120, 40))
+    out = io.BytesIO()
+    image.save(out, "PNG")
+    pixels = TRANSFORMS["squash"](out.getvalue()).float()
+    assert pixels[..., :14].max() < 10
+    assert pixels[..., 18:].min() > 245
+    image = Image.open(out).convert("RGB")
+    wanted = reference.Compose([reference.Resize((32, 32), InterpolationMode.BICUBIC), reference.PILToTensor()])(image)
+    assert torch.equal(pixels.byte(), wanted)
+    assert torch.equal(train_transform(32, 1.0, squash=True)(out.getvalue()), wanted)

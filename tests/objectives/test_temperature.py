@@ -9,7 +9,11 @@ import pytest
 import torch
 from build import batch, objective, pairs, step
 
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context
 
 
 def tau_of(method) -> float:
@@ -82,3 +86,49 @@ def test_encoder_schedule_scales_the_rate() -> None:
     method = objective("fastclip_v3", Communicator(), 6, temperature=options)
     method(batch(*pairs(8, 6)), step(0, lr=2.5e-4))  # a quarter of the peak
     assert math.log(0.07 / tau_of(method)) == pytest.approx(2.5e-3, rel=1e-4)
+
+
+def started(method: str, temperature: float | None, bias: float | None = None, **options: float) -> dict[str, float]:
+    """The learned or kept scalars of an objective whose encoders come with a temperature and a bias."""
+    config = Config.model_validate({"objective": {"method": method, "temperature": options}})
+    context = Context(4, 10, Communicator(), temperature=temperature, bias=bias)
+    state = build_objective(config, context, torch.float32).replicated_state()
+    return {name: float(value) for name, value in state.items() if value.numel() == 1}
+
+
+def test_the_checkpoints_temperature_is_where_it_starts() -> None:
+    assert started("tuneclip", 0.00851)["temperature.tau"] == pytest.approx(0.00851)
+    assert started("openclip", 0.02)["temperature.theta"] == pytest.approx(-math.log(0.02))
+    found = started("siglip", 0.02, -12.5)
+    assert (found["theta"], found["bias"]) == (pytest.approx(-math.log(0.02)), -12.5)
+
+
+def test_the_config_comes_before_the_checkpoint() -> None:
+    assert started("tuneclip", 0.01, initial=0.05)["temperature.tau"] == pytest.approx(0.05)
+    assert started("openclip", 0.01, initial=0.05)["temperature.theta"] == pytest.approx(-math.log(0.05))
+
+
+def test_openais_rounded_clamp_is_within_bounds() -> None:
+    assert started("openclip", math.exp(-4.6052))["temperature.theta"] == pytest.approx(math.log(100))
+
+
+@pytest.mark.parametrize(
+    ("method", "temperature", "words"),
+    [
+        ("tuneclip", None, "has no logit_scale.*give --objective.temperature.initial"),
+        ("openclip", None, "has no logit_scale"),
+        ("isogclr", None, "has no logit_scale"),
+        ("openclip", 0.0085, r"temperature 0.0085 is outside \[minimum=0.01"),
+        ("siglip", 0.02, "has no logit_bias.*give --objective.siglip.bias"),
+    ],
+)
+def test_what_the_checkpoint_lacks(method: str, temperature: float | None, words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        started(method, temperature)
+
+
+def test_a_constant_temperature_goes_with_the_checkpoint_of_the_run() -> None:
+    saved = objective("tuneclip", Communicator(), 4, temperature={"initial": 0.02})
+    resumed = objective("tuneclip", Communicator(), 4, temperature={"initial": 0.05})
+    resumed.load_replicated_state(saved.replicated_state())
+    assert float(resumed.replicated_state()["temperature.tau"]) == pytest.approx(0.02)

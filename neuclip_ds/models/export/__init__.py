@@ -1,0 +1,47 @@
+"""Trained models in the files of other libraries: `transformers` and `open_clip`.
+
+A package in its own family's form is converted, where a row of `CONVERTERS` says how, and written by its format's
+row of `WRITERS`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.export import convert
+from neuclip_ds.models.export.write import write_open_clip, write_transformers
+from neuclip_ds.models.pretrained.base import Package
+
+WRITERS: dict[str, Callable[[Package, Path], None]] = {
+    "transformers": write_transformers,
+    "open_clip": write_open_clip,
+}
+
+CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
+    ("transformers", "open_clip"): convert.clip_to_open_clip,
+    ("open_clip", "transformers"): convert.open_clip_to_clip,
+    ("timm", "transformers"): convert.timm_to_clip,
+    ("timm", "open_clip"): convert.timm_to_open_clip,
+}
+
+
+def export(package: Package, form: str, folder: Path, card: str) -> None:
+    """Writes a model into a new folder.
+
+    Args:
+        package: the model in its own family's form.
+        form: a key of WRITERS.
+        folder: absent or empty.
+        card: text of the model card, below its heading.
+
+    Raises:
+        UserError: the format cannot express the model, or the folder holds something.
+    """
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; name a new folder with --out.")
+    converted = package if package.family == form else CONVERTERS[package.family, form](package)
+    folder.mkdir(parents=True, exist_ok=True)
+    WRITERS[form](converted, folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")

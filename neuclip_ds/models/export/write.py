@@ -1,0 +1,54 @@
+"""The files of each format, out of a package that is already in its form."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers.image_utils import PILImageResampling
+
+from neuclip_ds.models.pretrained import open_clip_models
+from neuclip_ds.models.pretrained.base import Package, check_fit
+from neuclip_ds.models.pretrained.transformers_models import KINDS
+
+
+def write_transformers(package: Package, folder: Path) -> None:
+    """config.json, model.safetensors, preprocessor_config.json, the tokenizer: for `AutoModel` and `AutoProcessor`."""
+    kind = KINDS[package.config["model_type"]]
+    config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
+    with torch.device("meta"):
+        wanted = kind.model(config).state_dict()
+    check_fit(str(folder), wanted, package.weights)
+    config.save_pretrained(folder)
+    save_file(_plain(package), folder / "model.safetensors", metadata={"format": "pt"})
+    side = package.pixels.size
+    square = {"height": side, "width": side}
+    kind.processor(
+        size=square if package.pixels.squash else {"shortest_edge": side},
+        crop_size=square,
+        do_center_crop=not package.pixels.squash,
+        image_mean=list(package.pixels.mean),
+        image_std=list(package.pixels.std),
+        resample=PILImageResampling.BICUBIC,
+    ).save_pretrained(folder)
+    package.tokenizer.save(folder)
+
+
+def write_open_clip(package: Package, folder: Path) -> None:
+    """open_clip_config.json, open_clip_model.safetensors and the tokenizer: for open_clip's `local-dir:`."""
+    with torch.device("meta"):
+        wanted = open_clip_models.architecture(package.config, str(folder)).state_dict()
+    check_fit(str(folder), wanted, open_clip_models.custom_text_names(package.weights))
+    open_clip_models.write_config(folder, package.config, package.pixels)
+    save_file(_plain(package), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
+    package.tokenizer.save(folder)
+
+
+def _plain(package: Package) -> dict[str, Tensor]:
+    """float32 tensors that own their memory, as safetensors wants them."""
+    return {
+        name: tensor.float().contiguous().clone() if tensor.is_floating_point() else tensor.contiguous().clone()
+        for name, tensor in package.weights.items()
+    }

@@ -1,0 +1,287 @@
+"""open_clip's models: by ARCHITECTURE/TAG or ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
+
+Every model is built with its text tower as a module of its own (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
+parameter when its module runs. Files keep the names of the config: `convert_text_names` goes back.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.pretrained.base import (
+    Loaded,
+    Logits,
+    Package,
+    Pixels,
+    Place,
+    Tower,
+    check_fit,
+    logit_tensors,
+    logits_of,
+    renamed,
+)
+from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
+from neuclip_ds.models.tokenizer import Tokenize, special_ids
+
+CONFIG = "open_clip_config.json"
+_WEIGHTS = (
+    "open_clip_model.safetensors",
+    "open_clip_pytorch_model.safetensors",
+    "open_clip_pytorch_model.bin",
+    "model.safetensors",
+)
+_PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
+# where open_clip's CLIP has the parameters that its CustomTextCLIP keeps under `text.`
+_TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "transformer.", "ln_final.")
+_OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
+_OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
+
+
+def library() -> Any:
+    """open_clip itself.
+
+    Raises:
+        UserError: it is not installed.
+    """
+    try:
+        import open_clip
+    except ImportError as error:
+        raise UserError(
+            "An open_clip model needs open_clip_torch: pip install 'neuclip_ds[open_clip]' (or open_clip_torch)."
+        ) from error
+    return open_clip
+
+
+def is_architecture(name: str) -> bool:
+    """Whether open_clip has an architecture of that name."""
+    return bool(name) and name in library().list_models()
+
+
+def locate(name: str, weights: bool) -> Place:
+    """The place of ARCHITECTURE/TAG, downloaded where the cache lacks it, or ARCHITECTURE/FILE.
+
+    Raises:
+        UserError: no such tag or file, or no network to fetch it.
+    """
+    architecture, _, rest = name.partition("/")
+    tags = library().list_pretrained_tags_by_model(architecture)
+    known = library().get_pretrained_cfg(architecture, rest) if rest else None
+    if known:
+        _check_activation(architecture, rest, bool(known.get("quick_gelu", False)))
+        return Place("open_clip", _download(name, known) if weights else "", name)
+    path = Path(rest).expanduser()
+    if not rest or not path.is_file():
+        raise UserError(
+            f"model.pretrained=open_clip:{name} names neither a file nor weights that open_clip knows for "
+            f"{architecture}: {', '.join(tags) or 'it knows none'}."
+        )
+    return Place("open_clip", str(path.resolve()), f"{architecture}/")
+
+
+class OpenClipTokenizer:
+    """The tokenizer that open_clip uses for a model."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.context_length: int = tokenizer.context_length
+        self.inner = tokenizer
+
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        return special_ids(transformers_form(self.inner))
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        """(b, context_length) int64 ids."""
+        if not captions:
+            return torch.empty(0, self.context_length, dtype=torch.int64)
+        return self.inner(captions)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer's files, for `transformers.AutoTokenizer`."""
+        transformers_form(self.inner).save_pretrained(folder)
+
+
+class OpenClipCheckpoint:
+    """A model of open_clip's, whose architecture a config or its own list of names tells."""
+
+    def __init__(self, place: Place) -> None:
+        """
+        Raises:
+            UserError: open_clip is not installed, or the config lacks what the run needs.
+        """
+        library()
+        self._place = place
+        self._where = f"open_clip:{place.name}" if place.name else place.path
+        self._tokenizer_source = place.name.partition("/")[0] if place.name else f"local-dir:{place.path}"
+        self._config, preprocess = _config_of(place)
+        if "embed_dim" not in self._config:
+            raise UserError(
+                f"{CONFIG} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
+            )
+        if "multimodal_cfg" in self._config:
+            raise UserError(f"{self._where} is a CoCa model with a caption decoder, which is not trained here.")
+        self.embed_dim = int(self._config["embed_dim"])
+        self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        self.pixels = _pixels(self._config["vision_cfg"], preprocess, self._where)
+
+    def tokenizer(self) -> Tokenize:
+        try:
+            tokenizer = library().get_tokenizer(self._tokenizer_source)
+        except (OSError, ValueError, TypeError, ImportError) as error:
+            reason = first_sentence(error)
+            raise UserError(
+                f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
+                f"tokenizer_config.json) into a folder with the weights and {CONFIG}, and name that."
+            ) from error
+        return OpenClipTokenizer(tokenizer)
+
+    def build(self) -> DualEncoder:
+        return self._wrapped(architecture(self._config, self._where))
+
+    def load(self) -> Loaded:
+        path = Path(self._place.path)
+        weights = first_file(path, _WEIGHTS) if path.is_dir() else path
+        if not self._place.path or weights is None:
+            raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
+        tensors = custom_text_names(read_tensors(weights))
+        logits = logits_of(tensors)
+        model = architecture(self._config, self._where)
+        wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
+        found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
+        check_fit(self._where, wanted, found)
+        model.load_state_dict(found, strict=False)
+        return Loaded(self._wrapped(model), logits)
+
+    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        tensors = renamed(weights, _PREFIXES) | logit_tensors(logits, ())
+        config = deepcopy(self._config)
+        if logits.bias is not None:
+            config.setdefault("init_logit_bias", logits.bias)
+        return Package("open_clip", config, config_names(config, tensors), self.pixels, self.tokenizer())
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_config(folder, self._config, self.pixels)
+        self.tokenizer().save(folder)
+
+    def _wrapped(self, model: Any) -> DualEncoder:
+        return DualEncoder(
+            Tower(model.visual, None, self.pixels, _checkpoint), Tower(model.text, checkpointing=_checkpoint)
+        )
+
+
+def architecture(config: Mapping[str, Any], where: str) -> Any:
+    """open_clip's model of a config, with random weights.
+
+    Raises:
+        UserError: open_clip cannot build it.
+    """
+    open_clip = library()
+    parts = {key: value for key, value in config.items() if key != "custom_text"}
+    try:
+        return open_clip.CustomTextCLIP(**parts)
+    except TypeError as error:
+        raise UserError(
+            f"open_clip {open_clip.__version__} cannot build {where} ({error}); mend its model_cfg, or update "
+            "open_clip_torch."
+        ) from error
+
+
+def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as open_clip's CustomTextCLIP names them, of either of its forms."""
+    if "positional_embedding" not in tensors:
+        return dict(tensors)
+    return {f"text.{name}" if name.startswith(_TEXT_NAMES) else name: value for name, value in tensors.items()}
+
+
+def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The inverse, into the form that open_clip builds from a config."""
+    if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
+        return dict(tensors)
+    return {name.removeprefix("text."): value for name, value in tensors.items()}
+
+
+def write_config(folder: Path, config: Mapping[str, Any], pixels: Pixels) -> None:
+    """Writes open_clip_config.json."""
+    preprocess = {
+        "mean": list(pixels.mean),
+        "std": list(pixels.std),
+        "interpolation": "bicubic",
+        "resize_mode": "squash" if pixels.squash else "shortest",
+    }
+    tree = {"model_cfg": config, "preprocess_cfg": preprocess}
+    (folder / CONFIG).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+
+
+def transformers_form(tokenizer: Any) -> Any:
+    """A tokenizer of open_clip's as one of transformers', with the same ids up to padding."""
+    inner = getattr(tokenizer, "tokenizer", None)
+    if inner is not None:
+        return inner
+    from transformers import CLIPTokenizer
+
+    start, end = tokenizer.decoder[tokenizer.sot_token_id], tokenizer.decoder[tokenizer.eot_token_id]
+    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # as the pattern of transformers' tokenizer has them
+    return CLIPTokenizer(
+        vocab={names.get(token, token): number for token, number in tokenizer.encoder.items()},
+        merges=list(tokenizer.bpe_ranks),
+        model_max_length=tokenizer.context_length,
+    )
+
+
+def _checkpoint(trunk: Any) -> None:
+    trunk.set_grad_checkpointing(True)
+
+
+def _config_of(place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+    """`model_cfg` and `preprocess_cfg`."""
+    if not place.name:
+        tree = read_json(Path(place.path) / CONFIG)
+        if not isinstance(tree.get("model_cfg"), dict):
+            raise UserError(f"{place.path}/{CONFIG} has no model_cfg; put the checkpoint's own there.")
+        return tree["model_cfg"], tree.get("preprocess_cfg", {})
+    architecture, _, tag = place.name.partition("/")
+    return library().get_model_config(architecture), library().get_pretrained_cfg(architecture, tag) or {}
+
+
+def _pixels(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Pixels:
+    size = vision.get("image_size", 224)  # open_clip's own default
+    if isinstance(size, list | tuple):
+        if len(set(size)) != 1:
+            raise UserError(f"{where} has images of {size} pixels; only square ones can be trained.")
+        size = size[0]
+    mean, std = tuple(preprocess.get("mean", _OPENAI_MEAN)), tuple(preprocess.get("std", _OPENAI_STD))
+    if len(mean) != 3 or len(std) != 3:
+        raise UserError(f"preprocess_cfg of {where} has mean {mean} and std {std}; three channels are needed.")
+    return Pixels(int(size), mean, std, preprocess.get("resize_mode") == "squash")
+
+
+def _check_activation(architecture: str, tag: str, quick_gelu: bool) -> None:
+    """open_clip only warns, and computes other features than the weights were trained for."""
+    if bool(library().get_model_config(architecture).get("quick_gelu", False)) != quick_gelu:
+        base = architecture.removesuffix("-quickgelu")
+        mended = f"{base}-quickgelu" if quick_gelu else base
+        raise UserError(
+            f"The weights {tag} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} has not; "
+            f"name open_clip:{mended}/{tag}."
+        )
+
+
+def _download(name: str, known: dict[str, Any]) -> str:
+    try:
+        return str(library().download_pretrained(known))
+    except Exception as error:  # of the hub, or of whatever library it uses
+        source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
+        reason = first_sentence(error)
+        raise UserError(
+            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
+            f"fetch {source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
+        ) from error

@@ -1,0 +1,265 @@
+"""transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor_config.json and tokenizer files."""
+
+from __future__ import annotations
+
+import pickle
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+from transformers import (
+    AutoTokenizer,
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    PreTrainedTokenizerBase,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+)
+from transformers.utils import logging
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.pretrained.base import (
+    Loaded,
+    Logits,
+    Package,
+    Pixels,
+    Place,
+    Tower,
+    logit_tensors,
+    logits_of,
+    refuse_misfit,
+    renamed,
+)
+from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, first_sentence, read_json
+from neuclip_ds.models.tokenizer import special_ids
+
+_WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+_TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
+_PROCESSOR = "preprocessor_config.json"
+_LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature at the largest id
+
+
+class Kind(NamedTuple):
+    """A `model_type` of config.json."""
+
+    config: Any
+    model: Any
+    processor: Any  # of images
+    prefixes: dict[str, str]  # beginnings of our parameters' names -> of the library's
+    logit_shape: tuple[int, ...]  # of logit_scale and logit_bias
+
+
+_TRUNKS = {"vision.trunk.": "vision_model.", "text.trunk.": "text_model."}
+_PROJECTIONS = {"vision.projection.": "visual_projection.", "text.projection.": "text_projection."}
+KINDS = {
+    "clip": Kind(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
+    "siglip": Kind(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
+}
+
+
+def is_ours(folder: Path) -> bool:
+    """Whether the folder's config.json is that of a model of this family."""
+    path = folder / "config.json"
+    return path.is_file() and read_json(path).get("model_type") in KINDS
+
+
+class LibraryTokenizer:
+    """A transformers tokenizer used as its own model's processor does: special tokens its own, padded to one length.
+
+    A caption that spells a special token is taken as plain text.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
+        self.context_length = context_length
+        self.inner = tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token
+
+    @property
+    def special_ids(self) -> dict[str, int | None]:
+        return special_ids(self.inner)
+
+    def __call__(self, captions: list[str]) -> Tensor:
+        """(b, context_length) int64 ids."""
+        if not captions:  # transformers raises IndexError
+            return torch.empty(0, self.context_length, dtype=torch.int64)
+        encoded = self.inner(
+            captions,
+            padding="max_length",
+            truncation=True,
+            max_length=self.context_length,
+            split_special_tokens=True,
+            return_attention_mask=False,
+        )
+        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+
+    def save(self, folder: Path | str) -> None:
+        """Writes the tokenizer's files; `transformers.AutoTokenizer` reads them."""
+        self.inner.save_pretrained(folder)
+
+
+class TransformersCheckpoint:
+    """A folder that `save_pretrained` wrote."""
+
+    def __init__(self, place: Place) -> None:
+        """
+        Raises:
+            UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
+        """
+        self._folder = Path(place.path)
+        tree = read_json(self._folder / "config.json")
+        self._kind = _kind_of(tree, self._folder)
+        self._config = self._kind.config.from_dict(tree)
+        self._config._attn_implementation = "sdpa"
+        self.embed_dim = _embed_dim(tree, self._config, self._folder)
+        self.pixels = _pixels(self._folder, self._config.vision_config.image_size)
+
+    def tokenizer(self) -> LibraryTokenizer:
+        tokenizer = load_tokenizer(self._folder)
+        text = self._config.text_config
+        largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
+        if largest >= text.vocab_size:
+            raise UserError(
+                f"The tokenizer in {self._folder} has ids up to {largest}, the model's vocabulary ends at "
+                f"{text.vocab_size - 1}; put the model's own tokenizer files there."
+            )
+        read_at = largest if text.eos_token_id == _LEGACY_EOS else text.eos_token_id
+        if self._kind is KINDS["clip"] and read_at != eos:
+            raise UserError(
+                f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
+                f"caption with {eos}; put the model's own tokenizer files there, or mend eos_token_id in config.json."
+            )
+        return LibraryTokenizer(tokenizer, text.max_position_embeddings)
+
+    def build(self) -> DualEncoder:
+        return self._wrapped(self._kind.model(self._config))
+
+    def load(self) -> Loaded:
+        if first_file(self._folder, _WEIGHTS) is None:
+            raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
+        logging.disable_progress_bar()  # a bar a rank says nothing that the log does not
+        try:
+            model, info = self._kind.model.from_pretrained(
+                self._folder,
+                config=self._config,
+                local_files_only=True,
+                weights_only=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # they are told in `info`, and refused below
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+            reason = first_sentence(error)
+            raise UserError(
+                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's own there."
+            ) from error
+        missing = set(info["missing_keys"])
+        logit_names = {"logit_scale", "logit_bias"}
+        refuse_misfit(
+            str(self._folder),
+            sorted(missing - logit_names),
+            sorted(info["unexpected_keys"]),
+            [f"{name} is {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]],
+        )
+        state = {name: value for name, value in model.named_parameters() if name in logit_names - missing}
+        return Loaded(self._wrapped(model), logits_of(state))
+
+    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+        if self._kind.logit_shape and logits.bias is None:
+            logits = logits._replace(bias=0.0)  # SiglipModel adds one
+        tensors = renamed(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
+        return Package("transformers", self._config.to_dict(), tensors, self.pixels, self.tokenizer())
+
+    def save(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        for pattern in SMALL_FILES:
+            for path in self._folder.glob(pattern):
+                if not path.name.endswith(".index.json"):
+                    shutil.copy(path, folder)
+
+    def _wrapped(self, model: Any) -> DualEncoder:
+        return DualEncoder(
+            Tower(model.vision_model, getattr(model, "visual_projection", None), self.pixels, _checkpoint),
+            Tower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
+        )
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """
+    Raises:
+        UserError: the folder has no tokenizer files, or transformers cannot read them.
+    """
+    try:
+        if first_file(folder, _TOKENIZERS) is None:  # transformers would make an empty one
+            raise FileNotFoundError("there are no files of one")
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        reason = first_sentence(error)
+        raise UserError(
+            f"{folder} holds no tokenizer that transformers can read ({reason}); put the model's tokenizer files there "
+            "(tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, or spiece.model)."
+        ) from error
+
+
+def _checkpoint(trunk: Any) -> None:
+    trunk.gradient_checkpointing_enable({"use_reentrant": False})
+
+
+def _kind_of(tree: dict[str, Any], folder: Path) -> Kind:
+    model_type = tree.get("model_type")
+    if model_type not in KINDS:
+        raise UserError(
+            f"config.json in {folder} is of model_type {model_type!r}, which is not loaded here; "
+            f"name a checkpoint of type {' or '.join(KINDS)}."
+        )
+    return KINDS[model_type]
+
+
+def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
+    """Width of the joint space; transformers would fill a missing one with 512 without a word."""
+    if isinstance(config, SiglipConfig):
+        text, vision = config.text_config, config.vision_config
+        if not vision.vision_use_head:
+            raise UserError(
+                f"The image tower in {folder} has no pooling head (vision_use_head); it cannot be trained here."
+            )
+        if text.projection_size != vision.hidden_size:
+            raise UserError(
+                f"config.json in {folder} projects texts to {text.projection_size} numbers and images to "
+                f"{vision.hidden_size}; mend text_config.projection_size."
+            )
+        return int(vision.hidden_size)
+    if "projection_dim" not in tree:
+        raise UserError(
+            f"config.json in {folder} has no projection_dim, the width of the joint space; add it (the number of rows "
+            "of visual_projection.weight)."
+        )
+    return int(tree["projection_dim"])
+
+
+def _pixels(folder: Path, image_size: Any) -> Pixels:
+    nested = folder / "processor_config.json"  # transformers 5 keeps the image processor in it
+    if nested.is_file() and not (folder / _PROCESSOR).is_file():
+        tree = read_json(nested).get("image_processor", {})
+    else:
+        tree = read_json(folder / _PROCESSOR)
+    mean, std = tree.get("image_mean"), tree.get("image_std")
+    if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
+        raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
+    if not isinstance(image_size, int):
+        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones can be trained.")
+    size = tree.get("size")
+    squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
+    return Pixels(image_size, tuple(mean), tuple(std), squash)

@@ -1,0 +1,205 @@
+"""Exported models, read back by transformers and open_clip themselves, give the features that were trained."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import open_clip
+import pytest
+import torch
+from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, images, save_clip, save_open_clip, save_siglip
+from torch import Tensor
+from torch.nn.functional import normalize
+from torchvision.transforms.functional import to_pil_image
+from transformers import AutoModel, AutoProcessor
+
+from neuclip_ds.config import ModelConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.export import export
+from neuclip_ds.models.pretrained.base import Logits
+from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize, train_bpe
+
+LOGITS = Logits(0.02, None)
+TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
+TINY_VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
+
+
+class Trained(NamedTuple):
+    source: ModelSource
+    tokenizer: Tokenize
+    model: DualEncoder
+
+
+def trained(**config: Any) -> Trained:
+    """A model with weights that no library would begin with."""
+    torch.manual_seed(0)
+    model_config = ModelConfig.model_validate(config)
+    source = open_source(model_config, locate_model(model_config))
+    tokenizer = source.tokenizer(bpe)
+    model = source.load(tokenizer).model.eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.02 * torch.rand_like(tensor))
+    return Trained(source, tokenizer, model)
+
+
+def bpe() -> CaptionTokenizer:
+    return train_bpe(["a dog runs", "two cats sleep", *CAPTIONS], vocab_size=300, context_length=16)
+
+
+def exported(of: Trained, form: str, folder: Path, logits: Logits = LOGITS) -> Path:
+    export(of.source.package(of.tokenizer, of.model.state_dict(), logits), form, folder, "# A card\n")
+    assert (folder / "README.md").is_file()
+    return folder
+
+
+def features(of: Trained) -> tuple[Tensor, Tensor]:
+    size = of.source.pixels.size
+    with torch.no_grad():
+        return of.model(images(size), of.tokenizer(CAPTIONS[:2]))
+
+
+def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    """Features by transformers alone, pictures and captions through the folder's own processor."""
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    pictures = [to_pil_image(picture) for picture in images(size)]
+    inputs = processor(
+        text=CAPTIONS[:2], images=pictures, return_tensors="pt", padding="max_length", truncation=True, max_length=16
+    )
+    with torch.no_grad():
+        image = model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        text = model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
+    return normalize(image, dim=1), normalize(text, dim=1)
+
+
+def by_open_clip(folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    """Features by open_clip alone."""
+    model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    model.eval()
+    pictures = torch.stack([preprocess(to_pil_image(picture)) for picture in images(size)])
+    with torch.no_grad():
+        return model.encode_image(pictures, normalize=True), model.encode_text(tokenizer(CAPTIONS[:2]), normalize=True)
+
+
+READERS: dict[str, Callable[[Path, int], tuple[Tensor, Tensor]]] = {
+    "transformers": by_transformers,
+    "open_clip": by_open_clip,
+}
+SAVERS: dict[str, Callable[[Path], Any]] = {"clip": save_clip, "siglip": save_siglip, "open_clip": save_open_clip}
+
+
+def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("clip", "transformers"),
+        ("clip", "open_clip"),
+        ("siglip", "transformers"),
+        ("open_clip", "open_clip"),
+        ("open_clip", "transformers"),
+    ],
+)
+def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path: Path) -> None:
+    SAVERS[family](tmp_path / "from")
+    model = trained(pretrained=str(tmp_path / "from"))
+    folder = exported(model, form, tmp_path / "out")
+    assert_equal(READERS[form](folder, 32), features(model))
+    again = open_source(ModelConfig(pretrained=str(folder)), locate_model(ModelConfig(pretrained=str(folder))))
+    loaded, logits = again.load(again.tokenizer(bpe))
+    with torch.no_grad():
+        back = loaded.eval()(images(32), again.tokenizer(bpe)(CAPTIONS[:2]))
+    assert_equal(back, features(model))
+    assert logits.temperature == pytest.approx(0.02)
+    assert again.pixels == model.source.pixels
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_the_way_through_the_other_library_returns_the_same_weights(family: str, tmp_path: Path) -> None:
+    own, other = ("transformers", "open_clip") if family == "clip" else ("open_clip", "transformers")
+    SAVERS[family](tmp_path / "from")
+    first = trained(pretrained=str(tmp_path / "from"))
+    there = exported(first, other, tmp_path / "there")
+    config = ModelConfig(pretrained=str(there))
+    source = open_source(config, locate_model(config))
+    tokenizer = source.tokenizer(bpe)
+    loaded = source.load(tokenizer)
+    second = Trained(source, tokenizer, loaded.model)
+    back = exported(second, own, tmp_path / "back", loaded.logits)
+    returned = open_source(ModelConfig(pretrained=str(back)), locate_model(ModelConfig(pretrained=str(back))))
+    state = returned.load(returned.tokenizer(bpe)).model.state_dict()
+    for name, tensor in first.model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("form", ["transformers", "open_clip"])
+@pytest.mark.parametrize("name", ["vit_base_patch32_clip_224", "vit_base_patch32_clip_quickgelu_224"])
+def test_clip_vits_from_scratch(name: str, form: str, tmp_path: Path) -> None:
+    """With options and a tokenizer trained on captions, whose EOS is 1."""
+    vision = {"name": name, "image_size": 32, "options": TINY_VIT}
+    model = trained(vision=vision, text=TEXT, embed_dim=16)
+    assert_equal(READERS[form](exported(model, form, tmp_path / "out"), 32), features(model))
+
+
+@pytest.mark.parametrize("name", ["vit_tiny_patch16_224", "resnet18"])
+def test_timm_models_from_scratch_go_to_open_clip(name: str, tmp_path: Path) -> None:
+    model = trained(vision={"name": name}, text=TEXT, embed_dim=16)
+    assert_equal(by_open_clip(exported(model, "open_clip", tmp_path / "out"), 224), features(model))
+
+
+@pytest.mark.parametrize(
+    ("vision", "form", "words"),
+    [
+        ({"name": "vit_tiny_patch16_224"}, "transformers", "cannot express the image model 'vit_tiny_patch16_224'"),
+        (
+            {"name": "vit_tiny_patch16_224", "image_size": 32, "options": TINY_VIT},
+            "open_clip",
+            "cannot express the options {'patch_size': 8",
+        ),
+        ({"name": "resnet18", "image_size": 64}, "open_clip", r"the image size 64 \(it has 224\)"),
+        ({"name": "resnet50_clip"}, "open_clip", "the attention pool"),
+    ],
+)
+def test_what_a_format_cannot_express(vision: dict[str, Any], form: str, words: str, tmp_path: Path) -> None:
+    model = trained(vision=vision, text=TEXT, embed_dim=16)
+    with pytest.raises(UserError, match=words):
+        exported(model, form, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+def test_siglip_does_not_go_to_open_clip(tmp_path: Path) -> None:
+    save_siglip(tmp_path / "from")
+    with pytest.raises(UserError, match="export it with --format=transformers"):
+        exported(trained(pretrained=str(tmp_path / "from")), "open_clip", tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ("vision_cfg", {"ls_init_value": 0.1}),
+        ("text_cfg", {"no_causal_mask": True}),
+        ("vision_cfg", {"pool_type": "avg"}),
+    ],
+)
+def test_parts_that_only_open_clip_has(section: str, part: dict[str, Any], tmp_path: Path) -> None:
+    config = {**OPEN_CLIP_CONFIG, section: {**OPEN_CLIP_CONFIG[section], **part}}
+    save_open_clip(tmp_path / "from", config)
+    (name,) = part
+    with pytest.raises(UserError, match=f"cannot express {section}.{name}={part[name]}"):
+        exported(trained(pretrained=str(tmp_path / "from")), "transformers", tmp_path / "out")
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
+    save_clip(tmp_path / "from")
+    model = trained(pretrained=str(tmp_path / "from"))
+    with pytest.raises(UserError, match="is not empty"):
+        exported(model, "transformers", tmp_path)

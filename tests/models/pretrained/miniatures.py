@@ -1,0 +1,139 @@
+"""Miniature models of every family with random weights, saved as their libraries save them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import torch
+from safetensors.torch import save_file
+from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+from torch import Tensor
+from transformers import (
+    CLIPConfig,
+    CLIPImageProcessor,
+    CLIPModel,
+    CLIPProcessor,
+    CLIPTokenizer,
+    PreTrainedTokenizerFast,
+    SiglipConfig,
+    SiglipImageProcessor,
+    SiglipModel,
+)
+
+CAPTIONS = ["a dog runs on grass", "Two cats, sleeping!", "", "a photo of a very long caption that goes on " * 4]
+LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.!?'"
+
+
+def images(size: int, rows: int = 4) -> Tensor:
+    return torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+
+
+def clip_tokenizer() -> CLIPTokenizer:
+    symbols = [*LETTERS, *(f"{letter}</w>" for letter in LETTERS), "do", "dog</w>"]
+    vocabulary = {symbol: number for number, symbol in enumerate(symbols)}
+    for special in ("<|startoftext|>", "<|endoftext|>"):
+        vocabulary[special] = len(vocabulary)
+    return CLIPTokenizer(vocab=vocabulary, merges=[("d", "o"), ("do", "g</w>")], model_max_length=16)
+
+
+def siglip_tokenizer() -> PreTrainedTokenizerFast:
+    """Like T5's: no BOS, `</s>` ends and pads."""
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
+    backend = Tokenizer(models.Unigram([*pieces, ("▁dog", -1.0)], unk_id=2))
+    backend.normalizer = normalizers.Lowercase()
+    backend.pre_tokenizer = pre_tokenizers.Metaspace()
+    backend.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="</s>", pad_token="</s>", unk_token="<unk>", model_max_length=16
+    )
+
+
+def small(hidden: int, **over: Any) -> dict[str, Any]:
+    sizes = {"hidden_size": hidden, "intermediate_size": 2 * hidden, "num_hidden_layers": 2, "num_attention_heads": 2}
+    return {**sizes, **over}
+
+
+def clip_config(**over: Any) -> CLIPConfig:
+    tokenizer = clip_tokenizer()
+    specials = {"bos_token_id": tokenizer.bos_token_id, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": 0}
+    text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
+    vision = small(32, image_size=32, patch_size=8)
+    return CLIPConfig(text_config={**text, **over}, vision_config={**vision, **over}, projection_dim=20)
+
+
+def save_clip(folder: Path, **over: Any) -> CLIPModel:
+    torch.manual_seed(0)
+    model = CLIPModel(clip_config(**over)).eval()
+    _disturb(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(4.0)
+    model.save_pretrained(folder)
+    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), clip_tokenizer()).save_pretrained(
+        folder
+    )
+    flat_processor(folder)
+    return model
+
+
+def save_siglip(folder: Path) -> SiglipModel:
+    torch.manual_seed(0)
+    tokenizer = siglip_tokenizer()
+    text = small(
+        32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32, bos_token_id=1, eos_token_id=1
+    )
+    config = SiglipConfig(text_config=text, vision_config=small(32, image_size=32, patch_size=8))
+    model = SiglipModel(config).eval()
+    _disturb(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(4.75)
+        model.logit_bias.fill_(-12.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    SiglipImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
+        folder
+    )
+    return model
+
+
+OPEN_CLIP_CONFIG: dict[str, Any] = {
+    "embed_dim": 20,
+    "quick_gelu": True,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
+    "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 24, "heads": 2, "layers": 2},
+}
+
+
+def save_open_clip(folder: Path, config: dict[str, Any] | None = None) -> Any:
+    """A folder with open_clip_config.json and open_clip_model.safetensors, as on the hub."""
+    torch.manual_seed(0)
+    tree = json.loads(json.dumps(config or OPEN_CLIP_CONFIG))
+    folder.mkdir(parents=True, exist_ok=True)
+    preprocess = {"mean": [0.4, 0.5, 0.6], "std": [0.2, 0.25, 0.3], "interpolation": "bicubic", "resize_mode": "squash"}
+    (folder / "open_clip_config.json").write_text(json.dumps({"model_cfg": tree, "preprocess_cfg": preprocess}))
+    kind = open_clip.CustomTextCLIP if tree.pop("custom_text", False) else open_clip.CLIP
+    model = kind(**tree).eval()
+    _disturb(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(4.0)
+    save_file(model.state_dict(), folder / "open_clip_model.safetensors")
+    return model
+
+
+def flat_processor(folder: Path) -> None:
+    """transformers 5 nests the image processor in processor_config.json; the published checkpoints have it apart."""
+    nested = folder / "processor_config.json"
+    if nested.is_file():
+        tree = json.loads(nested.read_text())
+        (folder / "preprocessor_config.json").write_text(json.dumps(tree["image_processor"]))
+        nested.unlink()
+
+
+def _disturb(model: torch.nn.Module) -> None:
+    """Biases and gains begin at 0 and 1, where a wrong mapping would not be seen."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.1 * torch.randn_like(parameter))

@@ -1,0 +1,267 @@
+"""Miniatures of every family, saved by their libraries and loaded here; published sizes on the meta device."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import huggingface_hub
+import open_clip
+import pytest
+import torch
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    clip_tokenizer,
+    images,
+    save_clip,
+    save_open_clip,
+    save_siglip,
+    siglip_tokenizer,
+)
+from safetensors.torch import load_file
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.pretrained import locate, open_checkpoint
+from neuclip_ds.models.pretrained.base import Checkpoint, Logits
+
+Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+
+
+class Saved(NamedTuple):
+    folder: Path
+    encode: Encode  # the library's own: (normalised pixels, ids) -> features on the unit sphere
+    mean: list[float]
+    std: list[float]
+    ids: Callable[[list[str]], Tensor]  # the library's own
+
+
+def transformers_encode(model: Any) -> Encode:
+    def encode(pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        image = model.get_image_features(pixel_values=pixels).pooler_output
+        return normalize(image, dim=1), normalize(model.get_text_features(input_ids=ids).pooler_output, dim=1)
+
+    return encode
+
+
+def padded(tokenizer: Any) -> Callable[[list[str]], Tensor]:
+    options = {"padding": "max_length", "truncation": True, "max_length": 16, "return_tensors": "pt"}
+    return lambda captions: tokenizer(captions, **options).input_ids
+
+
+CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+
+
+def saved_clip(folder: Path) -> Saved:
+    return Saved(folder, transformers_encode(save_clip(folder)), CLIP_MEAN, CLIP_STD, padded(clip_tokenizer()))
+
+
+def saved_siglip(folder: Path) -> Saved:
+    half = [0.5] * 3
+    return Saved(folder, transformers_encode(save_siglip(folder)), half, half, padded(siglip_tokenizer()))
+
+
+def saved_open_clip(folder: Path) -> Saved:
+    model = save_open_clip(folder)
+
+    def encode(pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+        return model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
+
+    return Saved(folder, encode, [0.4, 0.5, 0.6], [0.2, 0.25, 0.3], open_clip.SimpleTokenizer(context_length=16))
+
+
+FAMILIES = {"clip": saved_clip, "siglip": saved_siglip, "open_clip": saved_open_clip}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param) / "model")
+
+
+def opened(folder: Path) -> Checkpoint:
+    return open_checkpoint(pickle.loads(pickle.dumps(locate(str(folder)))))  # as it reaches the other ranks
+
+
+def test_features_are_the_librarys_own(saved: Saved) -> None:
+    model = opened(saved.folder).load().model.eval()
+    shape = (1, 3, 1, 1)
+    pixels = (images(32) / 255 - torch.tensor(saved.mean).reshape(shape)) / torch.tensor(saved.std).reshape(shape)
+    ids = saved.ids(CAPTIONS)
+    with torch.no_grad():
+        for mine, wanted in zip(model(images(32), ids), saved.encode(pixels, ids), strict=True):
+            torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
+
+
+def test_ids_are_the_librarys_own(saved: Saved) -> None:
+    tokenizer = pickle.loads(pickle.dumps(opened(saved.folder).tokenizer()))  # as it reaches a loader process
+    assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
+    assert tokenizer([]).shape == (0, 16)
+
+
+@pytest.mark.parametrize(
+    ("family", "logits", "width", "squash"),
+    [
+        ("clip", Logits(0.018315638, None), 20, False),
+        ("siglip", Logits(0.008651695, -12.5), 32, True),
+        ("open_clip", Logits(0.018315638, None), 20, True),
+    ],
+)
+def test_facts_come_from_the_checkpoint(family: str, logits: Logits, width: int, squash: bool, tmp_path: Path) -> None:
+    saved = FAMILIES[family](tmp_path)
+    checkpoint = opened(tmp_path)
+    assert checkpoint.embed_dim == width
+    assert checkpoint.pixels == (32, tuple(saved.mean), tuple(saved.std), squash)
+    found = checkpoint.load().logits
+    assert found.temperature == pytest.approx(logits.temperature, rel=1e-6)
+    assert found.bias == logits.bias
+
+
+def test_a_package_holds_the_files_own_tensors(saved: Saved) -> None:
+    checkpoint = opened(saved.folder)
+    loaded = checkpoint.load()
+    package = checkpoint.package(loaded.model.state_dict(), loaded.logits)
+    wanted = load_file(next(saved.folder.glob("*.safetensors")))
+    assert package.weights.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        torch.testing.assert_close(package.weights[name], tensor)
+
+
+def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
+    opened(saved.folder).save(tmp_path / "kept")
+    kept = opened(tmp_path / "kept")
+    assert (kept.pixels, kept.embed_dim) == (opened(saved.folder).pixels, opened(saved.folder).embed_dim)
+    words = CAPTIONS[:2]
+    mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with another token
+    assert torch.equal(kept.tokenizer()(words)[mask], saved.ids(words)[mask])
+    built, whole = kept.build().state_dict(), opened(saved.folder).load().model.state_dict()
+    assert {name: value.shape for name, value in built.items()} == {n: value.shape for n, value in whole.items()}
+
+
+def test_no_parameter_is_zero_dimensional_and_each_is_trained(saved: Saved) -> None:
+    model = opened(saved.folder).load().model
+    image, text = model(images(32), saved.ids(CAPTIONS))
+    (image * text).sum().backward()
+    assert all(parameter.ndim > 0 for parameter in model.parameters())
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+
+
+def test_checkpointed_activations_keep_the_gradients(saved: Saved) -> None:
+    gradients = []
+    for checkpointing in (False, True):
+        model = opened(saved.folder).load().model.train()
+        if checkpointing:
+            model.checkpoint_activations()
+        image, text = model(images(32), saved.ids(CAPTIONS))
+        (image * text).sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        torch.testing.assert_close(plain, recomputed)
+
+
+def test_dropout_follows_the_seed_alone(tmp_path: Path) -> None:
+    """The two passes of micro-batches rely on it."""
+    save_clip(tmp_path, attention_dropout=0.2)
+    checkpoint = opened(tmp_path)
+    model, ids = checkpoint.load().model.train(), checkpoint.tokenizer()(CAPTIONS)
+    seen = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        seen.append(model(images(32), ids)[0].detach())
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+
+
+def test_bf16_is_near_float32(saved: Saved) -> None:
+    model = opened(saved.folder).load().model.eval()
+    inputs = (images(32), saved.ids(CAPTIONS))
+    with torch.no_grad():
+        exact, rounded = model(*inputs), model.bfloat16()(*inputs)
+    for a, b in zip(exact, rounded, strict=True):
+        assert b.dtype == torch.float32
+        assert ((a * b).sum(dim=1) > 0.999).all()
+
+
+def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    open_clip.factory._MODEL_CONFIGS["miniature"] = json.loads(json.dumps(OPEN_CLIP_CONFIG))
+    try:
+        model = open_clip.create_model("miniature").eval()
+        torch.save({"state_dict": {f"module.{k}": v for k, v in model.state_dict().items()}}, tmp_path / "epoch_1.pt")
+        checkpoint = open_checkpoint(locate(f"open_clip:miniature/{tmp_path}/epoch_1.pt"))
+        ids = checkpoint.tokenizer()(CAPTIONS)
+        with torch.no_grad():
+            _, text = checkpoint.load().model.eval()(None, ids)
+            torch.testing.assert_close(text, model.encode_text(ids, normalize=True), rtol=0, atol=1e-6)
+    finally:
+        del open_clip.factory._MODEL_CONFIGS["miniature"]
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The layout of the hub's cache, as a download leaves it."""
+    repository = tmp_path / "models--someone--something"
+    (repository / "refs").mkdir(parents=True)
+    (repository / "refs" / "main").write_text("0" * 40)
+    FAMILIES[family](repository / "snapshots" / ("0" * 40))
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    place = locate("someone/something")
+    assert Path(place.path) == repository / "snapshots" / ("0" * 40)
+    assert open_checkpoint(place).load().logits.temperature == pytest.approx(0.018315638)
+
+
+def published(folder: Path, model_type: str, **config: Any) -> Path:
+    """A folder as the hub has it, without weights."""
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder
+
+
+def vit_b(patch_size: int, hidden_act: str) -> dict[str, Any]:
+    """What the published config.json differ in; the rest of theirs are transformers' defaults."""
+    vision = {"patch_size": patch_size, "hidden_act": hidden_act}
+    return {"projection_dim": 512, "vision_config": vision, "text_config": {"hidden_act": hidden_act}}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "config", "total"),
+    [
+        ("clip", vit_b(32, "quick_gelu"), 151_277_312),  # OpenAI's ViT-B/32; 151,277,313 with the logit scale
+        ("clip", vit_b(16, "quick_gelu"), 149_620_736),  # OpenAI's ViT-B/16; 149,620,737
+        ("clip", vit_b(32, "gelu"), 151_277_312),  # LAION's ViT-B/32
+        ("siglip", {"vision_config": {}, "text_config": {}}, 203_155_968),  # 203,155,970 with logit scale and bias
+    ],
+)
+def test_published_sizes_of_transformers_models(
+    model_type: str, config: dict[str, Any], total: int, tmp_path: Path
+) -> None:
+    checkpoint = opened(published(tmp_path, model_type, **config))
+    with torch.device("meta"):
+        model = checkpoint.build()
+    assert parameter_count(model) == total
+    assert checkpoint.pixels.size == 224
+
+
+@pytest.mark.parametrize(
+    ("name", "vision", "total"),
+    [
+        ("ViT-B-32-quickgelu/openai", 87_849_216, 151_277_312),
+        ("ViT-B-16-quickgelu/openai", 86_192_640, 149_620_736),
+        ("ViT-B-32/laion2b_s34b_b79k", 87_849_216, 151_277_312),
+        ("ViT-B-16-SigLIP/webli", 92_884_224, 203_155_968),
+        ("ViT-H-14-quickgelu/dfn5b", 632_076_800, 986_109_440),  # 986,109,441 with the logit scale
+    ],
+)
+def test_published_sizes_of_open_clip_models(name: str, vision: int, total: int) -> None:
+    checkpoint = open_checkpoint(locate(f"open_clip:{name}", weights=False))
+    with torch.device("meta"):
+        model = checkpoint.build()
+    assert parameter_count(model.vision) == vision
+    assert parameter_count(model) == total
+    assert checkpoint.embed_dim == {87_849_216: 512, 86_192_640: 512, 92_884_224: 768, 632_076_800: 1024}[vision]
+    assert checkpoint.pixels.squash == ("SigLIP" in name or "dfn5b" in name)

@@ -1,0 +1,102 @@
+"""A run from a pretrained checkpoint to its export: train.py and tools/export.py as a user calls them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import open_clip
+import pytest
+import torch
+from miniatures import save_clip, save_open_clip
+from safetensors.torch import load_file
+from transformers import AutoModel, AutoProcessor
+
+from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.errors import UserError
+from neuclip_ds.training.export import export_run
+
+ROOT = Path(__file__).parents[2]
+OPTIONS = [
+    "--data.batch_size=16",
+    "--data.workers=0",
+    "--data.micro_batch=8",
+    "--model.activation_checkpointing=true",
+    "--objective.method=tuneclip",
+    "--objective.temperature.initial=null",
+    "--optimizer.warmup_steps=0",
+    "--run.name=fine",
+    "--budget.steps=2",
+]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("demo") / "data"
+    make_demo_data(folder, pairs=64, held_out=20, zero_shot=80, size=32, processes=1)
+    return folder / "train"
+
+
+def call(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(
+        [sys.executable, str(ROOT / script), *arguments],
+        env=environment, cwd=folder, capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+
+
+def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
+    before = save_clip(tmp_path / "clip").state_dict()
+    options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]
+    done = call("train.py", "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["tau"] == pytest.approx(0.018315638)
+    assert "zero_shot_top1" in metrics[-1]
+    (tmp_path / "clip").rename(tmp_path / "moved")  # the run keeps what it needs
+    done = call("tools/export.py", "runs/fine", "--out=exported", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = load_file(tmp_path / "exported/model.safetensors")
+    assert after.keys() == before.keys()
+    assert torch.allclose(after["logit_scale"], torch.tensor(4.0))
+    assert all(value.dtype == torch.float32 for value in after.values())
+    changes = [(after[name] - before[name]).abs().max() for name in before if name != "logit_scale"]
+    assert max(changes) > 1e-4
+    assert max(changes) < 1e-2  # two steps of 1e-3: fine-tuned from these weights, not from random ones
+    AutoModel.from_pretrained(tmp_path / "exported")
+    AutoProcessor.from_pretrained(tmp_path / "exported")
+    card = (tmp_path / "exported/README.md").read_text()
+    assert "fine-tuned from" in card
+    assert "tuneclip" in card
+    checkpoint = max((tmp_path / "runs/fine/checkpoints").glob("step_*"))
+    assert export_run(checkpoint, "open_clip", tmp_path / "other") == checkpoint
+    open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}/other")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero0_fp32", "zero3_fp32"])
+@pytest.mark.parametrize("method", ["openclip", "siglip"])
+def test_learned_temperature_and_bias_are_exported(engine: str, method: str, shards: Path, tmp_path: Path) -> None:
+    save_open_clip(tmp_path / "ours")
+    options = [*OPTIONS, f"--data.train={shards}", f"--deepspeed={engine}", "--objective.siglip.bias=-10"]
+    options += [f"--objective.method={method}", f"--model.pretrained={tmp_path}/ours"]
+    done = call("train.py", "demo", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    done = call("tools/export.py", "runs/fine", "--out=exported", "--format=open_clip", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    after = load_file(tmp_path / "exported/open_clip_model.safetensors")
+    metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
+    assert metrics[0]["tau"] == pytest.approx(0.018315638, rel=2e-3)  # after one Adam step of 1e-3 in log(1/tau)
+    assert after["logit_scale"] != 4.0
+    assert ("logit_bias" in after) == (method == "siglip")
+    open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}/exported")
+
+
+@pytest.mark.parametrize("path", ["runs/nothing", "."])
+def test_no_checkpoint(path: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="is neither a run with a checkpoint nor a checkpoint"):
+        export_run(tmp_path / path, "transformers", tmp_path / "out")
