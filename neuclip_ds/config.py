@@ -59,7 +59,7 @@ class DataConfig(Section):
     prefetch: int = Field(4, ge=1)
     """Batches that each worker prepares ahead."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch, or for a byte of a remote shard, before that counts as a failure."""
+    """Seconds to wait for a batch before loader processes are replaced; for a byte of a remote shard a tenth of it."""
     restarts: int = Field(2, ge=0)
     """How often in a row loader processes that died or hang are replaced before the run stops and says so."""
     captions: list[str] = ["txt"]

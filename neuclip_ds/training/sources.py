@@ -50,7 +50,8 @@ def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:
     if all(is_local(shard.path) for shard in manifest.shards):
         return None
     folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
-    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout)
+    # with all its tries, a fetch gives up before the loader gives up the worker that waits for it
+    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
 
 
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
