@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -18,6 +19,8 @@ from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import RawSample, TarReader, open_reader
 from neuclip_ds.data.transforms import ImageTransform
+
+log = logging.getLogger(__name__)
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); picklable
 PADDING = -1  # the index of a row that stands for no sample
@@ -152,7 +155,7 @@ def iter_captions(
     """Captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards; samples without any
     are left out, and of several captions all count.
 
-    The same ones for the same manifest. OSError where a shard cannot be read.
+    The same ones for the same manifest, as long as all of its shards can be read; a warning names one that cannot.
     """
     sources = Captions(captions)
     reader = TarReader(manifest, sources.extensions, cache)
@@ -162,8 +165,17 @@ def iter_captions(
     positions = _evenly_spaced(int(ends[-1]), limit)
     which = np.searchsorted(ends, positions, side="right")
     indices = manifest.starts[shards][which] + positions - (ends - manifest.sizes[shards])[which]
+    unreadable: set[int] = set()
     for index in indices.tolist():
-        yield from sources.of(reader.read(index, with_image=False).texts)
+        try:
+            texts = reader.read(index, with_image=False).texts
+        except OSError as error:
+            shard, _ = manifest.locate(index)
+            if shard not in unreadable:
+                log.warning("captions of %s are left out: %s", manifest.shards[shard].path, error)
+            unreadable.add(shard)
+        else:
+            yield from sources.of(texts)
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:

@@ -1,0 +1,43 @@
+"""Tools of this project called as a user calls them, with a model that trains in no time."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+TINY = [
+    "demo",
+    "--objective.method=fastclip_v3",
+    "--data.batch_size=8",
+    "--data.workers=0",
+    "--model.vision.image_size=16",
+    '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
+    "--model.text.width=16",
+    "--model.text.layers=1",
+    "--model.text.heads=2",
+    "--model.text.vocab_size=300",
+    "--model.embed_dim=16",
+    "--run.sample_log=true",
+    "--data.val=",
+    "--data.zero_shot=",
+]
+
+
+def call(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
+    """A tool by its path in the repository."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(ROOT / tool), *options]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+
+
+def train(runs: Path, data: str, steps: int, *options: str) -> subprocess.CompletedProcess[str]:
+    """train.py, for some steps of a run named `run` in the folder `runs`."""
+    where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+    return call("train.py", *TINY, *where, *options)
+
+
+def newest_checkpoint(runs: Path) -> Path:
+    return max((runs / "run" / "checkpoints").glob("step_*"))
