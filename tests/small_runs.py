@@ -8,11 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-TINY = [
-    "demo",
-    "--objective.method=fastclip_v3",
-    "--data.batch_size=8",
-    "--data.workers=0",
+SMALL_MODEL = [
     "--model.vision.image_size=16",
     '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
     "--model.text.width=16",
@@ -20,6 +16,13 @@ TINY = [
     "--model.text.heads=2",
     "--model.text.vocab_size=300",
     "--model.embed_dim=16",
+]
+_TINY = [
+    "demo",
+    *SMALL_MODEL,
+    "--objective.method=fastclip_v3",
+    "--data.batch_size=8",
+    "--data.workers=0",
     "--run.sample_log=true",
     "--data.val=",
     "--data.zero_shot=",
@@ -36,7 +39,7 @@ def call(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
 def train(runs: Path, data: str, steps: int, *options: str) -> subprocess.CompletedProcess[str]:
     """train.py, for some steps of a run named `run` in the folder `runs`."""
     where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
-    return call("train.py", *TINY, *where, *options)
+    return call("train.py", *_TINY, *where, *options)
 
 
 def newest_checkpoint(runs: Path) -> Path:

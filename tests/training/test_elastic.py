@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from small_runs import SMALL_MODEL
 from torch import Tensor
 
 from neuclip_ds.data.demo import make_demo_data
@@ -28,13 +29,7 @@ TINY = [
     f"--data.batch_size={BATCH}",
     "--data.workers=1",
     "--data.micro_batch=8",
-    "--model.vision.image_size=16",
-    '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
-    "--model.text.width=16",
-    "--model.text.layers=1",
-    "--model.text.heads=2",
-    "--model.text.vocab_size=300",
-    "--model.embed_dim=16",
+    *SMALL_MODEL,
     "--objective.npn.prototypes=64",
     "--objective.npn.restart_every=7",
     "--objective.eps=1e-6",
