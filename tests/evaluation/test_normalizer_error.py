@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import oracle
 import pytest
 import torch
-from build import objective, pairs, step
+from build import columns, objective, pairs, step
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
@@ -116,7 +116,7 @@ def temperatures(method: Any) -> Tensor:
     """(2, N) of every sample."""
     tables = method.row_tables()
     if "temperatures" in tables:
-        tau = tables["temperatures"].tensors
+        tau = columns(tables["temperatures"])
         return torch.stack([tau["tau_image"], tau["tau_text"]])[:, :N]
     state = method.replicated_state()
     tau = (
@@ -143,7 +143,7 @@ def batch_means(method: Any) -> Tensor:
 
 
 def averages(method: Any) -> Tensor:
-    u = method.row_tables()["samples"].tensors
+    u = columns(method.row_tables()["samples"])
     return torch.stack([u["log_u_image"], u["log_u_text"]])[:, :N]
 
 

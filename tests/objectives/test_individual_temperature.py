@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, step
+from build import batch, columns, objective, pairs, step
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -52,7 +52,7 @@ def test_three_visits_by_hand(individual: str) -> None:
         m, v = beta1 * m + (1 - beta1) * G, beta2 * v + (1 - beta2) * G**2
         change = (m / corrections[0]) / ((v / corrections[1]).sqrt() + EPS)
         tau = (tau - LR * change).clamp(0.01, 1.0)
-        rows = method.row_tables()["temperatures"].tensors
+        rows = columns(method.row_tables()["temperatures"])
         torch.testing.assert_close(rows["tau_image"][:8], tau[0], rtol=1e-9, atol=0)
         torch.testing.assert_close(rows["tau_text"][:8], tau[1], rtol=1e-9, atol=0)
     assert float(rows["visits"][:8].unique()) == 3
@@ -64,7 +64,7 @@ def test_temperatures_stay_within_their_bounds() -> None:
     method = build("paper", lr=10.0, minimum=0.04, maximum=0.06)
     for number in range(2):
         method(batch(*pairs(8, 5, seed=number)), step(number))
-    rows = method.row_tables()["temperatures"].tensors
+    rows = columns(method.row_tables()["temperatures"])
     assert (rows["tau_image"] >= 0.04).all()
     assert (rows["tau_image"] <= 0.06).all()
     assert math.isclose(float(rows["tau_image"][:8].max()), 0.06) or math.isclose(float(rows["tau_image"].min()), 0.04)

@@ -49,6 +49,7 @@ def call(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProc
     )  # fmt: skip
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     before = save_clip(tmp_path / "clip").state_dict()
     options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]

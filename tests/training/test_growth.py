@@ -60,7 +60,7 @@ def test_grown_data(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("removed", [0, 1])
+@pytest.mark.parametrize("removed", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_removed_shards_leave_the_rest_in_place(tmp_path: Path, removed: int) -> None:
     folder, manifest = write_pairs(tmp_path / "shards", [13, 13]), str(tmp_path / "manifest")
     assert call("tools/build_manifest.py", manifest, str(folder), "--processes", "1").returncode == 0
