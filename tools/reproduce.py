@@ -1,7 +1,8 @@
 """The papers' comparisons in miniature: every method with the same data, towers, budget and search.
 
 Stages: `search` (2 x 2 grid a method, one seed, validation split), `finals` (the best point, over the seeds, test
-split), `sweeps` (batch size, data set size, ablations). A study that is broken off goes on where it was.
+split), `sweeps` (batch size, data set size, ablations), `cost` (time of a step, one run at a time). A study that is
+broken off goes on where it was.
 
 Example: python tools/reproduce.py ../shared/data/flickr8k/train --out runs/reproduction --stages search finals
 """
@@ -20,7 +21,7 @@ from neuclip_ds.reproduction import report, study
 from neuclip_ds.reproduction.data import prepare
 from neuclip_ds.reproduction.runner import Runner
 
-STAGES = ("search", "finals", "sweeps")
+STAGES = ("search", "finals", "sweeps", "cost")
 
 
 def main() -> None:
@@ -57,6 +58,9 @@ def reproduce(arguments: argparse.Namespace) -> None:
     }
     for stage, jobs in (("finals", study.finals(best, budget)), ("sweeps", list(study.sweeps(best, budget)))):
         results.update(run(runner, jobs, stage) if stage in arguments.stages else known(runner, jobs))
+    alone = Runner((out / "data").resolve(), (out / "runs").resolve(), None, processes=1)
+    costs = study.cost(best)
+    results.update(run(alone, costs, "cost") if "cost" in arguments.stages else known(alone, costs))
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     report.write(results, out, f"Miniature reproduction on {arguments.source}")
     print(f"The report is {out}/report.html (report.md, results.json beside it).")

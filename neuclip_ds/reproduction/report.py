@@ -79,7 +79,13 @@ def tables(results: Results) -> list[Table]:
     ablations = Table("Ablations", ["variant", "mean recall %", *_COLUMNS], [])
     for name, group in by_group(results, "ablation").items():
         ablations.rows.append([name, str(summarize(map(mean_recall, group))), *_cells(group)])
-    return [*found, error, ablations]
+    cost = Table(
+        "Time of a step, one run at a time, one process with one thread", ["method", "ms", "of openclip's"], []
+    )
+    costs = {name: summarize(r["step_ms"] for r in group) for name, group in by_group(results, "cost").items()}
+    for name, summary in costs.items():
+        cost.rows.append([name, str(summary), f"{summary.mean / costs['openclip'].mean:.2f}"])
+    return [*found, error, ablations, cost]
 
 
 _COLUMNS = {
@@ -87,7 +93,6 @@ _COLUMNS = {
     "text to image R@1 %": ("text_to_image_recall@1", 100),
     "zero-shot top-1 %": ("zero_shot_top1", 100),
     "normaliser MSE": ("normalizer_mse", 1),
-    "step ms": ("step_ms", 1),
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -40,7 +41,7 @@ class Runner:
             return dict(pool.map(one, jobs))
 
     def results(self, name: str) -> Results | None:
-        """The final line of a run's metrics, with the mean seconds of a step; None while it has none."""
+        """The final line of a run's metrics, with the median milliseconds of a step; None while it has none."""
         path = self._runs / name / "metrics.jsonl"
         if not path.is_file():
             return None
@@ -49,9 +50,8 @@ class Runner:
             return None
         config = json.loads((self._runs / name / "job.json").read_text(encoding="utf-8"))
         speeds = [record["samples_per_second"] for record in records if "samples_per_second" in record]
-        batch = float(config["data.batch_size"])
-        seconds = batch * len(speeds) / sum(speeds) if speeds else float("nan")
-        return {**{key: float(value) for key, value in records[-1].items()}, "step_ms": 1000 * seconds}
+        milliseconds = 1000 * float(config["data.batch_size"]) / statistics.median(speeds) if speeds else float("nan")
+        return {**{key: float(value) for key, value in records[-1].items()}, "step_ms": milliseconds}
 
     def _train(self, job: Job) -> Results:
         folder = self._runs / job.name

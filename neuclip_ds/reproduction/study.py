@@ -141,6 +141,14 @@ def sweeps(best: Mapping[str, Options], budget: Budget) -> Iterator[Job]:
             yield Job(f"ablation/{name}/seed{seed}", method, seed, "test", options)
 
 
+def cost(best: Mapping[str, Options]) -> list[Job]:
+    """A short run of every method, for the time of a step; they are run one after the other."""
+    return [
+        Job(f"cost/{method}/seed1", method, 1, "validation", {**best[method], "budget.steps": 100, "run.log_every": 5})
+        for method in KNOBS
+    ]
+
+
 def _measured(method: str, options: Options) -> Options:
     """SigLIP has no normaliser whose error could be measured."""
     return {key: value for key, value in options.items() if method != _WITHOUT or key != "run.normalizer_anchors"}
