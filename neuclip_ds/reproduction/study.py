@@ -65,6 +65,7 @@ ABLATIONS: dict[str, tuple[str, Options]] = {
     "fastclip_v3, constant gamma 0.6": ("fastclip_v3", _CONSTANT_GAMMA),
     "neuclip, rho 4": ("neuclip", {_RHO: 4.0}),
     "neuclip, rho 11": ("neuclip", {_RHO: 11.0}),
+    "neuclip, rho 5, tau from 0.03": ("neuclip", {_RHO: 5.0, _T + "initial": 0.03}),
     "amorlip, combined target": ("amorlip", {"objective.amortized.stage2": "combined"}),
 }
 
