@@ -19,7 +19,9 @@ import resource
 import statistics
 import tempfile
 import time
+import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,9 +32,10 @@ from torch import Tensor
 from torch.utils.data import DataLoader
 
 from neuclip_ds.cli import exit_on_mistake
-from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.build import build_manifest, write_manifest
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import LoaderOptions, train_loader
+from neuclip_ds.data.manifest import Manifest, load_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
@@ -49,6 +52,7 @@ class Setting(NamedTuple):
     """What all contenders are told."""
 
     paths: list[str]
+    manifest: str  # folder, with sample tables
     mds: str  # folder with the same samples in MosaicML's format
     batch: int
     workers: int
@@ -84,20 +88,28 @@ def page_cache(setting: Setting) -> float:
 
 
 def ours_in_sequence(setting: Setting) -> float:
-    return _ours(setting, lambda n: np.arange(n))
+    """The offsets are the manifest's."""
+    manifest = load_manifest(setting.manifest)
+    return _ours(setting, manifest, np.arange(manifest.n))
 
 
 def ours_at_random(setting: Setting) -> float:
-    return _ours(setting, lambda n: np.random.default_rng(0).permutation(n))
+    manifest = load_manifest(setting.manifest)
+    return _ours(setting, manifest, np.random.default_rng(0).permutation(manifest.n))
 
 
-def _ours(setting: Setting, indices_of: Callable[[int], np.ndarray]) -> float:
+def ours_walking_headers(setting: Setting) -> float:
+    """Without offsets in the manifest: what the first pass over a shard costs."""
     manifest = build_manifest(setting.paths)
-    indices = indices_of(manifest.n).tolist()
+    return _ours(setting, manifest, np.arange(manifest.n))
+
+
+def _ours(setting: Setting, manifest: Manifest, order: np.ndarray) -> float:
+    indices = order.tolist()
 
     def read() -> None:
         for _ in range(setting.epochs):
-            reader = TarReader(manifest)  # its index of the shards is built anew: that belongs to reading
+            reader = TarReader(manifest)
             for index in indices:
                 reader.read(index)
 
@@ -167,7 +179,7 @@ def mosaic_loader(setting: Setting) -> float:
     class Pairs(StreamingDataset):
         def __getitem__(self, at: Any) -> Any:
             sample = super().__getitem__(at)
-            return transform(sample["jpg"], at), len(sample["txt"])
+            return transform(sample["jpg"], int(at)), len(sample["txt"])
 
     dataset = Pairs(local=setting.mds, batch_size=setting.batch, shuffle=True)
     loader: Any = DataLoader(dataset, batch_size=setting.batch, num_workers=setting.workers, drop_last=True)
@@ -216,15 +228,19 @@ def resume_webdataset(setting: Setting, share: float) -> float:
 
 
 def order_of_a_billion(share: float) -> tuple[float, float]:
-    """Milliseconds to any step's batch from nothing, and MB that it takes."""
+    """Milliseconds to any step's batch from nothing, and MB that it takes at most, the table of shards included."""
     sizes = np.full(SHARDS, BILLION // SHARDS)
     starts = np.cumsum(sizes) - sizes
     GlobalOrder([0, 9], [9, 9], 2, 0).batch(0, 0)  # numpy loads parts of itself at first use
-    before = _peak_mb()
-    began = time.perf_counter()
-    order = GlobalOrder(starts, sizes, 4096, 0)
-    order.batch(3, int(share * order.steps_per_epoch))
-    return 1000 * (time.perf_counter() - began), _peak_mb() - before
+
+    def start() -> None:
+        order = GlobalOrder(starts, sizes, 4096, 0)
+        order.batch(3, int(share * order.steps_per_epoch))
+
+    milliseconds = 1000 * _seconds(start)
+    tracemalloc.start()
+    start()
+    return milliseconds, (tracemalloc.get_traced_memory()[1] + starts.nbytes + sizes.nbytes) / 1e6
 
 
 class StoreFigures(NamedTuple):
@@ -246,8 +262,11 @@ def store_of(n: int) -> StoreFigures:
     read = statistics.median(_seconds(partial(store.read, index)) for index in batches)
     write = statistics.median(_seconds(partial(store.write, index, values)) for index in batches)
     gigabytes = 8 * n / 1e9
+    # plain writes before and after ours: a disk's first write to a place may be slower
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
+        plain = _seconds(lambda: _synced(folder, lambda: _write_plainly(folder / "plain", 8 * n)))
+        (folder / "plain").unlink()
         save = _seconds(lambda: _synced(folder, lambda: save_rows(folder, "samples", store.rows())))
         (saved,) = folder.iterdir()
         _forget(saved)
@@ -256,8 +275,8 @@ def store_of(n: int) -> StoreFigures:
         _forget(saved)
         plain_read = _seconds(lambda: _read_plainly(saved))
         saved.unlink()
-        plain = _seconds(lambda: _synced(folder, lambda: _write_plainly(folder / "plain", 8 * n)))
-    figures = (gigabytes / save, gigabytes / plain, gigabytes / load, gigabytes / plain_read)
+        again = _seconds(lambda: _synced(folder, lambda: _write_plainly(folder / "plain", 8 * n)))
+    figures = (gigabytes / save, 2 * gigabytes / (plain + again), gigabytes / load, gigabytes / plain_read)
     return StoreFigures(1000 * read, 1000 * write, *figures, peak)
 
 
@@ -372,8 +391,10 @@ def _run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if {"raw", "loader", "resume"} & set(options.parts):
             paths = resolve_shards(options.shards)
+            write_manifest(Path(folder) / "manifest", paths, ThreadPoolExecutor(1), samples=True)
+            mds = write_mds(paths, f"{folder}/mds")
             setting = Setting(
-                paths, write_mds(paths, folder), options.batch, options.workers, options.image_size, options.decoder,
+                paths, f"{folder}/manifest", mds, options.batch, options.workers, options.image_size, options.decoder,
                 options.epochs,
             )  # fmt: skip
             _run_peers(setting, options.parts, options.repeats)
@@ -395,7 +416,7 @@ def _run(options: argparse.Namespace) -> None:
 
 def _run_peers(setting: Setting, parts: Sequence[str], repeats: int) -> None:
     if "raw" in parts:
-        raw = (page_cache, ours_in_sequence, ours_at_random, webdataset_raw, mosaic_raw)
+        raw = (page_cache, ours_in_sequence, ours_at_random, ours_walking_headers, webdataset_raw, mosaic_raw)
         print_rates("Raw bytes, one process", in_turns(raw, setting, repeats), "ours_in_sequence")
     if "loader" in parts:
         contenders = (transform_alone, our_loader, webdataset_loader, mosaic_loader)
