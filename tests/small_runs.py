@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from neuclip_ds.data.demo import make_demo_data
+
 ROOT = Path(__file__).parents[1]
 SMALL_MODEL = [
     "--model.vision.image_size=16",
@@ -29,11 +31,22 @@ _TINY = [
 ]
 
 
-def call(tool: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """A tool by its path in the repository."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+def environment() -> dict[str, str]:
+    """Of a process that no launcher has started."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+
+
+def call(tool: str, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
+    """A tool by its path in the repository, in a working folder."""
     command = [sys.executable, str(ROOT / tool), *options]
-    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=240)
+
+
+def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
+    """The training shards of a small demo set, its other splits beside them."""
+    make_demo_data(folder, pairs=pairs, held_out=held_out, zero_shot=80, size=32, processes=1)
+    return folder / "train"
 
 
 def train(runs: Path, data: str, steps: int, *options: str) -> subprocess.CompletedProcess[str]:

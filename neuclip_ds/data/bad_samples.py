@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
+from neuclip_ds.data.replacing import replacing
 from neuclip_ds.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -48,7 +49,7 @@ class BadSampleLog:
         self._max_fraction, self._writes = max_fraction, writes
         self._new_seen, self._new_bad = 0, list[BadSample]()
         self._met = 0
-        self._listed = {json.loads(line)["index"] for line in _lines(self.path)} if writes else set()
+        self._listed = {json.loads(line)["index"] for line in _mended(self.path)} if writes else set()
 
     @property
     def bad(self) -> int:
@@ -99,6 +100,12 @@ class BadSampleLog:
             self._listed |= new.keys()
 
 
-def _lines(path: Path) -> list[str]:
-    """Complete lines of a file, none where it is absent; an interrupted run may have left a broken last one."""
-    return path.read_text(encoding="utf-8").split("\n")[:-1] if path.is_file() else []
+def _mended(path: Path) -> list[str]:
+    """Lines of a file, none where it is absent; a broken last one, which an interrupted run has left, is cut off."""
+    if not path.is_file():
+        return []
+    *lines, broken = path.read_text(encoding="utf-8").split("\n")
+    if broken:
+        with replacing(path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    return lines

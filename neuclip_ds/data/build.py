@@ -27,6 +27,7 @@ from neuclip_ds.data.manifest import (
     load_manifest,
     write_shards,
 )
+from neuclip_ds.data.replacing import replacing
 from neuclip_ds.data.sample_table import part_name, parts_of, write_part
 from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, scan_shard, where
 from neuclip_ds.data.shards import is_local, resolve_shards
@@ -231,9 +232,8 @@ def _plan(folder: Path, paths: Sequence[str], options: ScanOptions, samples: boo
             if last >= first:
                 path.unlink()
         work.mkdir(parents=True)
-        aside = work / "plan"
-        aside.write_text(text)
-        aside.replace(work / _PLAN)
+        with replacing(work / _PLAN) as aside:
+            aside.write_text(text)
     if samples:
         (folder / SAMPLES).mkdir(exist_ok=True)
     groups = []
@@ -277,12 +277,10 @@ def _work(group: _Group) -> list[str]:
     if failures:
         return failures
     if group.part is not None:
-        aside = group.part.with_suffix(".aside")
-        write_part(aside, [table for _, table in found])
-        aside.replace(group.part)
-    aside = group.result.with_suffix(".aside")
-    aside.write_text(json.dumps([scan for scan, _ in found]))
-    aside.replace(group.result)
+        with replacing(group.part) as aside:
+            write_part(aside, [table for _, table in found])
+    with replacing(group.result) as aside:
+        aside.write_text(json.dumps([scan for scan, _ in found]))
     return []
 
 
@@ -312,6 +310,5 @@ def _write_bad(path: Path, shards: Sequence[Shard], scans: Sequence[Scan], first
         for bad in scan.bad:
             lines.append(json.dumps({"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}))
     if lines:
-        aside = path.with_suffix(".aside")
-        aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
-        aside.replace(path)
+        with replacing(path) as aside:
+            aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -16,7 +16,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
-from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.readers import RawSample, TarReader, open_reader
 from neuclip_ds.data.transforms import ImageTransform
 
@@ -161,10 +161,8 @@ def iter_captions(
     reader = TarReader(manifest, sources.extensions, cache)
     filled = np.flatnonzero(manifest.sizes)
     shards = filled[_evenly_spaced(len(filled), _SHARDS_FOR_CAPTIONS)]
-    ends = np.cumsum(manifest.sizes[shards])
-    positions = _evenly_spaced(int(ends[-1]), limit)
-    which = np.searchsorted(ends, positions, side="right")
-    indices = manifest.starts[shards][which] + positions - (ends - manifest.sizes[shards])[which]
+    sizes = manifest.sizes[shards]
+    indices = indices_at(manifest.starts[shards], sizes, _evenly_spaced(int(sizes.sum()), limit))
     unreadable: set[int] = set()
     for index in indices.tolist():
         try:

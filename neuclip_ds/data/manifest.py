@@ -25,6 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
+from neuclip_ds.data.replacing import replacing
 from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
@@ -122,9 +123,14 @@ class Manifest:
 
     def used(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Indices of the samples at (q,) positions 0 ... n_used - 1 of those that are in use."""
-        ends = np.cumsum(self.sizes)
-        shards = np.searchsorted(ends, positions, side="right")
-        return self.starts[shards] + positions - (ends - self.sizes)[shards]
+        return indices_at(self.starts, self.sizes, positions)
+
+
+def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
+    """(q,) indices at positions in some (s,) shards that are laid end to end."""
+    ends = np.cumsum(sizes)
+    shards = np.searchsorted(ends, positions, side="right")
+    return starts[shards] + positions - (ends - sizes)[shards]
 
 
 def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
@@ -147,9 +153,8 @@ def write_shards(manifest: Manifest, folder: Path) -> None:
     columns = zip(*manifest.shards, strict=True) if manifest.shards else [[]] * len(_SCHEMA)
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
-    aside = folder / f".{_TABLE}.{os.getpid()}"
-    pq.write_table(pa.table([list(column) for column in columns], schema=schema), aside)
-    aside.replace(folder / _TABLE)
+    with replacing(folder / _TABLE) as aside:
+        pq.write_table(pa.table([list(column) for column in columns], schema=schema), aside)
 
 
 def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:

@@ -21,7 +21,7 @@ from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.fetch import fetch
 from neuclip_ds.data.manifest import Shard
-from neuclip_ds.data.sample_table import SampleTable, tabulate
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import SampleEntry, read_index, read_member
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
@@ -184,7 +184,7 @@ def check_usable(scans: list[Scan], where: str) -> None:
     if not any(scan.n_images for scan in scans):
         raise UserError(
             f"No sample has an image in {where} (extensions found: {found}); "
-            "images are members that end in jpg, jpeg, png, webp."
+            f"images are members that end in {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(

@@ -90,14 +90,12 @@ def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
     """Random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
-    if crop_scale < 1:
-        return RandomCrop(image_size, crop_scale, decode)
-    return Squash(image_size, decode) if squash else CentreCrop(image_size, decode)
+    return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else eval_transform(image_size, squash, decode)
 
 
-def eval_transform(image_size: int, squash: bool = False) -> ImageTransform:
+def eval_transform(image_size: int, squash: bool = False, decode: Decode = decode_pil) -> ImageTransform:
     """Resize and centre crop, or the whole image squeezed into the square."""
-    return Squash(image_size) if squash else CentreCrop(image_size)
+    return Squash(image_size, decode) if squash else CentreCrop(image_size, decode)
 
 
 @contextmanager

@@ -10,15 +10,15 @@ import torch
 from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
+from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
-from neuclip_ds.training.sources import CACHE, resolve
+from neuclip_ds.training.sources import CACHE, open_order, resolve
 
 
 def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | None) -> None:
@@ -116,16 +116,8 @@ def _manifest(config: Config) -> Manifest:
 def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return [f"data       {config.data.train or 'not named'}: see the error below"]
-    data = config.data
-    order = GlobalOrder(
-        manifest.starts,
-        manifest.sizes,
-        data.batch_size,
-        slots=data.slots,
-        shuffle_block=data.shuffle_block,
-        tail=data.tail,
-    )
-    steps = config.budget.steps or max(1, round(config.budget.epochs * order.steps_per_epoch))
+    order = open_order(config, manifest)
+    steps = DataPosition(0, 0, order.steps_per_epoch).end(config.budget)
     return [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.slots} slots)",

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from neuclip_ds.config import DataConfig
+from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.demo import demo_split
@@ -43,6 +43,30 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
     """The manifest of a data set, the same on all ranks; rank 0 builds it in the run's folder where there is none."""
     options = ScanOptions(tuple(data.captions))
     return communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+
+
+def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
+    """The order of a run's samples.
+
+    Raises:
+        UserError: the batch size suits neither the data nor its own slots.
+    """
+    data = config.data
+    order = GlobalOrder(
+        manifest.starts,
+        manifest.sizes,
+        data.batch_size,
+        config.run.seed,
+        slots=data.slots,
+        shuffle_block=data.shuffle_block,
+        tail=data.tail,
+    )
+    if order.last_batch_size < 2:
+        raise UserError(
+            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, where "
+            "it would contrast with nothing; choose another batch size or data.tail=drop."
+        )
+    return order
 
 
 def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:

@@ -19,7 +19,6 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import Batch, iter_captions, train_loader
-from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
@@ -40,7 +39,7 @@ from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.schedules import warmup_cosine
-from neuclip_ds.training.sources import loader_options, naming_rank, open_data, prefetching
+from neuclip_ds.training.sources import loader_options, naming_rank, open_data, open_order, prefetching
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -106,20 +105,7 @@ class Run:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
         self._manifest = open_data(data.train, data, communicator, folder)
         self._loading = loader_options(data, self._manifest, communicator)
-        self._order = GlobalOrder(
-            self._manifest.starts,
-            self._manifest.sizes,
-            data.batch_size,
-            config.run.seed,
-            slots=data.slots,
-            shuffle_block=data.shuffle_block,
-            tail=data.tail,
-        )
-        if self._order.last_batch_size < 2:
-            raise UserError(
-                f"data.batch_size={data.batch_size} leaves one of {self._order.n} samples for the last batch of an "
-                "epoch, where it would contrast with nothing; choose another batch size or data.tail=drop."
-            )
+        self._order = open_order(config, self._manifest)
         self._position = DataPosition(0, 0, self._order.steps_per_epoch)
         self._total = self._position.end(config.budget)
         source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))

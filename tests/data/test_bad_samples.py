@@ -43,6 +43,8 @@ def test_a_resumed_run_does_not_list_again_and_mends_a_broken_line(tmp_path):
     before = BadSampleLog(tmp_path, 0.5)
     before.record(bad_batch([1, 2]))
     before.settle()
+    with before.path.open("a") as file:
+        file.write('{"index": 9, "sh')
     after = BadSampleLog(tmp_path, 0.5)
     after.record(bad_batch([2, 5]))
     after.settle()

@@ -11,23 +11,19 @@ import time
 from pathlib import Path
 
 import pytest
+from small_runs import ROOT, environment
 from tars import write_pairs
 
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.manifest import load_manifest
 from neuclip_ds.data.shards import resolve_shards
 
-ROOT = Path(__file__).parents[2]
 TOOL = [sys.executable, str(ROOT / "tools" / "build_manifest.py")]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_pairs(tmp_path_factory.mktemp("tool") / "shards", [3, 2, 4, 1, 5])
-
-
-def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def run(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import open_clip
@@ -13,13 +10,12 @@ import pytest
 import torch
 from miniatures import save_clip, save_open_clip
 from safetensors.torch import load_file
+from small_runs import call, demo_shards
 from transformers import AutoModel, AutoProcessor
 
-from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.errors import UserError
 from neuclip_ds.training.export import export_run
 
-ROOT = Path(__file__).parents[2]
 OPTIONS = [
     "--data.batch_size=16",
     "--data.workers=0",
@@ -35,18 +31,7 @@ OPTIONS = [
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
-    make_demo_data(folder, pairs=64, held_out=20, zero_shot=80, size=32, processes=1)
-    return folder / "train"
-
-
-def call(script: str, *arguments: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    environment = {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(
-        [sys.executable, str(ROOT / script), *arguments],
-        env=environment, cwd=folder, capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 64, held_out=20)
 
 
 @pytest.mark.slow

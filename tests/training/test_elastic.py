@@ -15,10 +15,9 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL_MODEL
+from small_runs import SMALL_MODEL, demo_shards
 from torch import Tensor
 
-from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.reporting.sample_log import read_samples
 from neuclip_ds.training.fragments import WEIGHT, EngineFiles
 
@@ -42,9 +41,7 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
-    make_demo_data(folder, pairs=PAIRS, held_out=40, zero_shot=80, size=32, processes=1)
-    return folder / "train"
+    return demo_shards(tmp_path_factory.mktemp("demo") / "data", PAIRS)
 
 
 class Launch:

@@ -13,9 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL_MODEL
-
-from neuclip_ds.data.demo import make_demo_data
+from small_runs import SMALL_MODEL, demo_shards, environment
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -33,19 +31,12 @@ TINY = [
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("demo") / "data"
-    make_demo_data(folder, pairs=300, held_out=40, zero_shot=80, size=32, processes=1)
-    return folder / "train"
+    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 300)
 
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
     call = [sys.executable, str(ROOT / "train.py"), "demo", f"--data.train={shards}", f"--run.folder={runs}"]
     return [*call, f"--run.name={name}", *TINY, *options]
-
-
-def environment() -> dict[str, str]:
-    kept = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
 def complete(call: list[str]) -> str:
