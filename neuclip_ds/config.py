@@ -278,6 +278,24 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 does not clip."""
 
 
+class RecoveryConfig(Section):
+    mode: Literal["none", "full", "cached"] = "none"
+    """Whether u and moments are recovered with frozen weights before training: TuneCLIP's `full`, or `cached`, which
+    fills u in one pass from blocks of features and then takes a few backward steps."""
+    epochs: float = Field(5, gt=0)
+    """Passes over the data of `full`."""
+    loss: Literal["gcl", "hgcl"] = "gcl"
+    """Loss whose gradients are averaged then: the global contrastive loss (TuneCLIP Algorithm 1), or the hinged one."""
+    cached_block: int = Field(32768, ge=2)
+    """Pairs that contrast with each other in a block of `cached`."""
+    cached_steps: int = Field(200, ge=1)
+    """Backward steps of `cached`, for the moments."""
+    transfer: list[Literal["moments", "statistics"]] = ["moments", "statistics"]
+    """What training takes over: the optimizer's moments and step count, the per-sample u."""
+    reuse: Path | None = None
+    """Run whose recovered statistics are taken instead; its weights and data must be this run's."""
+
+
 class BudgetConfig(Section):
     epochs: float = Field(1.0, gt=0)
     """Passes over the training data."""
@@ -291,6 +309,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     deepspeed: str = "zero1_bf16"
     """DeepSpeed configuration: a name in ds_configs/ or the path of a JSON file."""

@@ -19,7 +19,7 @@ from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
 from neuclip_ds.objectives.normalizers.moving_average import MovingAverageNormalizer
 from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
 from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
-from neuclip_ds.objectives.pair_loss import Hinge, Identity, PairLoss
+from neuclip_ds.objectives.pair_loss import Hinge, Identity, OverBatch, PairLoss
 from neuclip_ds.objectives.sigmoid import SigmoidObjective
 from neuclip_ds.objectives.temperature import (
     ConstantTemperature,
@@ -100,6 +100,7 @@ METHODS: dict[str, Method] = {
     "fastclip_v3": _average(RobustTemperature, by_tau),
     "amorlip": Contrastive(Identity, AmortizedNormalizer, RescaledTemperature, by_tau, by_tau, ("amortized",)),
     "neuclip": Contrastive(Identity, _npn, RobustTemperature, by_tau, by_tau, ("npn",)),
+    "gcl": _average(ConstantTemperature, by_tau, OverBatch),
     "tuneclip": _average(ConstantTemperature, by_tau, Hinge),
 }
 

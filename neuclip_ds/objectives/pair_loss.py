@@ -41,6 +41,13 @@ class Identity:
         return size - 1
 
 
+class OverBatch(Identity):
+    """l(x) = x as TuneCLIP's global contrastive loss has it, which divides an anchor's sum by the whole batch."""
+
+    def divisor(self, size: int) -> int:
+        return size
+
+
 class Hinge:
     """l(x) = max(x + margin, 0)^power (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient.
 

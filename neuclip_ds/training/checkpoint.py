@@ -74,12 +74,7 @@ class Checkpoints:
         Raises:
             UserError: the run that wrote the checkpoint differs in its facts.
         """
-        meta = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-        if meta.get("format") != _FORMAT:
-            raise UserError(
-                f"The checkpoint {path} was written by another version of this program, whose files this one does not "
-                "read; end the run with that version, or give it another name to start anew (--run.name)."
-            )
+        meta = read_meta(path)
         for key, wanted in facts.items():
             found = meta["facts"].get(key)
             if found != wanted:
@@ -111,6 +106,21 @@ class Checkpoints:
         for path in sorted(self._complete())[: -self._keep]:
             shutil.rmtree(path)
         log.info("checkpoint %s", target)
+
+
+def read_meta(path: Path) -> dict[str, Any]:
+    """meta.json of a checkpoint: `step`, `facts`, `data`.
+
+    Raises:
+        UserError: another version of this program wrote it.
+    """
+    meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
+    if meta.get("format") != _FORMAT:
+        raise UserError(
+            f"The checkpoint {path} was written by another version of this program, whose files this one does not "
+            "read; end the run with that version, or give it another name to start anew (--run.name)."
+        )
+    return meta
 
 
 def _empty(folder: Path) -> None:

@@ -40,6 +40,19 @@ class DataPosition(NamedTuple):
         }
 
 
+def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
+    """
+    Raises:
+        UserError: the data are neither those of a checkpoint's record nor grown out of them.
+    """
+    if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
+        raise UserError(
+            f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
+            f"{manifest.content_hash}, {manifest.n_shards}): name the data it was trained on, or a manifest that "
+            "tools/build_manifest.py --update has made from theirs, or give the run another name (--run.name)."
+        )
+
+
 def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, steps_per_epoch: int) -> DataPosition:
     """The position of a run that goes on after `done` steps.
 
@@ -54,12 +67,7 @@ def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, steps_per_ep
     Raises:
         UserError: the data are others than the checkpoint's.
     """
-    if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
-        raise UserError(
-            f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
-            f"{manifest.content_hash}, {manifest.n_shards}): name the data it was trained on, or a manifest that "
-            "tools/build_manifest.py --update has made from theirs, or give the run another name (--run.name)."
-        )
+    check_data(saved, manifest)
     before = DataPosition(saved["step"], saved["epoch"], saved["steps_per_epoch"])
     if (manifest.n_shards, manifest.use_hash) == (saved["shards"], saved["in_use"]):
         return before

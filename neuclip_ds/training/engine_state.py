@@ -107,6 +107,33 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
         log.info("%s was written by %s and is read by %s", folder, *(_in_words(x) for x in (files.written_by, now)))
 
 
+def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
+    """Fills the optimizer's state of a freshly built engine, on all ranks together, and leaves the weights.
+
+    Raises:
+        UserError: as `load_engine`, or the files' weights are not the engine's; on all ranks.
+    """
+    problem = None
+    try:
+        files = EngineFiles(folder)
+        _check_parameters(files, engine.module)
+        _check_weights(files, engine, communicator)
+        _fill(files, engine, communicator, weights=False)
+    except UserError as error:
+        problem = str(error)
+    communicator.agree(problem)
+
+
+def _check_weights(files: EngineFiles, engine: Any, communicator: Communicator) -> None:
+    for place in _places(engine, communicator):
+        found = files.read(place.name, WEIGHT, place.start, place.stop)
+        if not torch.equal(found, place.within(place.home).cpu()):
+            raise UserError(
+                f"{files.folder} belongs to other weights than this run starts from ({place.name} differs): name the "
+                "model.pretrained and the precision that it was recovered with."
+            )
+
+
 def _fragments(engine: Any, communicator: Communicator) -> Iterator[Fragment]:
     """What this rank writes, as views."""
     for place in _places(engine, communicator):
@@ -123,8 +150,8 @@ def _fragments(engine: Any, communicator: Communicator) -> Iterator[Fragment]:
 
 
 @torch.no_grad()
-def _fill(files: EngineFiles, engine: Any, communicator: Communicator) -> None:
-    """Masters and optimizer state of this rank; padding becomes zero."""
+def _fill(files: EngineFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
+    """Optimizer state and, if asked for, masters of this rank; padding becomes zero."""
     homes: dict[int, list[_Place]] = {}
     for place in _places(engine, communicator):
         homes.setdefault(id(place.home), []).append(place)
@@ -134,7 +161,7 @@ def _fill(files: EngineFiles, engine: Any, communicator: Communicator) -> None:
         scalars = {kind: value for place in trained for kind, value in files.scalars(place.name).items()}
         kinds = {kind for place in trained for kind in files.kinds(place.name)} - {WEIGHT}
         state = {kind: torch.zeros_like(home) for kind in sorted(kinds)}
-        for kind, whole in {WEIGHT: home.zero_(), **state}.items():
+        for kind, whole in ({WEIGHT: home.zero_(), **state} if weights else state).items():
             for place in places:
                 if place.start < place.stop and (kind == WEIGHT or kind in files.kinds(place.name)):
                     place.within(whole).copy_(files.read(place.name, kind, place.start, place.stop))

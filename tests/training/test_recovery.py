@@ -1,0 +1,137 @@
+"""Recovered statistics: the weights stand still, moments and u are those of a plain replay, and training takes over."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import newest_checkpoint, train
+from tars import write_pairs
+from torch import Tensor
+
+from neuclip_ds.training.fragments import WEIGHT, EngineFiles
+
+TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
+FULL = ["--recovery.mode=full", "--recovery.epochs=2"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_pairs(tmp_path_factory.mktemp("recovery") / "shards", [13, 13]))
+
+
+def run(runs: Path, shards: str, steps: int, *options: str) -> str:
+    done = train(runs, shards, steps, *TUNE, *options)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
+
+
+def recovered(runs: Path) -> Path:
+    return max((runs / "run" / "recovery" / "checkpoints").glob("step_*"))
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    files = EngineFiles(checkpoint / "engine")
+    return {name: files.read(name, WEIGHT) for name in files.names()}
+
+
+def moments(checkpoint: Path) -> dict[str, Tensor]:
+    files = EngineFiles(checkpoint / "engine")
+    return {f"{kind} {name}": files.read(name, kind) for name in files.names() for kind in ("exp_avg", "exp_avg_sq")}
+
+
+def counts(checkpoint: Path) -> set[float]:
+    files = EngineFiles(checkpoint / "engine")
+    return {float(value) for name in files.names() for value in files.scalars(name).values()}
+
+
+def log_u(checkpoint: Path) -> Tensor:
+    (path,) = checkpoint.glob("samples.*.safetensors")
+    (table,) = load_file(path).values()
+    return table
+
+
+@pytest.mark.parametrize("engine", ["zero1_fp32", "zero1_bf16"])
+def test_weights_stand_still_while_moments_and_u_gather(engine: str, shards: str, tmp_path: Path) -> None:
+    """4 steps an epoch: two epochs of recovery, then one step of training."""
+    chosen = f"--deepspeed={engine}"
+    run(tmp_path / "tuned", shards, 1, *FULL, chosen)
+    # the weights at the start: those of a run with a learning rate of zero
+    run(tmp_path / "start", shards, 1, chosen, "--optimizer.lr=0")
+    before, after = weights(newest_checkpoint(tmp_path / "start")), weights(recovered(tmp_path / "tuned"))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+    assert torch.isfinite(log_u(recovered(tmp_path / "tuned"))).all()
+    assert all(value.abs().max() > 0 for name, value in moments(recovered(tmp_path / "tuned")).items())
+    assert counts(recovered(tmp_path / "tuned")) == {8.0}
+    assert counts(newest_checkpoint(tmp_path / "tuned")) == {9.0}, "the count of steps is carried on"
+    trained = weights(newest_checkpoint(tmp_path / "tuned"))
+    assert any(not torch.equal(trained[name], before[name]) for name in before)
+
+
+def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
+    def after(name: str, *options: str) -> Path:
+        run(tmp_path / name, shards, 1, *FULL, *options)
+        return newest_checkpoint(tmp_path / name)
+
+    both = after("both")
+    again = after("again", f"--recovery.reuse={tmp_path}/both/run", "--recovery.mode=none")
+    assert not (tmp_path / "again" / "run" / "recovery").exists()
+    for found, wanted in ((weights(again), weights(both)), (moments(again), moments(both))):
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert torch.equal(log_u(again), log_u(both))
+
+    only_u = after("u", f"--recovery.reuse={tmp_path}/both/run", '--recovery.transfer=["statistics"]')
+    assert counts(only_u) == {1.0}
+    assert torch.isfinite(log_u(only_u)).all()
+    only_moments = after("moments", f"--recovery.reuse={tmp_path}/both/run", '--recovery.transfer=["moments"]')
+    assert counts(only_moments) == {9.0}
+    assert torch.isneginf(log_u(only_moments)).any()
+
+
+def test_cached_fills_u_from_blocks(shards: str, tmp_path: Path) -> None:
+    cached = ["--recovery.mode=cached", "--recovery.cached_steps=3", "--recovery.cached_block=26"]
+    said = run(tmp_path, shards, 1, *cached, "--deepspeed=zero1_fp32")
+    assert "u is filled from 3 batches at a time, 4 batches in all" in said
+    assert counts(recovered(tmp_path)) == {3.0}
+    assert torch.isfinite(log_u(recovered(tmp_path))).all()
+
+
+def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> None:
+    run(tmp_path / "whole", shards, 2, *FULL)
+    begun = train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.mode=full", "--recovery.epochs=1")
+    assert begun.returncode == 0
+    shutil.rmtree(tmp_path / "broken" / "run" / "checkpoints")  # as if it had ended in the middle of its recovery
+    said = run(tmp_path / "broken", shards, 2, *FULL)
+    assert "8 steps of which 4 are done" in said
+    for part in (weights, moments):
+        found, wanted = (part(newest_checkpoint(tmp_path / name)) for name in ("broken", "whole"))
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--recovery.reuse={tmp}/absent"], "holds no recovered statistics"),
+        (["--recovery.mode=full", "--objective.method=neuclip"], "objective.method=neuclip does not keep"),
+    ],
+)
+def test_mistakes(options: list[str], message: str, shards: str, tmp_path: Path) -> None:
+    done = train(tmp_path, shards, 1, *TUNE, *(option.format(tmp=tmp_path) for option in options))
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
+    run(tmp_path / "first", shards, 1, *FULL)
+    reuse = f"--recovery.reuse={tmp_path}/first/run"
+    for options, message in (
+        (["--run.seed=1"], "belongs to other weights"),
+        (["--optimizer.name=lion"], "holds moments of optimizer.name=adamw"),
+    ):
+        done = train(tmp_path / "second", shards, 1, *TUNE, reuse, *options)
+        assert done.returncode == 2
+        assert message in done.stderr
