@@ -37,6 +37,11 @@ class RunConfig(Section):
     """Steps between lines of metrics.jsonl and TensorBoard points."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 evaluates at the end only."""
+    evaluate_start: bool = False
+    """Evaluate before the first step too, as fine-tuning has something to lose."""
+    best_metric: str | None = None
+    """Evaluated metric, the larger the better, whose best checkpoint stays on disk besides the newest; implies
+    `evaluate_start`, which meets a name that no evaluation gives before the first step."""
     sample_log: bool = False
     """Write the sample indices of every step to FOLDER/NAME/samples/, one file a rank."""
     normalizer_anchors: int = Field(0, ge=0)
@@ -172,8 +177,8 @@ class HingeConfig(Section):
 class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min; a sample's first visit always takes 1."""
-    gamma_min: float = Field(0.2, gt=0, le=1)
-    """Weight of the new estimate once the schedule has ended."""
+    gamma_min: float = Field(0.2, ge=0, le=1)
+    """Weight of the new estimate once the schedule has ended; at 0 the old one stays."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
     gamma_epoch_steps: int | None = Field(None, ge=1)
@@ -292,6 +297,9 @@ class RecoveryConfig(Section):
     """Backward steps of `cached`, for the moments."""
     transfer: list[Literal["moments", "statistics"]] = ["moments", "statistics"]
     """What training takes over: the optimizer's moments and step count, the per-sample u."""
+    gamma: Literal["continued", "anew"] = "continued"
+    """Whether gamma's schedule goes on after these epochs where u is taken over, or begins at 1, which replaces u at
+    the next visit; the paper leaves it open."""
     reuse: Path | None = None
     """Run whose recovered statistics are taken instead; its weights and data must be this run's."""
 

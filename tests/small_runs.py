@@ -37,9 +37,12 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def call(tool: str, *options: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
-    """A tool by its path in the repository, in a working folder."""
-    command = [sys.executable, str(ROOT / tool), *options]
+def call(
+    tool: str, *options: str, folder: Path | None = None, ranks: int | None = None
+) -> subprocess.CompletedProcess[str]:
+    """A tool by its path in the repository, in a working folder, on its own or as so many ranks."""
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
+    command = [sys.executable, *launcher, str(ROOT / tool), *options]
     return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=240)
 
 
@@ -49,10 +52,12 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
     return folder / "train"
 
 
-def train(runs: Path, data: str, steps: int, *options: str) -> subprocess.CompletedProcess[str]:
+def train(
+    runs: Path, data: str, steps: int, *options: str, ranks: int | None = None
+) -> subprocess.CompletedProcess[str]:
     """train.py, for some steps of a run named `run` in the folder `runs`."""
     where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
-    return call("train.py", *_TINY, *where, *options)
+    return call("train.py", *_TINY, *where, *options, ranks=ranks)
 
 
 def newest_checkpoint(runs: Path) -> Path:

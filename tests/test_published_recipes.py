@@ -216,7 +216,15 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     average = objective.moving_average
     assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("cosine", 0.9, 4)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (1e-5, 0.02, (0.9, 0.98))
-    assert config.budget.epochs == 5
+    assert (config.recovery.mode, config.recovery.epochs, config.budget.epochs) == ("full", 5, 5)
+
+
+@pytest.mark.parametrize("name", ["vitb32", "vitb16"])
+def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
+    plain, supervised = config_of(f"{name}_tuneclip"), config_of(f"{name}_gcl")
+    assert supervised.objective.model_copy(update={"method": "tuneclip"}) == plain.objective
+    assert (supervised.objective.method, supervised.data.captions) == ("gcl", ["txt:lines"])
+    assert (supervised.recovery, supervised.optimizer) == (plain.recovery, plain.optimizer)
 
 
 def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

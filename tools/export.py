@@ -17,14 +17,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint is taken), or a checkpoint in it")
     parser.add_argument("--format", choices=("transformers", "open_clip"), default="transformers")
     parser.add_argument("--out", type=Path, required=True, help="where to write; must be absent or empty")
+    parser.add_argument("--best", action="store_true", help="the run's best checkpoint (run.best_metric) instead")
     arguments = parser.parse_args(argv)
-    exit_on_mistake(lambda: _run(arguments.run, arguments.format, arguments.out))
+    exit_on_mistake(lambda: _run(arguments.run, arguments.format, arguments.out, arguments.best))
 
 
-def _run(run: Path, form: str, out: Path) -> None:
+def _run(run: Path, form: str, out: Path, best: bool) -> None:
     from neuclip_ds.training.export import export_run  # torch and deepspeed take seconds to import
 
-    checkpoint = export_run(run, form, out)
+    checkpoint = export_run(run, form, out, best)
     print(f"Wrote {checkpoint} to {out} in the format of {form}.")
 
 

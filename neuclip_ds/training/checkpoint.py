@@ -11,6 +11,8 @@ It is written under `.partial-...`, synced to disk, and renamed by rank 0 when a
 on how many ranks wrote it, nor on their ZeRO stage and precision: a run may go on with others. Random numbers need no
 place in it: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run
 code: all are JSON or safetensors.
+
+`checkpoints/best.json` names the step whose evaluation was the best, where a run keeps it.
 """
 
 from __future__ import annotations
@@ -21,10 +23,11 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors.torch import load_file, save_file
 
+from neuclip_ds.data.replacing import replacing
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Objective
@@ -36,6 +39,24 @@ log = logging.getLogger(__name__)
 Facts = Mapping[str, Any]
 
 _FORMAT = 2  # 1 held DeepSpeed's own files
+
+
+class Best(NamedTuple):
+    """The step at which a metric was largest, and its value there."""
+
+    step: int
+    metric: str
+    value: float
+
+
+def read_best(folder: Path) -> Best | None:
+    """Of a run's folder `checkpoints`; None where none was kept."""
+    path = folder / "best.json"
+    return Best(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+
+
+def step_folder(folder: Path, step: int) -> Path:
+    return folder / f"step_{step:09d}"
 
 
 class Checkpoints:
@@ -52,7 +73,7 @@ class Checkpoints:
 
     def save(self, step: int, engine: Any, objective: Objective, facts: Facts, data: Facts) -> Path:
         """Writes the state after `step` steps, on all ranks together, and drops the oldest beyond `keep`."""
-        target = self._folder / f"step_{step:09d}"
+        target = step_folder(self._folder, step)
         partial = self._folder / f".partial-{target.name}"
         self._communicator.on_rank_zero(lambda: _empty(partial))
         save_engine(partial / "engine", engine, self._communicator)
@@ -67,6 +88,20 @@ class Checkpoints:
         self._communicator.barrier()
         self._communicator.on_rank_zero(lambda: self._publish(partial, target))
         return target
+
+    def best(self) -> Best | None:
+        """What `keep_best` was last told, the same on all ranks."""
+        return self._communicator.on_rank_zero(lambda: read_best(self._folder))
+
+    def keep_best(self, best: Best) -> None:
+        """From now on the checkpoint of this step stays, however old; the one before it may go."""
+
+        def write() -> None:
+            with replacing(self._folder / "best.json") as path:
+                path.write_text(json.dumps(best._asdict()), encoding="utf-8")
+
+        self._communicator.on_rank_zero(write)
+        log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, facts: Facts) -> tuple[int, Facts]:
         """The number of steps done, and the position in the data (training/data_position.py).
@@ -103,8 +138,11 @@ class Checkpoints:
             shutil.rmtree(target)
         partial.rename(target)
         _sync_folder(self._folder)
+        best = read_best(self._folder)
+        kept = step_folder(self._folder, best.step) if best else None
         for path in sorted(self._complete())[: -self._keep]:
-            shutil.rmtree(path)
+            if path != kept:
+                shutil.rmtree(path)
         log.info("checkpoint %s", target)
 
 

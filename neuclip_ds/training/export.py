@@ -15,6 +15,7 @@ from neuclip_ds.models.pretrained.base import Logits
 from neuclip_ds.models.source import open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.recipe import validate
+from neuclip_ds.training.checkpoint import read_best, step_folder
 from neuclip_ds.training.fragments import EngineFiles
 
 _LOADING = {
@@ -32,13 +33,14 @@ tokenizer = open_clip.get_tokenizer("local-dir:.")
 }
 
 
-def export_run(path: Path, form: str, folder: Path) -> Path:
+def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
     """Exports a checkpoint.
 
     Args:
         path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
         form: `transformers` or `open_clip`.
         folder: where to write; absent or empty.
+        best: of a run's checkpoints the one that `run.best_metric` has kept instead of the newest.
 
     Returns:
         The checkpoint that was taken.
@@ -46,7 +48,7 @@ def export_run(path: Path, form: str, folder: Path) -> Path:
     Raises:
         UserError: there is no checkpoint, or the format cannot express the model.
     """
-    checkpoint = _checkpoint(path)
+    checkpoint = _checkpoint(_best(path) if best else path)
     run = checkpoint.parent.parent
     config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     source, start = open_saved(config.model, run / "model")
@@ -56,6 +58,13 @@ def export_run(path: Path, form: str, folder: Path) -> Path:
     )
     export(package, form, folder, _card(config, checkpoint, form))
     return checkpoint
+
+
+def _best(run: Path) -> Path:
+    found = read_best(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} keeps no best checkpoint; train with --run.best_metric=NAME, or leave --best away.")
+    return step_folder(run / "checkpoints", found.step)
 
 
 def _checkpoint(path: Path) -> Path:

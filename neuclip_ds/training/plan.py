@@ -18,6 +18,7 @@ from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.training.recovery import recovery_budget
 from neuclip_ds.training.sources import CACHE, open_order, resolve
 
 
@@ -117,11 +118,17 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return [f"data       {config.data.train or 'not named'}: see the error below"]
     order = open_order(config, manifest)
-    steps = DataPosition(0, 0, order.steps_per_epoch).end(config.budget)
-    return [
+    start = DataPosition(0, 0, order.steps_per_epoch)
+    lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
-        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.slots} slots)",
+        f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.slots} slots)",
     ]
+    recovery = config.recovery
+    if recovery.reuse is not None:
+        lines.append(f"recovery   taken from {recovery.reuse}")
+    elif recovery.mode != "none":
+        lines.append(f"recovery   {start.end(recovery_budget(recovery)):,} steps with frozen weights ({recovery.mode})")
+    return lines
 
 
 def _objective_lines(

@@ -8,9 +8,11 @@ them from there, as can other runs from the same weights and data (`recovery.reu
 from __future__ import annotations
 
 import logging
+import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from neuclip_ds.config import BudgetConfig, Config, RecoveryConfig
@@ -24,17 +26,25 @@ from neuclip_ds.training.checkpoint import Facts, read_meta
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.engine_state import load_moments
 from neuclip_ds.training.stage import Parts, Stage
+from neuclip_ds.training.step import kept_statistics
 
 log = logging.getLogger(__name__)
 
 FOLDER = "recovery"
 _METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # of the stage's loss
+_KEPT_U = {"gamma": "constant", "gamma_min": 0.0}  # what large blocks gave, no batch replaces
 _TABLE = "samples"  # u
+_TAU = "temperature.tau"  # of methods whose temperature stands still
 
 
 def is_asked_for(recovery: RecoveryConfig) -> bool:
     """Whether the run has this stage, or takes over another run's."""
     return recovery.mode != "none" or recovery.reuse is not None
+
+
+def recovery_budget(recovery: RecoveryConfig) -> BudgetConfig:
+    """How long the stage steps."""
+    return BudgetConfig(epochs=recovery.epochs, steps=recovery.cached_steps if recovery.mode == "cached" else None)
 
 
 def check_recovery(config: Config, objective: Objective) -> None:
@@ -61,18 +71,18 @@ def recover(parts: Parts, context: Context, wire: torch.dtype, folder: Path, fac
     Returns:
         The checkpoint that holds what was recovered; None when a signal has ended the stage early.
     """
-    recovery = parts.config.recovery
-    method = _METHODS[recovery.loss]
-    config = parts.config.model_copy(update={"objective": parts.config.objective.model_copy(update={"method": method})})
+    recovery, cached = parts.config.recovery, parts.config.recovery.mode == "cached"
+    method, average = _METHODS[recovery.loss], parts.config.objective.moving_average
+    chosen = {"method": method, "moving_average": average.model_copy(update=_KEPT_U if cached else {})}
+    config = parts.config.model_copy(update={"objective": parts.config.objective.model_copy(update=chosen)})
     objective = build_objective(config, context, wire)
-    steps = recovery.cached_steps if recovery.mode == "cached" else None
-    budget = BudgetConfig(epochs=recovery.epochs, steps=steps)
     own = {**facts, "method": method, "mode": recovery.mode}
     parts.communicator.on_rank_zero(lambda: (folder / FOLDER).mkdir(exist_ok=True))
-    stage = Stage(parts, objective, folder / FOLDER, budget, lambda number, total: 0.0, own)
-    if recovery.mode == "cached" and stage.newest() is None:
-        _fill_in_blocks(parts, objective, recovery.cached_block)
-    return stage.newest() if stage.run() else None
+    stage = Stage(parts, objective, folder / FOLDER, recovery_budget(recovery), lambda number, total: 0.0, own)
+    with kept_statistics(parts.engine.module):
+        if cached and stage.newest() is None:
+            _fill_in_blocks(parts, objective, recovery.cached_block)
+        return stage.newest() if stage.run() else None
 
 
 @torch.no_grad()
@@ -85,11 +95,11 @@ def _fill_in_blocks(parts: Parts, objective: Objective, block: int) -> None:
     steps = parts.order.steps_per_epoch
     log.info("u is filled from %d batches at a time, %d batches in all", batches_a_block, steps)
     parts.engine.eval()
-    held: list[Features] = []
+    held: list[tuple[Tensor, ...]] = []
     for number, batch in enumerate(parts.batches(0, 0, steps)):
         image, text = _features(parts, batch.image, batch.tokens)
         device = parts.communicator.device
-        held.append(Features(image, text, batch.index.to(device), batch.valid.to(device)))
+        held.append((image, text, batch.index.to(device), batch.valid.to(device)))
         if len(held) == batches_a_block or number + 1 == steps:
             joined = Features(*(torch.cat(column) for column in zip(*held, strict=True)))
             objective(joined, Step(number, 0, 0.0, 0.0))
@@ -125,8 +135,25 @@ def take_over(checkpoint: Path, parts: Parts, objective: Objective) -> None:
         load_moments(checkpoint / "engine", parts.engine, parts.communicator)
     if "statistics" in recovery.transfer:
         check_data(meta["data"], parts.manifest)
+        _check_temperature(checkpoint, objective)
         load_rows(checkpoint, _TABLE, objective.row_tables()[_TABLE])
     log.info("%s are taken over from %s", " and ".join(recovery.transfer) or "no statistics", checkpoint)
+
+
+def _check_temperature(checkpoint: Path, objective: Objective) -> None:
+    states = load_file(checkpoint / "objective.safetensors"), objective.replicated_state()
+    found, wanted = (float(state.get(_TAU, torch.nan)) for state in states)
+    if found != wanted and not math.isnan(wanted):
+        raise UserError(
+            f"{checkpoint} holds u at the temperature {found:.6g}, this run has {wanted:.6g}: set "
+            "objective.temperature.initial back, or recover anew."
+        )
+
+
+def epochs_behind(recovery: RecoveryConfig) -> int:
+    """Epochs of gamma's schedule that training need not repeat."""
+    continued = recovery.gamma == "continued" and "statistics" in recovery.transfer
+    return int(recovery.epochs) if is_asked_for(recovery) and continued else 0
 
 
 def find_reused(path: Path, communicator: Communicator) -> Path:

@@ -23,11 +23,12 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
-from neuclip_ds.training.checkpoint import Checkpoints
+from neuclip_ds.training.checkpoint import Best, Checkpoints
 from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.sources import naming_rank, prefetching
 from neuclip_ds.training.step import TrainStep
@@ -80,6 +81,7 @@ class Stage:
         learning_rate: LearningRate,
         facts: Mapping[str, Any],
         evaluate: Callable[[], dict[str, float]] | None = None,
+        epochs_before: int = 0,
     ) -> None:
         """
         Args:
@@ -89,16 +91,18 @@ class Stage:
             budget: how long.
             learning_rate: of each step.
             facts: what a resumed stage must share with the one that wrote the checkpoint.
-            evaluate: called at the end, and between where the config says so; None evaluates nothing.
+            evaluate: called at the end, and before where the config says so; None evaluates nothing.
+            epochs_before: how many the objective's schedules have behind them.
         """
         self._parts, self._objective, self._folder, self._budget = parts, objective, folder, budget
-        self._learning_rate, self._evaluate = learning_rate, evaluate
+        self._learning_rate, self._evaluate, self._epochs_before = learning_rate, evaluate, epochs_before
         config = parts.config
         self._step = TrainStep(parts.engine, objective, parts.communicator, parts.micro_batch, config.run.seed)
         self._checkpoints = Checkpoints(folder / "checkpoints", parts.communicator, config.run.keep_checkpoints)
         self._facts = dict(facts)
         self._position = DataPosition(0, 0, parts.order.steps_per_epoch)
         self._total = self._position.end(budget)
+        self._saved = 0  # last step with a checkpoint
         self._stop_asked = False
 
     def newest(self) -> Path | None:
@@ -109,15 +113,15 @@ class Stage:
         """Goes on from the newest checkpoint, or starts; False when a signal has ended it early."""
         done = self._resume()
         self._announce(done)
-        opened = MetricsLog(self._folder, done) if self._parts.communicator.rank == 0 else nullcontext()
+        run = self._parts.config.run
+        opened = MetricsLog(self._folder, done or None) if self._parts.communicator.rank == 0 else nullcontext()
         with opened as metrics, self._sample_log(done) as samples, _signals(self._ask_to_stop):
+            if done == 0 and (run.evaluate_start or run.best_metric is not None):
+                self._measure(0, metrics)
             if done < self._total and not self._loop(done, metrics, samples):
                 return False
-            if self._evaluate is not None and (results := self._evaluate()):
-                if metrics is not None:
-                    metrics.write(self._total, results)
-                for name, value in results.items():
-                    log.info("%s: %.4g", name, value)
+            for name, value in self._measure(self._total, metrics).items():
+                log.info("%s: %.4g", name, value)
         return True
 
     def _resume(self) -> int:
@@ -129,6 +133,7 @@ class Stage:
         self._position = resume(saved, done, self._parts.manifest, self._parts.order.steps_per_epoch)
         self._total = self._position.end(self._budget)
         self._checkpoints.load(newest, self._parts.engine, self._objective)
+        self._saved = done
         return done
 
     def _loop(self, done: int, metrics: MetricsLog | None, samples: SampleLog | None) -> bool:
@@ -173,12 +178,29 @@ class Stage:
                         return False
                 if saves:
                     self._save(number + 1)
-                evaluates = run.evaluate_every and (number + 1) % run.evaluate_every == 0 and not last
-                if evaluates and self._evaluate is not None:
-                    results = self._evaluate()
-                    if metrics is not None:
-                        metrics.write(number + 1, results)
+                if run.evaluate_every and (number + 1) % run.evaluate_every == 0 and not last:
+                    self._measure(number + 1, metrics)
         return True
+
+    def _measure(self, step: int, metrics: MetricsLog | None) -> dict[str, float]:
+        """Evaluates after `step` steps, and keeps a checkpoint where it is the best so far."""
+        results = self._evaluate() if self._evaluate is not None else {}
+        if metrics is not None and results:
+            metrics.write(step, results)
+        name = self._parts.config.run.best_metric
+        if name is None or self._evaluate is None:
+            return results
+        if name not in results:
+            raise UserError(
+                f"run.best_metric={name} is no metric of this run's evaluation, which gives "
+                f"{', '.join(results) or 'none: name data.val or data.zero_shot'}."
+            )
+        best = self._checkpoints.best()
+        if step and (best is None or best.metric != name or best.step == step or results[name] > best.value):
+            if self._saved != step:
+                self._save(step)
+            self._checkpoints.keep_best(Best(step, name, results[name]))
+        return results
 
     def _sample_log(self, done: int) -> AbstractContextManager[SampleLog | None]:
         """This rank's, where the config asks for one; an earlier start's lines beyond `done` go, on all ranks."""
@@ -202,7 +224,7 @@ class Stage:
     def _place(self, number: int) -> Step:
         epoch, _ = self._position.at(number)
         lr, peak = self._learning_rate(number, self._total), self._parts.config.optimizer.lr
-        return Step(number, epoch, lr, peak, progress=number / self._total)
+        return Step(number, self._epochs_before + epoch, lr, peak, progress=number / self._total)
 
     def _record(self, gradients: FeatureGradients, number: int) -> dict[str, float]:
         record = {"loss": float(gradients.loss), "lr": self._place(number).lr}
@@ -222,6 +244,7 @@ class Stage:
     def _save(self, step: int) -> None:
         data = self._position.record(self._parts.manifest)
         self._checkpoints.save(step, self._parts.engine, self._objective, self._facts, data)
+        self._saved = step
 
     def _announce(self, done: int) -> None:
         manifest, world_size = self._parts.manifest, self._parts.communicator.world_size

@@ -78,7 +78,7 @@ class TrainStep:
     def _first_pass(self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step) -> tuple[Tensor, Tensor]:
         """(b, d) image and text features of the whole batch, without a graph."""
         features = []
-        with torch.no_grad(), _kept_statistics(self._engine.module):
+        with torch.no_grad(), kept_statistics(self._engine.module):
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
                 features.append(self._engine(image[part], tokens[part]))
@@ -107,7 +107,7 @@ class TrainStep:
 
 
 @contextmanager
-def _kept_statistics(module: nn.Module) -> Iterator[None]:
+def kept_statistics(module: nn.Module) -> Iterator[None]:
     """Batch-norm layers normalise by the batch, as in training, but their running statistics stand still."""
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     momenta = [layer.momentum for layer in layers]

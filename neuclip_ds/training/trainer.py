@@ -29,7 +29,7 @@ from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
-from neuclip_ds.training.recovery import check_recovery, find_reused, is_asked_for, recover, take_over
+from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.sources import loader_options, open_data, open_order
 from neuclip_ds.training.stage import Parts, Stage
@@ -137,6 +137,7 @@ class Run:
             lambda number, total: warmup_cosine(number, total, config.optimizer),
             self._facts,
             lambda: self._evaluator(self._parts.engine, self._objective),
+            epochs_behind(config.recovery),
         )
         if training.newest() is None and is_asked_for(config.recovery):
             recovered = self._recovered()

@@ -19,7 +19,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "siglip": ("siglip", {}),
     **{
         name: (name, {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}})
-        for name in ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "tuneclip")
+        for name in ("sogclr", "isogclr", "fastclip_v0", "fastclip_v1", "fastclip_v2", "fastclip_v3", "gcl", "tuneclip")
     },
     **{
         f"amorlip_{stage2}_{loss}": ("amorlip", {"amortized": {"stage2": stage2, "loss": loss, "width": 0.5}})

@@ -15,6 +15,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from neuclip_ds.objectives.pair_loss import Hinge, OverBatch
 
 N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
 BAD = [3, 11, 20]
@@ -24,6 +25,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip": ("openclip", {}),
     "fastclip_v3": ("fastclip_v3", {}),
     "isogclr": ("isogclr", {}),
+    "gcl": ("gcl", {}),
     "tuneclip": ("tuneclip", {}),
     "neuclip": ("neuclip", {"npn": {"prototypes": 8, "updates": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
@@ -132,7 +134,7 @@ def log_means(method: Any, samples: Tensor) -> Tensor:
     exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge and (hinge, 2.0))
     result = torch.full((2, N), math.nan, dtype=torch.float64)
     size = len(samples)
-    divisor = size if hinge else size - 1
+    divisor = size if isinstance(method.pair_loss, OverBatch | Hinge) else size - 1
     result[:, samples] = torch.stack([oracle.log_mean_exp(x) for x in exponents]) + math.log((size - 1) / divisor)
     return result
 
@@ -172,6 +174,7 @@ ESTIMATES: dict[str, Any] = {
     "openclip": batch_means,
     "fastclip_v3": averages,
     "isogclr": averages,
+    "gcl": averages,
     "tuneclip": averages,
     "neuclip": predictions,
     "neuclip_not_drawn": lambda method: (batch_means(method).exp() + 1e-6).log(),

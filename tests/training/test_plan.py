@@ -40,6 +40,20 @@ def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     said = capsys.readouterr().out
     assert "16 samples in 2 shards, 0 incomplete" in said
     assert "6 (2 an epoch" in said
+    assert "recovery" not in said
+
+
+def test_steps_of_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "data", [10, 6])
+    options = ["demo", f"--data.train={tmp_path}/data", "--data.batch_size=8"]
+    for own, wanted in (
+        (["--recovery.mode=full", "--recovery.epochs=5"], "10 steps with frozen weights (full)"),
+        (["--recovery.mode=cached", "--recovery.cached_steps=7"], "7 steps with frozen weights (cached)"),
+        (["--recovery.reuse=/runs/other"], "taken from /runs/other"),
+    ):
+        print_plan(parse([*options, *own]).config, ONE, None)
+        assert f"recovery   {wanted}" in capsys.readouterr().out
 
 
 def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

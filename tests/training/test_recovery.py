@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import newest_checkpoint, train
+from small_runs import ROOT, newest_checkpoint, train
 from tars import write_pairs
 from torch import Tensor
 
@@ -23,8 +23,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_pairs(tmp_path_factory.mktemp("recovery") / "shards", [13, 13]))
 
 
-def run(runs: Path, shards: str, steps: int, *options: str) -> str:
-    done = train(runs, shards, steps, *TUNE, *options)
+def run(runs: Path, shards: str, steps: int, *options: str, ranks: int | None = None) -> str:
+    done = train(runs, shards, steps, *TUNE, *options, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return done.stderr
 
@@ -54,13 +54,22 @@ def log_u(checkpoint: Path) -> Tensor:
     return table
 
 
-@pytest.mark.parametrize("engine", ["zero1_fp32", "zero1_bf16"])
-def test_weights_stand_still_while_moments_and_u_gather(engine: str, shards: str, tmp_path: Path) -> None:
+def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:
+    stands_still("zero1_bf16", None, shards, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
+def test_weights_stand_still_on_two_ranks(engine: str, shards: str, tmp_path: Path) -> None:
+    stands_still(engine, 2, shards, tmp_path)
+
+
+def stands_still(engine: str, ranks: int | None, shards: str, tmp_path: Path) -> None:
     """4 steps an epoch: two epochs of recovery, then one step of training."""
     chosen = f"--deepspeed={engine}"
-    run(tmp_path / "tuned", shards, 1, *FULL, chosen)
+    run(tmp_path / "tuned", shards, 1, *FULL, chosen, ranks=ranks)
     # the weights at the start: those of a run with a learning rate of zero
-    run(tmp_path / "start", shards, 1, chosen, "--optimizer.lr=0")
+    run(tmp_path / "start", shards, 1, chosen, "--optimizer.lr=0", ranks=ranks)
     before, after = weights(newest_checkpoint(tmp_path / "start")), weights(recovered(tmp_path / "tuned"))
     assert all(torch.equal(after[name], before[name]) for name in before)
     assert torch.isfinite(log_u(recovered(tmp_path / "tuned"))).all()
@@ -71,6 +80,7 @@ def test_weights_stand_still_while_moments_and_u_gather(engine: str, shards: str
     assert any(not torch.equal(trained[name], before[name]) for name in before)
 
 
+@pytest.mark.slow
 def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
     def after(name: str, *options: str) -> Path:
         run(tmp_path / name, shards, 1, *FULL, *options)
@@ -91,14 +101,19 @@ def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
     assert torch.isneginf(log_u(only_moments)).any()
 
 
+@pytest.mark.slow
 def test_cached_fills_u_from_blocks(shards: str, tmp_path: Path) -> None:
-    cached = ["--recovery.mode=cached", "--recovery.cached_steps=3", "--recovery.cached_block=26"]
-    said = run(tmp_path, shards, 1, *cached, "--deepspeed=zero1_fp32")
+    """A block of the whole epoch: u is the same whatever batches follow."""
+    cached = ["--recovery.mode=cached", "--recovery.cached_block=26", "--deepspeed=zero1_fp32"]
+    said = run(tmp_path / "3", shards, 1, *cached, "--recovery.cached_steps=3")
     assert "u is filled from 3 batches at a time, 4 batches in all" in said
-    assert counts(recovered(tmp_path)) == {3.0}
-    assert torch.isfinite(log_u(recovered(tmp_path))).all()
+    assert counts(recovered(tmp_path / "3")) == {3.0}
+    run(tmp_path / "1", shards, 1, *cached, "--recovery.cached_steps=1")
+    assert torch.isfinite(log_u(recovered(tmp_path / "1"))).all()
+    assert torch.equal(log_u(recovered(tmp_path / "3")), log_u(recovered(tmp_path / "1")))
 
 
+@pytest.mark.slow
 def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "whole", shards, 2, *FULL)
     begun = train(tmp_path / "broken", shards, 2, *TUNE, "--recovery.mode=full", "--recovery.epochs=1")
@@ -111,6 +126,7 @@ def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> Non
         assert all(torch.equal(found[name], wanted[name]) for name in wanted)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -125,11 +141,13 @@ def test_mistakes(options: list[str], message: str, shards: str, tmp_path: Path)
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.slow
 def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
     run(tmp_path / "first", shards, 1, *FULL)
     reuse = f"--recovery.reuse={tmp_path}/first/run"
     for options, message in (
         (["--run.seed=1"], "belongs to other weights"),
+        (["--objective.temperature.initial=0.06"], "holds u at the temperature 0.05, this run has 0.06"),
         (["--optimizer.name=lion"], "holds moments of optimizer.name=adamw"),
     ):
         done = train(tmp_path / "second", shards, 1, *TUNE, reuse, *options)
