@@ -6,7 +6,7 @@ import html
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -119,13 +119,19 @@ def _chosen(results: Results) -> Table:
 
 def write(results: Results, folder: Path, heading: str) -> None:
     """report.html, report.md, quality.png and normalizer_error.png in `folder`."""
-    found = tables(results)
-    plots = [_plot_quality(results, folder), _plot_error(results, folder)]
-    (folder / "report.md").write_text("\n\n".join(_markdown(table) for table in found) + "\n", encoding="utf-8")
+    write_page(
+        tables(results), [_plot_quality(results, folder), _plot_error(results, folder)], folder / "report", heading
+    )
+
+
+def write_page(found: Sequence[Table], plots: Sequence[str], path: Path, heading: str) -> None:
+    """PATH.md with the tables, PATH.html with the plots too, which lie beside it."""
+    text = "\n\n".join(_markdown(table) for table in found)
+    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     body = "".join(_html(table) for table in found) + "".join(f'<p><img src="{name}"></p>' for name in plots)
     style = "body{font:15px sans-serif;margin:2em;max-width:70em}td,th{padding:.2em .8em;text-align:left}"
     page = f"<!doctype html><meta charset=utf-8><style>{style}</style><h1>{html.escape(heading)}</h1>{body}"
-    (folder / "report.html").write_text(page, encoding="utf-8")
+    path.with_suffix(".html").write_text(page, encoding="utf-8")
 
 
 def _plot_quality(results: Results, folder: Path) -> str:

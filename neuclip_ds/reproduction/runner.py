@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +19,7 @@ from neuclip_ds.reproduction.study import Job
 
 TRAIN = Path(__file__).parents[2] / "train.py"
 Results = dict[str, float]
+Curve = list[tuple[int, Results]]  # evaluations by step
 
 
 class Runner:
@@ -41,22 +44,31 @@ class Runner:
             return dict(pool.map(one, jobs))
 
     def results(self, name: str) -> Results | None:
-        """The final line of a run's metrics, with the median milliseconds of a step; None while it has none."""
-        path = self._runs / name / "metrics.jsonl"
-        if not path.is_file():
+        """The final line of a run's metrics, with its seconds and the median milliseconds of a step.
+
+        None while it has not ended.
+        """
+        path = self._runs / name / "job.json"
+        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        if "seconds" not in config:
             return None
-        records = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        if not records or "retrieval_pairs" not in records[-1]:
-            return None
-        config = json.loads((self._runs / name / "job.json").read_text(encoding="utf-8"))
+        records = self._records(name)
         speeds = [record["samples_per_second"] for record in records if "samples_per_second" in record]
         milliseconds = 1000 * float(config["data.batch_size"]) / statistics.median(speeds) if speeds else float("nan")
-        return {**{key: float(value) for key, value in records[-1].items()}, "step_ms": milliseconds}
+        own = {"step_ms": milliseconds, "seconds": config["seconds"]}
+        return {**{key: float(value) for key, value in records[-1].items()}, **own}
+
+    def curve(self, name: str) -> Curve:
+        """The evaluations of a run that has ended."""
+        return [(record["step"], record) for record in self._records(name) if "retrieval_pairs" in record]
+
+    def _records(self, name: str) -> list[dict[str, Any]]:
+        lines = (self._runs / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        return [json.loads(line) for line in lines]
 
     def _train(self, job: Job) -> Results:
         folder = self._runs / job.name
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "job.json").write_text(json.dumps(dict(job.options), indent=1), encoding="utf-8")
         options: dict[str, Any] = {
             "data.train": self._data / job.train,
             "data.val": self._data / job.split,
@@ -68,17 +80,18 @@ class Runner:
         }
         call = [sys.executable, str(TRAIN), "miniature", *(f"--{key}={_text(value)}" for key, value in options.items())]
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        began = time.monotonic()
         with (folder / "output.txt").open("w") as output:
             code = subprocess.run(call, env={**os.environ, **threads}, stdout=output, stderr=output).returncode
-        results = self.results(job.name)
-        if code not in (0, 1) or (code == 0 and results is None):
-            raise UserError(f"The run {job.name} failed with exit code {code}; see {folder}/output.txt.")
-        if results is None:  # diverged: a result of its own
+        if code == 1 and "\nerror: step " in (folder / "output.txt").read_text():  # diverged: a result of its own
             return {}
-        for checkpoint in (folder / "checkpoints").rglob("*"):
-            if checkpoint.is_file():
-                checkpoint.unlink()
-        return results
+        if code:
+            raise UserError(f"The run {job.name} failed with exit code {code}; see {folder}/output.txt.")
+        record = {**job.options, "seconds": time.monotonic() - began}
+        (folder / "job.json").write_text(json.dumps(record, indent=1, default=str), encoding="utf-8")
+        if not job.keep:
+            shutil.rmtree(folder / "checkpoints")
+        return self.results(job.name) or {}
 
 
 def _text(value: Any) -> str:

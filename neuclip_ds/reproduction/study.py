@@ -80,6 +80,7 @@ class Job:
     split: str  # held-out pairs that judge it: validation for the search, test for everything else
     options: Options = field(default_factory=dict)
     train: str = "train"
+    keep: bool = False  # its last checkpoint
 
 
 @dataclass(frozen=True)

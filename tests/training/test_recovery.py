@@ -49,9 +49,9 @@ def counts(checkpoint: Path) -> set[float]:
 
 
 def log_u(checkpoint: Path) -> Tensor:
-    (path,) = checkpoint.glob("samples.*.safetensors")
-    (table,) = load_file(path).values()
-    return table
+    """(n, 2), joined from what each rank wrote."""
+    parts = [load_file(path) for path in sorted(checkpoint.glob("samples.*.safetensors"))]
+    return torch.cat([table for part in parts for table in part.values()])
 
 
 def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:
