@@ -25,7 +25,8 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
