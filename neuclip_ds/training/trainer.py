@@ -7,13 +7,10 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.bad_samples import BadSampleLog
@@ -21,7 +18,7 @@ from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import Batch, iter_captions, train_loader
 from neuclip_ds.data.transforms import train_transform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
+from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import locate_model, open_source
@@ -38,8 +35,9 @@ from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
+from neuclip_ds.training.launch import check_shared, connected
 from neuclip_ds.training.schedules import warmup_cosine
-from neuclip_ds.training.sources import loader_options, naming_rank, open_data, open_order, prefetching
+from neuclip_ds.training.sources import loader_options, open_data, open_order, prefetching
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -57,23 +55,12 @@ def train(config: Config, environment: RankEnvironment) -> None:
     engine_config = load_engine_config(config, environment.world_size)
     micro_batch = config.micro_batch(environment.world_size)
     find_method(config.objective.method)
-    communicator = _connect()
-    try:
+    with connected(config) as communicator:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
+        check_shared(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
-        Run(config, engine_config, micro_batch, communicator, folder, environment.local_rank).train()
-    finally:
-        communicator.close()
-
-
-def _connect() -> Communicator:
-    """Joins the process group, through DeepSpeed's discovery where MPI started the ranks."""
-    complete_environment()
-    accelerator = get_accelerator()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False)
-    device = torch.device(accelerator.current_device_name())
-    return Communicator("cpu" if device.type == "cpu" else device)
+        Run(config, engine_config, micro_batch, communicator, folder).train()
 
 
 def _prepare(folder: Path, config: Config) -> None:
@@ -93,10 +80,8 @@ class Run:
         micro_batch: int,
         communicator: Communicator,
         folder: Path,
-        local_rank: int,
     ) -> None:
         self._config = config
-        self._local_rank = local_rank
         self._communicator = communicator
         self._folder = folder
         self._stop_asked = False
@@ -226,16 +211,15 @@ class Run:
     def _prefetching(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         """Fetches remote shards ahead while training goes on; it is told of every step."""
         share = self._config.data.batch_size // self._communicator.world_size
-        firsts = self._communicator.gather_objects(self._communicator.rank - self._local_rank)  # of each rank's node
-        first = firsts[self._communicator.rank]
-        rows = slice(first * share, (first + firsts.count(first)) * share)
-        if self._loading.cache is None or self._local_rank > 0:
+        node = self._communicator.ranks_of_node()
+        rows = slice(node[0] * share, (node[-1] + 1) * share)
+        if self._loading.cache is None or self._communicator.rank != node[0]:
             return nullcontext(lambda number: None)
         return prefetching(self._loading.cache, self._manifest, self._order, self._position, rows, done, self._total)
 
     def _batches(self, done: int) -> Iterator[Batch]:
         epoch, step = self._position.at(done)
-        batches = train_loader(
+        return train_loader(
             self._manifest,
             self._order,
             self._transform,
@@ -247,7 +231,6 @@ class Run:
             steps=self._total - done,
             options=self._loading,
         )
-        return naming_rank(batches, self._communicator)
 
     def _place(self, number: int) -> Step:
         optimizer = self._config.optimizer
