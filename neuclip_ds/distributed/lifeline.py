@@ -83,6 +83,8 @@ class Lifeline:
         self._leaving = error is None
         if error is None:
             self._send({"left": True})
+            if self._hub is not None:
+                self._told.wait(_ANSWER)  # until the others know that the end of their connections is no death
             return
         failure = self._failure(error)
         self._send(failure._asdict())
@@ -121,6 +123,7 @@ class Lifeline:
         except OSError:
             line = b""
         if self._leaving or line == b"null\n":
+            self._told.set()
             return
         verdict = Failure(*json.loads(line)) if line else Failure(0, os.environ["MASTER_ADDR"], _DIED)
         if verdict.rank == self._rank:

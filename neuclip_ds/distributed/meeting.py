@@ -74,8 +74,8 @@ def _open(own: Arrival, limit: timedelta) -> dist.Store:
                 f"--master_port, or MASTER_PORT ({reason})."
             ) from error
         raise UserError(
-            f"Rank {own.rank} waited {limit.total_seconds():.0f} s for rank 0 at {host}:{port}: has its node started, is "
-            f"that its address (the launcher's --master_addr), does a firewall lie between? ({reason})"
+            f"Rank {own.rank} waited {limit.total_seconds():.0f} s for rank 0 at {host}:{port}: has its node started, "
+            f"is that its address (the launcher's --master_addr), does a firewall lie between? ({reason})"
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
     return dist.PrefixStore(f"neuclip_ds/{attempt}", store)

@@ -56,6 +56,8 @@ def connected(config: Config) -> Iterator[Communicator]:
 
 
 def _join() -> Communicator:
+    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, verbose=False)
     device = torch.device(accelerator.current_device_name())
@@ -71,7 +73,7 @@ def _choose_device(local_rank: int) -> None:
     if local_rank >= count:
         raise UserError(
             f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start as many ranks as "
-            "it has (slots of the hostfile), all of which see all GPUs (with srun: --gpus-per-node, not --gpus-per-task)."
+            "it has (slots of the hostfile), all of which see all of them (srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 
