@@ -281,9 +281,15 @@ class Run:
 
 @contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM (launchers, schedulers) and SIGUSR1 (SLURM's warning) ask for a checkpoint and a clean end."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda *_: handler()) for number in numbers]
+    """SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) and the first Ctrl-C ask for a checkpoint and an end."""
+
+    def ask(number: int, frame: object) -> None:
+        handler()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one does not wait
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.signal(number, ask) for number in numbers]
     try:
         yield
     finally:

@@ -90,7 +90,7 @@ def done(rank: int) -> None:
 
 def one_rank(rank: int, folder: str, work: str) -> None:
     os.chdir(folder)
-    sys.stderr = Path(f"{rank}.txt").open("w")
+    sys.stderr = Path(f"{rank}.txt").open("w")  # noqa: SIM115, open until the process ends
     os.environ["MASTER_ADDR"] = "127.0.0.1"
     socket.gethostname = lambda: f"node{rank}"
     store = dist.FileStore("store", RANKS)

@@ -49,7 +49,10 @@ def test_all_come_and_share_a_store() -> None:
 @pytest.mark.parametrize(
     ("others", "words"),
     [
-        ([(1, 2, {**FACTS, "config": "seed: 0\nbatch_size: 16\n"})], ["rank 1 on ", "batch_size: 16 instead of batch_size: 8"]),
+        (
+            [(1, 2, {**FACTS, "config": "seed: 0\nbatch_size: 16\n"})],
+            ["rank 1 on ", ": 16 instead of batch_size: 8"],
+        ),
         ([(1, 2, {**FACTS, "config": "seed: 0\n"})], ["another config", "nothing instead of batch_size: 8"]),
         ([(1, 2, {**FACTS, "neuclip_ds": "def"})], ["another neuclip_ds", "def instead of abc"]),
         ([(2, 3, FACTS)], ["rank 2 on ", "one of 3 ranks", "one of 2", "slots"]),
