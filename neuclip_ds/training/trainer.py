@@ -281,7 +281,7 @@ class Run:
 
 @contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) and the first Ctrl-C ask for a checkpoint and an end."""
+    """SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) and one Ctrl-C ask for a checkpoint and an end."""
 
     def ask(number: int, frame: object) -> None:
         handler()
