@@ -50,13 +50,16 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
 
 def _missing_here(manifest: Manifest) -> str | None:
     """Which local shards this node lacks; folders are listed, which is faster than asking for each of many shards."""
-    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path)]
+    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path) and not shard.removed]
     folders = {path.parent for path in paths}
     present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
     missing = [path for path in paths if path not in present]
     if not missing:
         return None
-    return f"{len(missing)} shards such as {missing[0]} are not here; data must lie under the same path on all nodes."
+    return (
+        f"{len(missing)} of {len(paths)} shards are not here, such as {missing[0]}; local data must lie under the same "
+        "path on every node."
+    )
 
 
 def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
