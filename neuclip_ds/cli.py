@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 import sys
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import RankError, TrainingDiverged, UserError
+from neuclip_ds.errors import TrainingDiverged, UserError
 from neuclip_ds.recipe import dump, parse
 
 T = TypeVar("T")
@@ -21,12 +22,14 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def exit_on_mistake(work: Callable[[], T]) -> T:
-    """Runs `work`; a `UserError` is printed once and ends every rank with exit code 2."""
+    """Runs `work`; a `UserError` is printed once a node and ends every rank with exit code 2."""
     try:
         return work()
     except (UserError, TrainingDiverged) as error:
-        if read_environment().rank == 0 or isinstance(error, RankError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
+        environment = read_environment()
+        if environment.local_rank == 0:
+            where = f"{socket.gethostname()}: " if environment.rank else ""
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
         logging.shutdown()
         sys.exit(2 if isinstance(error, UserError) else 1)
 

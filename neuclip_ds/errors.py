@@ -2,11 +2,7 @@
 
 
 class UserError(Exception):
-    """A mistake in the input; the message names the thing and the mend. Rank 0 prints it and all exit with 2."""
-
-
-class RankError(UserError):
-    """A mistake that one rank alone has met, such as a shard that has become unreadable; that rank prints it."""
+    """A mistake in the input; the message names the thing and the mend. It is printed once and all exit with 2."""
 
 
 class TrainingDiverged(Exception):

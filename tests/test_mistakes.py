@@ -113,4 +113,4 @@ def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
         for sample in samples:
             out.write(sample)
     options = ["demo", f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--budget.steps=1"]
-    check(options, 2, tmp_path, "rank 1: ", "0.tar", samples[1]["__key__"], "cannot be decoded")
+    check(options, 2, tmp_path, "rank 1 on ", "0.tar", samples[1]["__key__"], "cannot be decoded")

@@ -6,6 +6,7 @@ compared between methods whatever the backend does inside.
 
 from __future__ import annotations
 
+import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -114,10 +115,15 @@ class Communicator:
         return found
 
     def agree(self, problem: str | None) -> None:
-        """Raises `UserError` on all ranks when any rank has a problem, with the first rank's words."""
-        for rank, found in enumerate(self.gather_objects(problem)):
+        """Raises `UserError` on all ranks when any rank has a problem, with the first such rank, its host and words."""
+        for rank, (host, found) in enumerate(self.gather_objects((socket.gethostname(), problem))):
             if found is not None:
-                raise UserError(found if self.world_size == 1 else f"rank {rank}: {found}")
+                raise UserError(found if self.world_size == 1 else f"rank {rank} on {host}: {found}")
+
+    def ranks_of_node(self) -> list[int]:
+        """The ranks on this rank's host, which share its disks, whatever order the launcher gave them; on all ranks."""
+        hosts = self.gather_objects(socket.gethostname())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
     def settle(self) -> None:
         """Waits for the GPU and adds the times of the calls made since the last `settle`."""

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from collections.abc import MutableMapping
 from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
 
-# (rank, local rank, world size) as the DeepSpeed and torch launchers and as Open MPI name them
+# (rank, local rank, world size) as the DeepSpeed and torch launchers, Open MPI and a step of SLURM's srun name them.
+# SLURM's SLURM_NTASKS is no sign of a step: a batch script has it too, which is one process.
+_SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
+    _SLURM,
 )
 
 
@@ -30,23 +34,54 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     Raises:
         UserError: a launcher's variables are incomplete or not numbers.
     """
-    for names in _LAUNCHERS:
-        if names[0] in env and names[2] in env:
-            try:
-                rank, local_rank, world_size = (int(env.get(name, "0")) for name in names)
-            except ValueError as error:
-                raise UserError(f"The launcher set {names} to something that is no number: {error}.") from error
-            if not 0 <= rank < world_size:
-                raise UserError(f"{names[0]}={rank} does not lie below {names[2]}={world_size}; start by a launcher.")
-            return RankEnvironment(rank, local_rank, world_size)
-    return RankEnvironment(0, 0, 1)
+    names = _launcher(env)
+    if names is None:
+        return RankEnvironment(0, 0, 1)
+    try:
+        rank, local_rank, world_size = (int(env.get(name, "0")) for name in names)
+    except ValueError as error:
+        raise UserError(f"The launcher set {names} to something that is no number: {error}.") from error
+    if not 0 <= rank < world_size:
+        raise UserError(f"{names[0]}={rank} does not lie below {names[2]}={world_size}; start by a launcher.")
+    return RankEnvironment(rank, local_rank, world_size)
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what a process group needs where `python train.py` was called without a launcher."""
-    if any(names[0] in env for names in _LAUNCHERS):
+    """Sets what a process group needs and the launcher has not set, except where MPI must be asked for an address.
+
+    `python train.py` without a launcher is one rank; a step of srun meets at its first node, at a port that belongs to
+    the job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` says where to meet.
+
+    Raises:
+        UserError: MASTER_ADDR or MASTER_PORT is missing where only the launcher could know it.
+    """
+    names = _launcher(env)
+    if names is None:
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         return
+    if names == _SLURM:
+        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))))
+        env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
+    known = bool(env.get("MASTER_ADDR")) and env.get("MASTER_PORT", "").isdigit()
+    if known:
+        env.update(zip(_LAUNCHERS[0], map(str, read_environment(env)), strict=True))
+    elif names[0].startswith(("RANK", "SLURM")):
+        raise UserError(
+            f"{names[0]} is set, but MASTER_ADDR and MASTER_PORT, where rank 0 is to be met, are not: "
+            "start by a launcher, or set them."
+        )
+
+
+def _launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:
+    return next((names for names in _LAUNCHERS if names[0] in env and names[2] in env), None)
+
+
+def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+        return int(probe.getsockname()[1])
+
+
+def _first_host(nodes: str) -> str:
+    """`gpu01` of SLURM's `gpu[01-04,07],cpu3`."""
+    return re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0]

@@ -24,7 +24,7 @@ from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.sources import find_split, loader_options, naming_rank, open_data, resolve
+from neuclip_ds.training.sources import find_split, loader_options, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
 
@@ -81,7 +81,7 @@ class Evaluator:
         communicator = self._communicator
         if self._val is not None:
             batches = self._every_sample(self._val)
-            results.update(retrieval(encode, naming_rank(batches, communicator), communicator))
+            results.update(retrieval(encode, batches, communicator))
         if self._zero_shot is not None:
             results.update(
                 zero_shot(encode, self._tokenizer, self._zero_shot, self._transform, communicator, self._rank_batch)
@@ -105,8 +105,8 @@ class Evaluator:
             encode,
             lambda *rows: objective.log_normalizers(Features(*rows)),
             objective.pair_loss,
-            naming_rank(anchor_batches, self._communicator),
-            naming_rank(self._every_sample(manifest), self._communicator),
+            anchor_batches,
+            self._every_sample(manifest),
             self._communicator,
             anchors,
         )

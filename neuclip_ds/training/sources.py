@@ -11,14 +11,14 @@ from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import Batch, LoaderOptions
+from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, StoredShard
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import RankError, UserError
+from neuclip_ds.errors import UserError
 from neuclip_ds.training.data_position import DataPosition
 
 CACHE = Path(".cache")
@@ -42,7 +42,24 @@ def resolve(source: str) -> str:
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
     """The manifest of a data set, the same on all ranks; rank 0 builds it in the run's folder where there is none."""
     options = ScanOptions(tuple(data.captions))
-    return communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+    manifest = communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+    first_of_node = communicator.rank == communicator.ranks_of_node()[0]
+    communicator.agree(_missing_here(manifest) if first_of_node else None)
+    return manifest
+
+
+def _missing_here(manifest: Manifest) -> str | None:
+    """Which local shards this node lacks; folders are listed, which is faster than asking for each of many shards."""
+    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path) and not shard.removed]
+    folders = {path.parent for path in paths}
+    present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+    missing = [path for path in paths if path not in present]
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of {len(paths)} shards are not here, such as {missing[0]}; local data must lie under the same "
+        "path on every node."
+    )
 
 
 def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
@@ -112,11 +129,3 @@ def prefetching(
     shards = [StoredShard(shard.path, shard.bytes) for shard in manifest.shards]
     with Prefetcher(cache, order, shards, epoch=epoch, step=step, rows=rows, total_steps=before + total) as prefetcher:
         yield lambda number: prefetcher.advance(before + number)
-
-
-def naming_rank(batches: Iterator[Batch], communicator: Communicator) -> Iterator[Batch]:
-    """Ranks read different samples, so one may meet a mistake that the others do not; its message says which."""
-    try:
-        yield from batches
-    except UserError as error:
-        raise RankError(f"rank {communicator.rank}: {error}") from error

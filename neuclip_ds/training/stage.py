@@ -30,7 +30,7 @@ from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.checkpoint import Best, Checkpoints
 from neuclip_ds.training.data_position import DataPosition, resume
-from neuclip_ds.training.sources import naming_rank, prefetching
+from neuclip_ds.training.sources import prefetching
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -43,7 +43,6 @@ class Parts(NamedTuple):
 
     config: Config
     communicator: Communicator
-    local_rank: int
     manifest: Manifest
     order: GlobalOrder
     transform: ImageTransform
@@ -54,7 +53,7 @@ class Parts(NamedTuple):
 
     def batches(self, epoch: int, step: int, steps: int) -> Iterator[Batch]:
         """This rank's training batches from a place in the data on."""
-        batches = train_loader(
+        return train_loader(
             self.manifest,
             self.order,
             self.transform,
@@ -66,7 +65,6 @@ class Parts(NamedTuple):
             steps=steps,
             options=self.loading,
         )
-        return naming_rank(batches, self.communicator)
 
 
 class Stage:
@@ -214,10 +212,9 @@ class Stage:
         """Fetches remote shards ahead while training goes on; it is told of every step."""
         parts, communicator = self._parts, self._parts.communicator
         share = parts.config.data.batch_size // communicator.world_size
-        firsts = communicator.gather_objects(communicator.rank - parts.local_rank)  # of each rank's node
-        first = firsts[communicator.rank]
-        rows = slice(first * share, (first + firsts.count(first)) * share)
-        if parts.loading.cache is None or parts.local_rank > 0:
+        node = communicator.ranks_of_node()
+        rows = slice(node[0] * share, (node[-1] + 1) * share)
+        if parts.loading.cache is None or communicator.rank != node[0]:
             return nullcontext(lambda number: None)
         return prefetching(parts.loading.cache, parts.manifest, parts.order, self._position, rows, done, self._total)
 
@@ -257,9 +254,15 @@ class Stage:
 
 @contextmanager
 def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM (launchers, schedulers) and SIGUSR1 (SLURM's warning) ask for a checkpoint and a clean end."""
-    numbers = (signal.SIGTERM, signal.SIGUSR1)
-    before = [signal.signal(number, lambda *_: handler()) for number in numbers]
+    """SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) and one Ctrl-C ask for a checkpoint and an end."""
+
+    def ask(number: int, frame: object) -> None:
+        handler()
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one does not wait
+
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+    before = [signal.signal(number, ask) for number in numbers]
     try:
         yield
     finally:

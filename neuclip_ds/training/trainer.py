@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.decoders import find_decoder
@@ -17,7 +14,7 @@ from neuclip_ds.data.loader import LoaderOptions, iter_captions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.transforms import train_transform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import RankEnvironment, complete_environment
+from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import locate_model, open_source
@@ -29,6 +26,7 @@ from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.evaluator import Evaluator
+from neuclip_ds.training.launch import check_shared, connected
 from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.sources import loader_options, open_data, open_order
@@ -49,25 +47,12 @@ def train(config: Config, environment: RankEnvironment) -> None:
     engine_config = load_engine_config(config, environment.world_size)
     micro_batch = config.micro_batch(environment.world_size)
     find_method(config.objective.method)
-    communicator = _connect()
-    try:
+    with connected(config) as communicator:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
+        check_shared(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
-        Run(config, engine_config, micro_batch, communicator, folder, environment.local_rank).train()
-    finally:
-        communicator.close()
-
-
-def _connect() -> Communicator:
-    """Joins the process group, through DeepSpeed's discovery where MPI started the ranks."""
-    complete_environment()
-    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    accelerator = get_accelerator()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False)
-    device = torch.device(accelerator.current_device_name())
-    return Communicator("cpu" if device.type == "cpu" else device)
+        Run(config, engine_config, micro_batch, communicator, folder).train()
 
 
 def _prepare(folder: Path, config: Config) -> None:
@@ -87,7 +72,6 @@ class Run:
         micro_batch: int,
         communicator: Communicator,
         folder: Path,
-        local_rank: int,
     ) -> None:
         self._config, self._communicator, self._folder = config, communicator, folder
         data = config.data
@@ -113,9 +97,7 @@ class Run:
         )
         self._objective = build_objective(config, self._context, self._wire)
         self._evaluator.check(self._objective)
-        self._parts = Parts(
-            config, communicator, local_rank, manifest, order, transform, tokenizer, loading, engine, micro_batch
-        )
+        self._parts = Parts(config, communicator, manifest, order, transform, tokenizer, loading, engine, micro_batch)
         self._facts = {
             "batch_size": data.batch_size,
             "slots": data.slots,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import pytest
@@ -69,7 +70,7 @@ def test_one_rank_is_free() -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_errors_reach_all_ranks(world_size: int) -> None:
     ranks = run_ranks(world_size, fail) if world_size > 1 else [fail(Communicator())]
-    own = "no shard" if world_size == 1 else "rank 1: no shard"
+    own = "no shard" if world_size == 1 else f"rank 1 on {socket.gethostname()}: no shard"
     assert ranks == [["the disk is full", own]] * world_size
 
 
