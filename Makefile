@@ -11,10 +11,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
 
 test: check
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
 
 test-all: check
-	$(BIN)/python -m pytest -q -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
