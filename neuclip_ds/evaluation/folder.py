@@ -36,15 +36,17 @@ class Sample:
         self.name = f"{shard.path}: sample {entry.key}"
         self._shard, self._members = shard, entry.members
 
-    def image(self) -> bytes:
-        """
+    def image(self, prefix: str = "") -> bytes:
+        """Its encoded image; where it has several, the one whose extension begins with `prefix`.
+
         Raises:
             UserError: it has none, or cannot be read.
         """
-        for extension in IMAGE_EXTENSIONS:
-            if extension in self._members:
-                return self.read(extension)
-        raise UserError(f"{self.name} has no image; one of {', '.join(IMAGE_EXTENSIONS)} is needed.")
+        names = [prefix + extension for extension in IMAGE_EXTENSIONS]
+        for name in names:
+            if name in self._members:
+                return self.read(name)
+        raise UserError(f"{self.name} has no image; one of {', '.join(names)} is needed.")
 
     def read(self, extension: str) -> bytes:
         """The bytes of a member.
@@ -62,9 +64,6 @@ class Sample:
     def text(self, extension: str) -> str:
         """As `read`, decoded and stripped."""
         return self.read(extension).decode("utf-8", "replace").strip()
-
-    def extensions(self) -> list[str]:
-        return list(self._members)
 
 
 @dataclass(frozen=True)

@@ -51,25 +51,32 @@ def rounds(
     """
     _agree_on_size(folder, communicator)
     prepared = _prepared(_dealt(folder, communicator, size), prepare, max(1, workers))
-    while True:
-        found, problem = None, None
-        try:
-            found = next(prepared, None)
-        except UserError as error:
-            problem = str(error)
-        communicator.agree(problem)
-        if found is None:
-            return
+    while (found := together(communicator, lambda: next(prepared, None))) is not None:
         yield found
 
 
-def decode(sample: Sample, transform: Callable[[bytes], Tensor]) -> Tensor:
-    """(3, H, W) uint8 pixels of a sample.
+def together(communicator: Communicator, work: Callable[[], T]) -> T:
+    """What `work` gives on each rank; a `UserError` of one is raised on all, so that none waits for it.
+
+    Raises:
+        UserError: the first rank's that has met one.
+    """
+    try:
+        found = work()
+    except UserError as error:
+        communicator.agree(str(error))
+        raise
+    communicator.agree(None)
+    return found
+
+
+def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
+    """(3, H, W) uint8 pixels of a sample; for `prefix` see `Sample.image`.
 
     Raises:
         UserError: it has no image, or a broken one.
     """
-    encoded = sample.image()
+    encoded = sample.image(prefix)
     try:
         return transform(encoded)
     except Exception as error:  # decoders raise what they like; all of it is about this one file

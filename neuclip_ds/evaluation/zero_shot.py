@@ -126,8 +126,8 @@ def classify(
         numbers = torch.tensor([row.numbers for row in own.rows[: own.used]], dtype=torch.int64, device=scores.device)
         labels, *members = numbers.reshape(own.used, 1 + len(groups)).unbind(dim=1)
         top = dict(zip((1, 5), counts.add(scores, labels), strict=True))
-        for name, numbers in zip(groups, members, strict=True):
-            by_group[name].add(top[groups[name].top], numbers)
+        for name, member in zip(groups, members, strict=True):
+            by_group[name].add(top[groups[name].top], member)
     counts.join(communicator)
     for group_counts in by_group.values():
         group_counts.join(communicator)

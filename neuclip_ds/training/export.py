@@ -46,7 +46,7 @@ def export_run(path: Path, form: str, folder: Path) -> Path:
     Raises:
         UserError: there is no checkpoint, or the format cannot express the model.
     """
-    checkpoint = _checkpoint(path)
+    checkpoint = find_checkpoint(path)
     run = checkpoint.parent.parent
     config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     source, start = open_saved(config.model, run / "model")
@@ -58,7 +58,12 @@ def export_run(path: Path, form: str, folder: Path) -> Path:
     return checkpoint
 
 
-def _checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
+    """A run's newest checkpoint, or the checkpoint itself.
+
+    Raises:
+        UserError: it is neither.
+    """
     found = path if (path / "meta.json").is_file() else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not (found / "meta.json").is_file():
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint; name a folder runs/NAME.")

@@ -1,0 +1,150 @@
+"""Scores a saved model on the tasks that are on disk; what has been scored before is not scored again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import Encode
+from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.results import Results
+from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
+from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.training.connection import connect
+from neuclip_ds.training.saved_model import SavedModel, open_model
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def score(
+    name: str,
+    data: Path,
+    names: Sequence[str] = (),
+    out: Path | None = None,
+    batch_size: int = 256,
+    workers: int = 4,
+    precision: str = "float32",
+    setting: str | None = None,
+) -> str:
+    """Scores a model on all ranks of the launch.
+
+    Args:
+        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
+        data: folder of the tasks' folders.
+        names: tasks, keys or patterns; none means all that are on disk.
+        out: folder of the results; absent: EVALUATION/STEP beside the run's checkpoints.
+        batch_size: rows a rank encodes at once.
+        workers: threads a rank decodes with.
+        precision: of the towers, one of `PRECISIONS`.
+        setting: of the papers, to print their scores; absent: the one that the run's name begins with.
+
+    Returns:
+        The summary, which is also in the results' folder.
+
+    Raises:
+        UserError: the model, the data or the results' folder is not what it should be.
+    """
+    if setting not in (None, *settings()):
+        raise UserError(f"--setting={setting} is none of the papers'; they have {', '.join(settings())}.")
+    communicator = connect()
+    try:
+        saved = open_model(name, communicator)
+        return _score(saved, communicator, data, names, out, batch_size, workers, precision, setting)
+    finally:
+        communicator.close()
+
+
+def _score(
+    saved: SavedModel,
+    communicator: Communicator,
+    data: Path,
+    names: Sequence[str],
+    out: Path | None,
+    batch_size: int,
+    workers: int,
+    precision: str,
+    setting: str | None,
+) -> str:
+    tasks = load_tasks()
+    first = communicator.rank == 0
+    folder = out or _results_folder(saved)
+    identity = {"model": saved.name, "precision": precision}
+    found = communicator.on_rank_zero(lambda: _tasks_on_disk(tasks.choose(names), data, complain=bool(names)))
+    done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
+    results = Results(folder, identity) if first else None
+    encoder = BatchEncoder(
+        _encoder(saved.model.to(communicator.device, PRECISIONS[precision]), communicator.device),
+        saved.tokenizer,
+        communicator,
+        batch_size,
+    )
+    suite = Suite(encoder, eval_transform(saved.pixels.size, saved.pixels.squash), communicator, workers)
+    for task, place in found:
+        if task.key in done:
+            log.info("%s: has a score in %s", task.name, folder)
+            continue
+        began = time.perf_counter()
+        metrics = suite.measure(task, place)
+        if results is not None:
+            results.add(task, metrics)
+            log.info(
+                "%s: %s %.4f (%.0f s)", task.name, task.metric, metrics["main_metric"], time.perf_counter() - began
+            )
+    if results is None:
+        return ""
+    return _write_summary(folder, results, setting or _own_setting(saved))
+
+
+def _tasks_on_disk(tasks: Sequence[Task], data: Path, complain: bool) -> list[tuple[Task, Path]]:
+    """The tasks and their folders. UserError when there is none, or one that was asked for is missing."""
+    if not data.is_dir():
+        raise UserError(f"--data={data} is no folder; name the one that holds the tasks' folders.")
+    found = [(task, place) for task in tasks if (place := task.find(data)) is not None]
+    missing = [f"{task.name} ({task.folder})" for task in tasks if task.find(data) is None]
+    if not found or (complain and missing):
+        raise UserError(f"Not below {data}: {', '.join(missing)}; docs/evaluation.md says where to get them.")
+    for name in missing:
+        log.warning("%s is not below %s and is left out", name, data)
+    return found
+
+
+def _results_folder(saved: SavedModel) -> Path:
+    if saved.checkpoint is None:
+        raise UserError(f"{saved.name} is no run of this project; say by --out where its scores are to go.")
+    return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
+
+
+def _own_setting(saved: SavedModel) -> str | None:
+    return None if saved.config is None else setting_of(str(saved.config.run.name))
+
+
+def _write_summary(folder: Path, results: Results, setting: str | None) -> str:
+    tasks = load_tasks()
+    text = summary_text(tasks, results.metrics, setting)
+    tree = json.dumps(summary_tree(tasks, results.metrics), indent=2)
+    (folder / "averages.json").write_text(tree + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _encoder(model: DualEncoder, device: torch.device) -> Encode:
+    model.eval()
+
+    def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        with torch.no_grad():
+            return model(*(None if x is None else x.to(device, non_blocking=True) for x in (image, tokens)))
+
+    return encode
