@@ -52,7 +52,7 @@ def worst_group(hits: Tensor, counts: Tensor) -> float:
 
 def jaccard(truth: Tensor, prediction: Tensor) -> float:
     """Size of the intersection over that of the union of two sets, as masks (n,)."""
-    return float((truth & prediction).sum() / (truth | prediction).sum())
+    return int((truth & prediction).sum()) / int((truth | prediction).sum())
 
 
 def hit_probability(ahead: Tensor, tied: Tensor, k: int, own: Tensor | int = 1) -> Tensor:

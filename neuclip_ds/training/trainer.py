@@ -70,6 +70,8 @@ def train(config: Config, environment: RankEnvironment) -> None:
 def _connect() -> Communicator:
     """Joins the process group, through DeepSpeed's discovery where MPI started the ranks."""
     complete_environment()
+    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False)
     device = torch.device(accelerator.current_device_name())

@@ -62,10 +62,11 @@ def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | 
 def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
     """Images with so many captions each: (n, DIM) images, (m, DIM) captions, (m,) which image."""
     generator = torch.Generator().manual_seed(len(captions))
-    images = pixel_features(torch.randn(len(captions), DIM, generator=generator))
+    raw = torch.randn(len(captions), DIM, generator=generator)
+    images = pixel_features(raw)
     samples, texts, image_of_text = [], [], []
     for number, count in enumerate(captions):
-        own = pixel_features(images[number] + noise * torch.randn(count, DIM, generator=generator))
+        own = pixel_features(raw[number] + noise * torch.randn(count, DIM, generator=generator))
         samples.append({"png": image_of(images[number]), "txt": "\n".join(map(words_of, own)).encode()})
         texts.append(own)
         image_of_text += [number] * count
