@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from fnmatch import fnmatch
 from pathlib import Path
@@ -11,6 +12,8 @@ import yaml
 from pydantic import BaseModel, ConfigDict
 
 from neuclip_ds.errors import UserError
+
+log = logging.getLogger(__name__)
 
 DATACOMP = "datacomp"  # the average of all tasks
 _FILES = Path(__file__).parent
@@ -69,6 +72,23 @@ class TaskList(BaseModel):
             known = ", ".join(task.key for task in self.tasks)
             raise UserError(f"There is no task {unknown[0]}; the tasks are {known}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
+
+    def on_disk(self, root: Path, names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
+        """The tasks of these names and their folders; of none, all that are there, the others being logged.
+
+        Raises:
+            UserError: there is none, or one that was named is missing.
+        """
+        if not root.is_dir():
+            raise UserError(f"{root} is no folder; name the one that holds the evaluation sets' folders.")
+        chosen = self.choose(names)
+        places = {task.key: task.find(root) for task in chosen}
+        missing = [f"{task.name} ({task.folder})" for task in chosen if places[task.key] is None]
+        if len(missing) == len(chosen) or (names and missing):
+            raise UserError(f"Not below {root}: {', '.join(missing)}; docs/evaluation.md says where to get them.")
+        if missing:
+            log.warning("not below %s and left out: %s", root, ", ".join(missing))
+        return [(task, place) for task in chosen if (place := places[task.key]) is not None]
 
     def of_average(self, average: str) -> list[Task]:
         """The tasks whose scores enter an average."""

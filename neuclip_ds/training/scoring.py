@@ -19,7 +19,7 @@ from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
-from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.training.connection import connect
 from neuclip_ds.training.saved_model import SavedModel, open_model
@@ -82,7 +82,7 @@ def _score(
     first = communicator.rank == 0
     folder = out or _results_folder(saved)
     identity = {"model": saved.name, "precision": precision}
-    found = communicator.on_rank_zero(lambda: _tasks_on_disk(tasks.choose(names), data, complain=bool(names)))
+    found = communicator.on_rank_zero(lambda: tasks.on_disk(data, names))
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
     results = Results(folder, identity) if first else None
     encoder = BatchEncoder(
@@ -106,19 +106,6 @@ def _score(
     if results is None:
         return ""
     return _write_summary(folder, results, setting or _own_setting(saved))
-
-
-def _tasks_on_disk(tasks: Sequence[Task], data: Path, complain: bool) -> list[tuple[Task, Path]]:
-    """The tasks and their folders. UserError when there is none, or one that was asked for is missing."""
-    if not data.is_dir():
-        raise UserError(f"--data={data} is no folder; name the one that holds the tasks' folders.")
-    found = [(task, place) for task in tasks if (place := task.find(data)) is not None]
-    missing = [f"{task.name} ({task.folder})" for task in tasks if task.find(data) is None]
-    if not found or (complain and missing):
-        raise UserError(f"Not below {data}: {', '.join(missing)}; docs/evaluation.md says where to get them.")
-    for name in missing:
-        log.warning("%s is not below %s and is left out", name, data)
-    return found
 
 
 def _results_folder(saved: SavedModel) -> Path:
