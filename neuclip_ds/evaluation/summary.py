@@ -30,9 +30,9 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str |
     lines += ["", "| average | of | score |", "|---|---|---|"]
     for name, average in found.items():
         done = average.tasks - len(average.missing)
-        note = f"none: {done} of {average.tasks} tasks are there" if average.missing else _percent(average.value)
+        note = f"none: {done} of {average.tasks} tasks scored" if average.missing else _percent(average.value)
         if average.missing and average.partial is not None:
-            note += f", whose mean is {_percent(average.partial)}"
+            note += f", mean of these {_percent(average.partial)}"
         lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
     lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
     if setting is not None:

@@ -83,11 +83,12 @@ class TaskList(BaseModel):
             raise UserError(f"{root} is no folder; name the one that holds the evaluation sets' folders.")
         chosen = self.choose(names)
         places = {task.key: task.find(root) for task in chosen}
-        missing = [f"{task.name} ({task.folder})" for task in chosen if places[task.key] is None]
+        missing = [task for task in chosen if places[task.key] is None]
         if len(missing) == len(chosen) or (names and missing):
-            raise UserError(f"Not below {root}: {', '.join(missing)}; docs/evaluation.md says where to get them.")
+            named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
+            raise UserError(f"Not below {root}: {named}; docs/evaluation.md says where to get them.")
         if missing:
-            log.warning("not below %s and left out: %s", root, ", ".join(missing))
+            log.warning("not below %s and left out: %s", root, ", ".join(task.name for task in missing))
         return [(task, place) for task in chosen if (place := places[task.key]) is not None]
 
     def of_average(self, average: str) -> list[Task]:
