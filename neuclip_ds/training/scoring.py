@@ -16,6 +16,8 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
@@ -106,6 +108,22 @@ def _score(
     if results is None:
         return ""
     return _write_summary(folder, results, setting or _own_setting(saved))
+
+
+def write_caption_page(name: str, folder: Path, out: Path, images: int, captions: int) -> None:
+    """Writes which captions of a retrieval set a model finds nearest to its first images, alone on one rank.
+
+    Raises:
+        UserError: the model or the set is not what it should be.
+    """
+    communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
+    saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
+    encode = _encoder(saved.model.to(communicator.device), communicator.device)
+    encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
+    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
 
 
 def _results_folder(saved: SavedModel) -> Path:

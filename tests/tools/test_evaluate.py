@@ -54,7 +54,9 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
     assert "CIFAR-10: has a score" in run.stderr
     assert "not below data and left out: Caltech-101, CIFAR-100" in run.stderr
-    assert "| retrieval | Flickr and MSCOCO (NeuCLIP, FastCLIP) | none: 1 of 2 tasks scored, mean of these" in run.stdout
+    assert (
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, FastCLIP) | none: 1 of 2 tasks scored, mean of these" in run.stdout
+    )
     assert "Missing from retrieval: MSCOCO." in run.stdout
     assert "21.84" in run.stdout
     averages = json.loads((out / "averages.json").read_text())
