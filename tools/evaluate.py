@@ -36,21 +36,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(arguments: argparse.Namespace) -> None:
-    from neuclip_ds.training.scoring import score  # torch and deepspeed take seconds to import
+    from neuclip_ds.training.scoring import Scoring, score  # torch and deepspeed take seconds to import
 
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
-    text = score(
-        arguments.model,
+    scoring = Scoring(
         arguments.data,
         arguments.tasks,
         arguments.out,
-        max(1, arguments.batch_size),
-        max(1, arguments.workers),
+        arguments.batch_size,
+        arguments.workers,
         arguments.precision,
         arguments.setting,
     )
+    text = score(arguments.model, scoring)
     if first:
         print(text)
 

@@ -6,7 +6,9 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,7 +23,7 @@ from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_caption
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
-from neuclip_ds.evaluation.tasks import load_tasks
+from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.training.connection import connect
 from neuclip_ds.training.saved_model import SavedModel, open_model
@@ -31,83 +33,88 @@ log = logging.getLogger(__name__)
 PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def score(
-    name: str,
-    data: Path,
-    names: Sequence[str] = (),
-    out: Path | None = None,
-    batch_size: int = 256,
-    workers: int = 4,
-    precision: str = "float32",
-    setting: str | None = None,
-) -> str:
-    """Scores a model on all ranks of the launch.
+class Scoring(NamedTuple):
+    """What is to be scored and how.
 
-    Args:
-        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
+    Attributes:
         data: folder of the tasks' folders.
         names: tasks, keys or patterns; none means all that are on disk.
-        out: folder of the results; absent: EVALUATION/STEP beside the run's checkpoints.
+        out: folder of the results; absent: evaluation/STEP in the run.
         batch_size: rows a rank encodes at once.
         workers: threads a rank decodes with.
         precision: of the towers, one of `PRECISIONS`.
         setting: of the papers, to print their scores; absent: the one that the run's name begins with.
+    """
+
+    data: Path
+    names: Sequence[str] = ()
+    out: Path | None = None
+    batch_size: int = 256
+    workers: int = 4
+    precision: str = "float32"
+    setting: str | None = None
+
+
+def score(name: str, scoring: Scoring) -> str:
+    """Scores a model on all ranks of the launch.
+
+    Args:
+        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
+        scoring: what and how.
 
     Returns:
-        The summary, which is also in the results' folder.
+        On rank 0 the summary, which is also in the results' folder.
 
     Raises:
         UserError: the model, the data or the results' folder is not what it should be.
     """
-    if setting not in (None, *settings()):
-        raise UserError(f"--setting={setting} is none of the papers'; they have {', '.join(settings())}.")
+    if scoring.setting not in (None, *settings()):
+        raise UserError(f"--setting={scoring.setting} is none of the papers'; they have {', '.join(settings())}.")
     communicator = connect()
     try:
-        saved = open_model(name, communicator)
-        return _score(saved, communicator, data, names, out, batch_size, workers, precision, setting)
+        return _score(open_model(name, communicator), scoring, communicator)
     finally:
         communicator.close()
 
 
-def _score(
-    saved: SavedModel,
-    communicator: Communicator,
-    data: Path,
-    names: Sequence[str],
-    out: Path | None,
-    batch_size: int,
-    workers: int,
-    precision: str,
-    setting: str | None,
-) -> str:
+def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
     tasks = load_tasks()
-    first = communicator.rank == 0
-    folder = out or _results_folder(saved)
-    identity = {"model": saved.name, "precision": precision}
-    found = communicator.on_rank_zero(lambda: tasks.on_disk(data, names))
+    found = communicator.on_rank_zero(lambda: tasks.on_disk(scoring.data, scoring.names))
+    folder = scoring.out or _results_folder(saved)
+    identity = {"model": saved.name, "precision": scoring.precision}
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
-    results = Results(folder, identity) if first else None
-    encoder = BatchEncoder(
-        _encoder(saved.model.to(communicator.device, PRECISIONS[precision]), communicator.device),
-        saved.tokenizer,
-        communicator,
-        batch_size,
-    )
-    suite = Suite(encoder, eval_transform(saved.pixels.size, saved.pixels.squash), communicator, workers)
+    results = Results(folder, identity) if communicator.rank == 0 else None
+    suite = _suite(saved, scoring, communicator)
     for task, place in found:
         if task.key in done:
             log.info("%s: has a score in %s", task.name, folder)
             continue
+        communicator.on_rank_zero(partial(_compare_size, task, place))
         began = time.perf_counter()
         metrics = suite.measure(task, place)
         if results is not None:
             results.add(task, metrics)
-            log.info(
-                "%s: %s %.4f (%.0f s)", task.name, task.metric, metrics["main_metric"], time.perf_counter() - began
-            )
+            seconds = time.perf_counter() - began
+            log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
     if results is None:
         return ""
-    return _write_summary(folder, results, setting or _own_setting(saved))
+    return _write_summary(folder, results, scoring.setting or _own_setting(saved))
+
+
+def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> Suite:
+    model = saved.model.to(communicator.device, PRECISIONS[scoring.precision])
+    encoder = BatchEncoder(
+        _encoder(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
+    )
+    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    return Suite(encoder, transform, communicator, scoring.workers)
+
+
+def _compare_size(task: Task, folder: Path) -> None:
+    """A part of a set shall not pass for the published one unseen."""
+    found = sum(1 for _ in EvaluationFolder.read(folder).samples())
+    if found != task.size:
+        log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)
 
 
 def write_caption_page(name: str, folder: Path, out: Path, images: int, captions: int) -> None:
