@@ -8,8 +8,9 @@ sample that cannot be used stops all ranks together, in the round in which one o
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -21,6 +22,8 @@ from neuclip_ds.evaluation import Communicator
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 
 T = TypeVar("T")
+
+THREADS = "evaluation"  # what the names of the threads begin with
 
 
 class Round(NamedTuple, Generic[T]):
@@ -51,8 +54,10 @@ def rounds(
     """
     _agree_on_size(folder, communicator)
     prepared = _prepared(_dealt(folder, communicator, size), prepare, max(1, workers))
-    while (found := together(communicator, lambda: next(prepared, None))) is not None:
-        yield found
+    # closed here and not by the garbage collector, which may run while a thread that is to end needs what it holds up
+    with closing(prepared):
+        while (found := together(communicator, lambda: next(prepared, None))) is not None:
+            yield found
 
 
 def together(communicator: Communicator, work: Callable[[], T]) -> T:
@@ -99,9 +104,11 @@ def _dealt(folder: EvaluationFolder, communicator: Communicator, size: int) -> I
         yield Round(own or [first], len(own))
 
 
-def _prepared(dealt: Iterator[Round[Sample]], prepare: Callable[[Sample], T], workers: int) -> Iterator[Round[T]]:
+def _prepared(
+    dealt: Iterator[Round[Sample]], prepare: Callable[[Sample], T], workers: int
+) -> Generator[Round[T], None, None]:
     """While a round is in use, the next one is prepared."""
-    pool = ThreadPoolExecutor(workers)
+    pool = ThreadPoolExecutor(workers, thread_name_prefix=THREADS)
     pending: deque[Round] = deque()
     try:
         for own in dealt:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
-from neuclip_ds.evaluation.rounds import rounds
+from neuclip_ds.evaluation.rounds import THREADS, rounds
 
 
 def numbered(folder: Path, count: int, shards: int = 2) -> EvaluationFolder:
@@ -38,6 +39,7 @@ def test_kind_is_what_the_file_says(tmp_path: Path) -> None:
 
 def test_no_shard_stays_open(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 40, 20)
+    gc.collect()
     before = len(list(Path("/proc/self/fd").iterdir()))
     kept = [sample for sample in folder.samples() if sample.text("txt") == "3"]
     gc.collect()
@@ -63,6 +65,19 @@ def test_every_sample_goes_to_one_rank_once(tmp_path: Path, run_ranks: Any, coun
     assert all(own.rows for ranks in dealt for own in ranks)
     counting = [row for ranks in dealt for own in ranks for row in own.rows[: own.used]]
     assert sorted(counting) == list(range(count))
+
+
+def test_threads_end_with_the_round_that_fails(tmp_path: Path, run_ranks: Any) -> None:
+    """Left to the garbage collector, which may run while a lock is held that they need to end, they would hang."""
+
+    def broken(sample: Sample) -> int:
+        raise UserError(f"{sample.name} is broken")
+
+    folder = numbered(tmp_path, 9)
+    with pytest.raises(UserError, match="is broken") as held:
+        run_ranks(2, lambda rank: list(rounds(folder, broken, rank, 2)))
+    assert held.traceback
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
 
 
 def test_ranks_with_different_copies_are_told(tmp_path: Path, run_ranks: Any) -> None:
