@@ -55,6 +55,10 @@ class DataConfig(Section):
     """Held-out pairs for retrieval, in the same forms; `auto` is a folder `val` beside `train`, empty is none."""
     zero_shot: str = "auto"
     """Zero-shot set in CLIP_benchmark's layout; `auto` is a folder `zero_shot` beside `train`, empty is none."""
+    evaluation_sets: Path | None = None
+    """Folder of DataComp's evaluation sets (docs/evaluation.md), which each evaluation scores; absent is none."""
+    evaluation_tasks: list[str] = []
+    """Which of them, by names, keys or patterns such as imagenet*; none named means all that are there."""
     batch_size: int = Field(256, ge=2)
     """Global batch: pairs that contrast with each other in one step, over all ranks."""
     micro_batch: int | None = Field(None, ge=1)

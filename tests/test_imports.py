@@ -21,7 +21,7 @@ MAY_IMPORT = {
     "objectives": {"config", "distributed", "errors", "state"},
     "data": {"errors"},
     "models": {"config", "errors"},
-    "evaluation": {"errors"},
+    "evaluation": {"data", "errors"},
     "reporting": {"errors"},
     "reproduction": {"errors"},
     "training": ROOMS - {"cli"},

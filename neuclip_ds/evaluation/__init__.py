@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
@@ -23,6 +24,7 @@ class Communicator(Protocol):
 
     rank: int
     world_size: int
+    device: torch.device
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """(b, ...) of every rank -> (K b, ...) in rank order."""

@@ -15,6 +15,9 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Communicator, Encode
+from neuclip_ds.evaluation.metrics import hit_probability
+
+ABSENT = -1  # owner of a row that only fills up
 
 
 class PairBatch(Protocol):
@@ -54,12 +57,13 @@ def retrieval(
     """
     image, text, valid = _encode_pairs(encode, batches)
     rows = valid.shape[0]
-    match = (communicator.rank * rows + torch.arange(rows, device=valid.device))[valid]
-    valid_anywhere = communicator.all_gather(valid.to(torch.int32), "evaluation").bool()
+    own = communicator.rank * rows + torch.arange(rows, device=valid.device)
+    owners = communicator.all_gather(torch.where(valid, own, ABSENT), "evaluation")
+    score = inner_products(image[valid], text[valid])
     sums = [valid.sum(dtype=torch.float64)]
     for anchors, candidates in ((image, text), (text, image)):
         gathered = communicator.all_gather(candidates, "evaluation")
-        ahead, tied = count_rivals(anchors[valid], gathered, match, valid_anywhere, chunk)
+        ahead, tied = count_rivals(anchors[valid], score, own[valid], gathered, owners, chunk)
         sums += [hit_probability(ahead, tied, k).sum() for k in ks]
     pairs, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
     if not pairs:
@@ -68,37 +72,46 @@ def retrieval(
     return {name: hit / pairs for name, hit in zip(names, hits, strict=True)} | {"retrieval_pairs": pairs}
 
 
+def inner_products(a: Tensor, b: Tensor) -> Tensor:
+    """(n,) float32 scores of rows (n, d) with rows (n, d).
+
+    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
+    whatever order a kernel adds them up: ties do not depend on chunks or ranks.
+    """
+    return (a.double() * b.double()).sum(dim=1).float()
+
+
+def score_matrix(a: Tensor, b: Tensor) -> Tensor:
+    """(n, m) float32 scores of rows (n, d) with rows (m, d), rounded as `inner_products`."""
+    return (a.double() @ b.double().T).float()
+
+
 def count_rivals(
-    anchors: Tensor, candidates: Tensor, match: Tensor, valid: Tensor, chunk: int = 1024
+    anchors: Tensor, score: Tensor, owner: Tensor, candidates: Tensor, owners: Tensor, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
     """How many wrong candidates score above each anchor's match, and how many exactly level with it.
 
-    Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
-    whatever order a kernel adds them up: ties do not depend on chunks or ranks. A NaN score counts as above.
+    A NaN score counts as above. Scores are held for `chunk` candidates at a time.
 
     Args:
         anchors: (n, d) float32 features.
+        score: (n,) of each anchor with its best match, from `inner_products`.
+        owner: (n,) int64, whose the anchor is: candidates of the same owner are no rivals.
         candidates: (m, d) float32 features.
-        match: (n,) int64, the candidate that is right for the anchor.
-        valid: (m,) bool, the candidates that count.
+        owners: (m,) int64, whose each candidate is; `ABSENT` does not count.
 
     Returns:
         (n,) int64 `ahead` and (n,) int64 `tied`.
     """
-    exact = anchors.double()
-    match_score = (exact * candidates[match].double()).sum(dim=1, keepdim=True).float()  # (n, 1)
-    ahead, tied = torch.zeros_like(match), torch.zeros_like(match)
-    for columns in torch.arange(candidates.shape[0], device=match.device).split(chunk):
-        scores = (exact @ candidates[columns].double().T).float()  # (n, chunk)
-        rival = valid[columns] & (columns != match[:, None])
-        ahead += (rival & ~(scores <= match_score)).sum(dim=1)
-        tied += (rival & (scores == match_score)).sum(dim=1)
+    ahead, tied = torch.zeros_like(owner), torch.zeros_like(owner)
+    exact, match = anchors.double(), score[:, None]
+    for low in range(0, len(candidates), chunk):
+        part = owners[low : low + chunk]
+        scores = score_matrix(exact, candidates[low : low + chunk])  # (n, chunk)
+        rival = (part != ABSENT) & (part != owner[:, None])
+        ahead += (rival & ~(scores <= match)).sum(dim=1)
+        tied += (rival & (scores == match)).sum(dim=1)
     return ahead, tied
-
-
-def hit_probability(ahead: Tensor, tied: Tensor, k: int) -> Tensor:
-    """(n,) float64 probability that the match is among the first k when ties are ordered at random."""
-    return ((k - ahead).double() / (tied + 1)).clamp(0, 1)
 
 
 def _encode_pairs(encode: Encode, batches: Iterable[PairBatch]) -> tuple[Tensor, Tensor, Tensor]:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.reproduction.study import Job
 
 TRAIN = Path(__file__).parents[2] / "train.py"
@@ -53,18 +54,17 @@ class Runner:
         if "seconds" not in config:
             return None
         records = self._records(name)
-        speeds = [record["samples_per_second"] for record in records if "samples_per_second" in record]
+        speeds = [record["samples_per_second"] for record in records if record.get("samples_per_second", 0.0) > 0]
         milliseconds = 1000 * float(config["data.batch_size"]) / statistics.median(speeds) if speeds else float("nan")
         own = {"step_ms": milliseconds, "seconds": config["seconds"]}
-        return {**{key: float(value) for key, value in records[-1].items()}, **own}
+        return {**records[-1], **own}
 
     def curve(self, name: str) -> Curve:
         """The evaluations of a run that has ended."""
-        return [(record["step"], record) for record in self._records(name) if "retrieval_pairs" in record]
+        return [(int(record["step"]), record) for record in self._records(name) if "retrieval_pairs" in record]
 
-    def _records(self, name: str) -> list[dict[str, Any]]:
-        lines = (self._runs / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+    def _records(self, name: str) -> list[Results]:
+        return list(read_metrics(self._runs / name / "metrics.jsonl"))
 
     def _train(self, job: Job) -> Results:
         folder = self._runs / job.name

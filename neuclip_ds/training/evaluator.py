@@ -16,8 +16,13 @@ from neuclip_ds.data.transforms import eval_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
+from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
+from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
+from neuclip_ds.evaluation.rounds import together
+from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.pretrained.base import Pixels
 from neuclip_ds.models.tokenizer import Tokenize
@@ -61,7 +66,13 @@ class Evaluator:
         self._val = open_data(val, data, communicator, folder) if val else None
         self._zero_shot = None
         if images:
-            self._zero_shot = ZeroShotSet.read(Path(communicator.on_rank_zero(lambda: resolve(images))))
+            folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
+            self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
+        self._tasks = load_tasks()
+        self._on_disk = []
+        if data.evaluation_sets is not None:
+            root = data.evaluation_sets
+            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, data.evaluation_tasks))
 
     def check(self, objective: Objective) -> None:
         """
@@ -84,11 +95,29 @@ class Evaluator:
             results.update(retrieval(encode, batches, communicator))
         if self._zero_shot is not None:
             results.update(
-                zero_shot(encode, self._tokenizer, self._zero_shot, self._transform, communicator, self._rank_batch)
+                zero_shot(
+                    encode,
+                    self._tokenizer,
+                    self._zero_shot,
+                    self._transform,
+                    communicator,
+                    self._rank_batch,
+                    self._config.data.workers,
+                )
             )
+        results.update(self._scores(encode))
         if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, objective))
         return results
+
+    def _scores(self, encode: Encode) -> dict[str, float]:
+        """`task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
+        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
+        suite = Suite(encoder, self._transform, self._communicator, self._config.data.workers)
+        metrics = {task.key: suite.measure(task, place) for task, place in self._on_disk}
+        scores = {f"task/{key}": found["main_metric"] for key, found in metrics.items()}
+        scores.update({f"average/{name}": found.value for name, found in averages(self._tasks, metrics).items()})
+        return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
         """The normalisers of a fixed sample of anchors against those over the whole training set."""

@@ -48,7 +48,7 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
     Raises:
         UserError: there is no checkpoint, or the format cannot express the model.
     """
-    checkpoint = _checkpoint(_best(path) if best else path)
+    checkpoint = find_checkpoint(_best(path) if best else path)
     run = checkpoint.parent.parent
     config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     source, start = open_saved(config.model, run / "model")
@@ -67,7 +67,12 @@ def _best(run: Path) -> Path:
     return step_folder(run / "checkpoints", found.step)
 
 
-def _checkpoint(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
+    """A run's newest checkpoint, or the checkpoint itself.
+
+    Raises:
+        UserError: it is neither.
+    """
     found = path if (path / "meta.json").is_file() else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not (found / "meta.json").is_file():
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint; name a folder runs/NAME.")

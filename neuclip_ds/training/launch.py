@@ -16,13 +16,11 @@ import deepspeed
 import torch
 from deepspeed.accelerator import get_accelerator
 
-from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import complete_environment, read_environment
 from neuclip_ds.distributed.lifeline import Lifeline
 from neuclip_ds.distributed.meeting import meet
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import dump
 
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _PORT = 29500
@@ -30,11 +28,14 @@ _SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that ano
 
 
 @contextmanager
-def connected(config: Config) -> Iterator[Communicator]:
+def connected(task: str) -> Iterator[Communicator]:
     """The ranks of the launch, joined in a process group, which ends with the block.
 
+    Args:
+        task: what all are to do, in lines such as a config's, which must be equal on all of them.
+
     Raises:
-        UserError: ranks are missing, or run other code or another config.
+        UserError: ranks are missing, or run other code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # of MPI's launchers, which say no address
@@ -48,7 +49,7 @@ def connected(config: Config) -> Iterator[Communicator]:
         finally:
             communicator.close()
         return
-    store = meet(environment, _facts(config))
+    store = meet(environment, _facts(task))
     with Lifeline(environment, store):
         communicator = _join()
         yield communicator
@@ -78,14 +79,14 @@ def _choose_device(local_rank: int) -> None:
     accelerator.set_device(local_rank)
 
 
-def _facts(config: Config) -> dict[str, str]:
+def _facts(task: str) -> dict[str, str]:
     """What must be equal on all ranks."""
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
     versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
-    return {"version of the libraries": versions, "neuclip_ds": code.hexdigest()[:12], "config": dump(config)}
+    return {"version of the libraries": versions, "neuclip_ds": code.hexdigest()[:12], "config": task}
 
 
 def check_shared(folder: Path, communicator: Communicator) -> None:

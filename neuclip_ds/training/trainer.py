@@ -47,7 +47,7 @@ def train(config: Config, environment: RankEnvironment) -> None:
     engine_config = load_engine_config(config, environment.world_size)
     micro_batch = config.micro_batch(environment.world_size)
     find_method(config.objective.method)
-    with connected(config) as communicator:
+    with connected(dump(config)) as communicator:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
         check_shared(folder, communicator)

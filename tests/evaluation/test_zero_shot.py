@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, class_embeddings, zero_shot
 
 CLASSES = 8
@@ -132,7 +133,9 @@ def test_class_embedding_is_the_normalised_mean_over_templates(tmp_path, run_ran
         assert image is None and tokens is not None and len(tokens) == 3
         return None, table[tokens[:, 0]]
 
-    found = run_ranks(world_size, lambda rank: class_embeddings(encode, tokenize, image_set, rank, batch_size=3))
+    found = run_ranks(
+        world_size, lambda rank: class_embeddings(BatchEncoder(encode, tokenize, rank, 3), image_set, rank)
+    )
     expected = functional.normalize((table[:CLASSES] + table[CLASSES:]) / 2)
     for embeddings in found:
         torch.testing.assert_close(embeddings, expected)
@@ -177,13 +180,13 @@ def test_label_without_a_class_names_the_sample(tmp_path, run_ranks, label, worl
         measure(run_ranks, image_set, world_size)
 
 
-@pytest.mark.parametrize(("sample", "message"), [({"cls": b"0"}, "no image"), ({"jpg": b"1"}, "no label")])
-def test_incomplete_sample_is_named(tmp_path, sample, message):
+@pytest.mark.parametrize(("sample", "message"), [({"cls": b"0"}, "no image"), ({"jpg": b"1 2 3"}, "no cls member")])
+def test_incomplete_sample_is_named(tmp_path, run_ranks, sample, message):
     image_set = write_set(tmp_path / "set", random_images(1), shards=1)
-    with webdataset.TarWriter(str(image_set.shards[0])) as writer:
+    with webdataset.TarWriter(str(image_set.folder.shards[0])) as writer:
         writer.write({"__key__": "odd", **sample})
     with pytest.raises(UserError, match=f"sample odd has {message}"):
-        list(image_set)
+        measure(run_ranks, image_set, 2)
 
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])

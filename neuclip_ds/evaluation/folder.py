@@ -1,0 +1,157 @@
+"""Evaluation sets on disk, in the webdataset layout that CLIP_benchmark and DataComp publish.
+
+    SET/classnames.txt  zeroshot_classification_templates.txt    words, of labelled sets
+    SET/dataset_type.txt                                         `retrieval` for captioned sets; else absent
+    SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (jpeg, png, webp), KEY.cls, KEY.txt ...
+
+A shard's headers are walked when it is its turn, so that one shard's index is in memory at a time; bytes are read when
+they are asked for. A damaged shard is an error: scores of a set that lacks samples are no scores of that set.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
+from neuclip_ds.data.tar import SampleEntry, read_index, read_member
+from neuclip_ds.errors import UserError
+
+LAYOUT = (
+    "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
+    "and test/0.tar, test/1.tar, ...; a retrieval set needs no words, but dataset_type.txt with the word retrieval"
+)
+
+
+class Sample:
+    """One sample of a shard; its members are read on demand, from any thread.
+
+    Attributes:
+        name: shard and key, for messages.
+    """
+
+    def __init__(self, shard: _Shard, entry: SampleEntry) -> None:
+        self.name = f"{shard.path}: sample {entry.key}"
+        self._shard, self._members = shard, entry.members
+
+    def image(self, prefix: str = "") -> bytes:
+        """Its encoded image; where it has several, the one whose extension begins with `prefix`.
+
+        Raises:
+            UserError: it has none, or cannot be read.
+        """
+        names = [prefix + extension for extension in IMAGE_EXTENSIONS]
+        for name in names:
+            if name in self._members:
+                return self.read(name)
+        raise UserError(f"{self.name} has no image; one of {', '.join(names)} is needed.")
+
+    def read(self, extension: str) -> bytes:
+        """The bytes of a member.
+
+        Raises:
+            UserError: the sample has no such member, or it cannot be read.
+        """
+        if extension not in self._members:
+            raise UserError(f"{self.name} has no {extension} member; download the set again.")
+        try:
+            return read_member(self._shard.fd, self._members[extension])
+        except OSError as error:
+            raise UserError(f"{self.name} cannot be read ({error}); check the storage.") from error
+
+    def text(self, extension: str) -> str:
+        """As `read`, decoded and stripped."""
+        return self.read(extension).decode("utf-8", "replace").strip()
+
+
+@dataclass(frozen=True)
+class EvaluationFolder:
+    """A set on disk.
+
+    Attributes:
+        path: of the folder.
+        shards: its tar files.
+        kind: what dataset_type.txt says: `classification` (without the file), `retrieval` or `multilabel`.
+    """
+
+    path: Path
+    shards: tuple[Path, ...]
+    kind: str
+
+    @classmethod
+    def read(cls, path: Path) -> EvaluationFolder:
+        """Finds the shards of a set.
+
+        Raises:
+            UserError: a file is missing or not in the layout.
+        """
+        shards_file = path / "test" / "nshards.txt"
+        shard_count = read_lines(shards_file)[0]
+        if not shard_count.isdecimal() or int(shard_count) == 0:
+            raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
+        shards = tuple(path / "test" / f"{number}.tar" for number in range(int(shard_count)))
+        for shard in shards:
+            _require(shard)
+        kind_file = path / "dataset_type.txt"
+        kind = read_lines(kind_file)[0].lower() if kind_file.is_file() else "classification"
+        return cls(path, shards, kind)
+
+    def samples(self) -> Iterator[Sample]:
+        """All samples, in order.
+
+        Raises:
+            UserError: a shard cannot be read, or is damaged.
+        """
+        for path in self.shards:
+            shard = _Shard(path)
+            for entry in shard.index():
+                yield Sample(shard, entry)
+
+    @property
+    def bytes(self) -> int:
+        """Of all shards."""
+        return sum(shard.stat().st_size for shard in self.shards)
+
+
+class _Shard:
+    """An open shard; closed with the last of its samples."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.fd = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise UserError(f"{path} cannot be opened ({error}); check the storage.") from error
+
+    def index(self) -> list[SampleEntry]:
+        try:
+            samples, gaps = read_index(self.fd)
+        except OSError as error:
+            raise UserError(f"{self.path} cannot be read ({error}); check the storage.") from error
+        if gaps:
+            raise UserError(f"{self.path} is damaged at byte {gaps[0].offset}; download it again.")
+        return samples
+
+    def __del__(self) -> None:
+        if hasattr(self, "fd"):
+            os.close(self.fd)
+
+
+def read_lines(path: Path) -> tuple[str, ...]:
+    """The stripped lines of a file that must have at least one and none blank, for a line's number has a meaning.
+
+    Raises:
+        UserError: it is missing, or a line is blank.
+    """
+    _require(path)
+    lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
+    if "" in lines:
+        raise UserError(f"{path}: line {lines.index('') + 1} is blank; every line must hold an entry.")
+    return lines
+
+
+def _require(path: Path) -> None:
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {LAYOUT}.")

@@ -1,0 +1,116 @@
+"""WinoGAViL (Bitton et al. 2022): of 5 to 12 images, choose the ones that a cue word is meant to bring to mind.
+
+The model takes the K images nearest to the prompt "A CUE" (or "An CUE"), K being the number of right ones, and scores
+the Jaccard index of its choice and the right one, as in DataComp's eval_utils/wino_eval.py.
+
+There is no published webdataset form; ours is that of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
+
+    KEY.json     {"cue": "pogonophile", "candidates": ["bison", "beard", ...], "associations": ["beard", ...]}
+    KEY.0.jpg    image of the first candidate (jpeg, png, webp), KEY.1.jpg of the second, ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import Communicator
+from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.counts import GroupCounts
+from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.metrics import jaccard
+from neuclip_ds.evaluation.retrieval import score_matrix
+from neuclip_ds.evaluation.rounds import decode, rounds
+
+_SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 10**6)}
+
+
+class Instance(NamedTuple):
+    """A cue and the images to choose from."""
+
+    cue: str
+    images: list[Tensor]  # (3, H, W) uint8
+    right: list[bool]  # which of the images
+
+
+@torch.no_grad()
+def winogavil(
+    encoder: BatchEncoder,
+    folder: EvaluationFolder,
+    transform: Callable[[bytes], Tensor],
+    communicator: Communicator,
+    workers: int = 1,
+) -> dict[str, float | None]:
+    """Mean Jaccard index, of all instances and by the number of images to choose from.
+
+    Args:
+        encoder: the model.
+        folder: the instances.
+        transform: encoded image -> (3, H, W) uint8.
+        communicator: the ranks.
+        workers: threads that decode.
+
+    Returns:
+        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has so
+        many images; equal on all ranks.
+
+    Raises:
+        UserError: the set is empty, or an instance is broken.
+    """
+    by_size = GroupCounts(communicator.device)
+
+    def prepare(sample: Sample) -> Instance:
+        return _instance(sample, transform)
+
+    size = max(1, encoder.size // 8)  # an instance has some eight images
+    for own in rounds(folder, prepare, communicator, size, workers):
+        cues = encoder.texts([prompt(instance.cue) for instance in own.rows])
+        images = encoder.images([pixels for instance in own.rows for pixels in instance.images])
+        parts = images.split([len(instance.images) for instance in own.rows])
+        indices = [_index(*row) for row in zip(cues, parts, own.rows[: own.used], strict=False)]
+        sizes = [len(instance.images) for instance in own.rows[: own.used]]
+        device = communicator.device
+        by_size.add(torch.tensor(indices, dtype=torch.float64, device=device), torch.tensor(sizes, device=device))
+    by_size.join(communicator)
+    if not by_size.counts.sum():
+        raise UserError(f"{folder.path} has no instance; write the set again.")
+    found = {f"jaccard_score_{name}": _mean(by_size, *limits) for name, limits in _SIZES.items()}
+    return {"avg_jaccard_score": _mean(by_size, 0, 10**6), **found}
+
+
+def prompt(cue: str) -> str:
+    """The words by which DataComp gives a cue to the model."""
+    cue = cue.lower()
+    return f"An {cue}" if cue[:1] in ("a", "e", "i", "o", "u") else f"A {cue}"
+
+
+def _index(cue: Tensor, images: Tensor, instance: Instance) -> float:
+    """Jaccard index of the choice for one cue (d,) among its images (n, d)."""
+    right = torch.tensor(instance.right)
+    scores = score_matrix(cue[None], images)[0].cpu()
+    chosen = torch.zeros_like(right)
+    chosen[scores.sort(descending=True, stable=True).indices[: int(right.sum())]] = True
+    return jaccard(right, chosen)
+
+
+def _mean(by_size: GroupCounts, least: int, most: int) -> float | None:
+    hits, counts = (x[least : most + 1].sum() for x in (by_size.hits, by_size.counts))
+    return float(hits / counts) if counts else None
+
+
+def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
+    try:
+        tree = json.loads(sample.read("json"))
+        cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{sample.name}: its json member needs cue, candidates and associations ({error}).") from error
+    right = [candidate in associations for candidate in candidates]
+    if not any(right):
+        raise UserError(f"{sample.name}: none of its candidates is among its associations; write the set again.")
+    images = [decode(sample, transform, f"{number}.") for number in range(len(candidates))]
+    return Instance(cue, images, right)

@@ -1,0 +1,160 @@
+"""Scores a saved model on the tasks that are on disk; what has been scored before is not scored again."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import Encode
+from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
+from neuclip_ds.evaluation.results import Results
+from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
+from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.training.launch import connected
+from neuclip_ds.training.saved_model import SavedModel, open_model
+
+log = logging.getLogger(__name__)
+
+PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class Scoring(NamedTuple):
+    """What is to be scored and how.
+
+    Attributes:
+        data: folder of the tasks' folders.
+        names: tasks, keys or patterns; none means all that are on disk.
+        out: folder of the results; absent: evaluation/STEP in the run.
+        batch_size: rows a rank encodes at once.
+        workers: threads a rank decodes with.
+        precision: of the towers, one of `PRECISIONS`.
+        setting: of the papers, to print their scores; absent: the one that the run's name begins with.
+    """
+
+    data: Path
+    names: Sequence[str] = ()
+    out: Path | None = None
+    batch_size: int = 256
+    workers: int = 4
+    precision: str = "float32"
+    setting: str | None = None
+
+
+def score(name: str, scoring: Scoring) -> str:
+    """Scores a model on all ranks of the launch.
+
+    Args:
+        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
+        scoring: what and how.
+
+    Returns:
+        On rank 0 the summary, which is also in the results' folder.
+
+    Raises:
+        UserError: the model, the data or the results' folder is not what it should be.
+    """
+    if scoring.setting not in (None, *settings()):
+        raise UserError(f"--setting={scoring.setting} is none of the papers'; they have {', '.join(settings())}.")
+    task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
+    with connected(task) as communicator:
+        return _score(open_model(name, communicator), scoring, communicator)
+
+
+def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
+    tasks = load_tasks()
+    found = communicator.on_rank_zero(lambda: tasks.on_disk(scoring.data, scoring.names))
+    folder = scoring.out or _results_folder(saved)
+    identity = {"model": saved.name, "precision": scoring.precision}
+    done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
+    results = Results(folder, identity) if communicator.rank == 0 else None
+    suite = _suite(saved, scoring, communicator)
+    for task, place in found:
+        if task.key in done:
+            log.info("%s: has a score in %s", task.name, folder)
+            continue
+        communicator.on_rank_zero(partial(_compare_size, task, place))
+        began = time.perf_counter()
+        metrics = suite.measure(task, place)
+        if results is not None:
+            results.add(task, metrics)
+            seconds = time.perf_counter() - began
+            log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
+    if results is None:
+        return ""
+    return _write_summary(folder, results, scoring.setting or _own_setting(saved))
+
+
+def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> Suite:
+    model = saved.model.to(communicator.device, PRECISIONS[scoring.precision])
+    encoder = BatchEncoder(
+        _encoder(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
+    )
+    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    return Suite(encoder, transform, communicator, scoring.workers)
+
+
+def _compare_size(task: Task, folder: Path) -> None:
+    """A part of a set shall not pass for the published one unseen."""
+    found = sum(1 for _ in EvaluationFolder.read(folder).samples())
+    if found != task.size:
+        log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)
+
+
+def write_caption_page(name: str, folder: Path, out: Path, images: int, captions: int) -> None:
+    """Writes which captions of a retrieval set a model finds nearest to its first images, alone on one rank.
+
+    Raises:
+        UserError: the model or the set is not what it should be.
+    """
+    communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
+    saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
+    encode = _encoder(saved.model.to(communicator.device), communicator.device)
+    encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
+    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
+
+
+def _results_folder(saved: SavedModel) -> Path:
+    if saved.checkpoint is None:
+        raise UserError(f"{saved.name} is no run of this project; say by --out where its scores are to go.")
+    return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
+
+
+def _own_setting(saved: SavedModel) -> str | None:
+    return None if saved.config is None else setting_of(str(saved.config.run.name))
+
+
+def _write_summary(folder: Path, results: Results, setting: str | None) -> str:
+    tasks = load_tasks()
+    text = summary_text(tasks, results.metrics, setting)
+    tree = json.dumps(summary_tree(tasks, results.metrics), indent=2)
+    (folder / "averages.json").write_text(tree + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _encoder(model: DualEncoder, device: torch.device) -> Encode:
+    model.eval()
+
+    def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        with torch.no_grad():
+            return model(*(None if x is None else x.to(device, non_blocking=True) for x in (image, tokens)))
+
+    return encode

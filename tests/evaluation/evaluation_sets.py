@@ -1,0 +1,159 @@
+"""Small evaluation sets on disk, and a model that reads its features from the pixels."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from tars import write_tar
+from torch import Tensor
+from torch.nn import functional
+
+DIM = 24
+Members = dict[str, bytes]
+
+
+class Labelled(NamedTuple):
+    """A labelled set and what the model thinks of it."""
+
+    features: Tensor  # (n, DIM) of the images
+    labels: Tensor  # (n,)
+    metadata: Tensor  # (n, 3)
+
+
+def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> Path:
+    """test/nshards.txt and tars; neighbours lie in different shards."""
+    (folder / "test").mkdir(parents=True, exist_ok=True)
+    (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
+    for shard in range(shards):
+        rows = list(enumerate(samples))[shard::shards]
+        members = [(f"s{number:07d}.{name}", data) for number, sample in rows for name, data in sample.items()]
+        write_tar(folder / "test" / f"{shard}.tar", members)
+    return folder
+
+
+def write_words(folder: Path, classes: int) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "classnames.txt").write_text("".join(f"name {number}\n" for number in range(classes)))
+    (folder / "zeroshot_classification_templates.txt").write_text("a photo of {c}\nart of {c}.\n")
+
+
+def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | None = None) -> Labelled:
+    """Features lie between the class's own and noise, so that a good part is right."""
+    generator = torch.Generator().manual_seed(count)
+    labels = torch.randint(0, classes, (count,), generator=generator)
+    features = pixel_features(torch.randn(count, DIM, generator=generator) + 2 * torch.eye(DIM)[labels])
+    rows = torch.zeros((count, 3), dtype=torch.int64) if metadata is None else metadata
+    write_words(folder, classes)
+    samples = [
+        {"jpg": image_of(feature), "cls": str(int(label)).encode(), "npy": npy(row)}
+        for feature, label, row in zip(features, labels, rows, strict=True)
+    ]
+    write_shards(folder, samples)
+    order = stored_order(count)
+    return Labelled(features[order], labels[order], rows[order])
+
+
+def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
+    """Images with so many captions each: (n, DIM) images, (m, DIM) captions, (m,) which image."""
+    generator = torch.Generator().manual_seed(len(captions))
+    raw = torch.randn(len(captions), DIM, generator=generator)
+    images = pixel_features(raw)
+    samples, texts, image_of_text = [], [], []
+    for number, count in enumerate(captions):
+        own = pixel_features(raw[number] + noise * torch.randn(count, DIM, generator=generator))
+        samples.append({"png": image_of(images[number]), "txt": "\n".join(map(words_of, own)).encode()})
+        texts.append(own)
+        image_of_text += [number] * count
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "dataset_type.txt").write_text("retrieval\n")
+    write_shards(folder, samples)
+    return images, torch.cat(texts), torch.tensor(image_of_text)
+
+
+def winogavil_set(folder: Path, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Instances with so many candidates: cue (DIM,), candidates (n, DIM), right (n,) bool."""
+    generator = torch.Generator().manual_seed(len(sizes))
+    samples, instances = [], []
+    for size in sizes:
+        cue, images = (pixel_features(torch.randn(rows, DIM, generator=generator)) for rows in (1, size))
+        right = torch.zeros(size, dtype=torch.bool)
+        right[torch.randperm(size, generator=generator)[: size // 2]] = True
+        names = [f"image {number}" for number in range(size)]
+        right_names = [n for n, is_right in zip(names, right, strict=True) if is_right]
+        tree = {"cue": words_of(cue[0]), "candidates": names, "associations": right_names}
+        members = {"json": json.dumps(tree).encode()}
+        members.update({f"{number}.webp": image_of(image) for number, image in enumerate(images)})
+        samples.append(members)
+        instances.append((cue[0], images, right))
+    write_shards(folder, samples)
+    return instances
+
+
+def stored_order(count: int, shards: int = 2) -> list[int]:
+    return [number for shard in range(shards) for number in range(count)[shard::shards]]
+
+
+def npy(row: Tensor) -> bytes:
+    out = io.BytesIO()
+    np.save(out, row.numpy())
+    return out.getvalue()
+
+
+def pixel_features(raw: Tensor) -> Tensor:
+    """Whole numbers that a pixel can hold."""
+    return (raw * 30 + 128).round().clamp(1, 255)
+
+
+def image_of(feature: Tensor) -> bytes:
+    return " ".join(str(int(x)) for x in feature).encode()
+
+
+def words_of(feature: Tensor) -> str:
+    return image_of(feature).decode()
+
+
+def transform(encoded: bytes) -> Tensor:
+    pixels = torch.tensor([int(x) for x in encoded.split()], dtype=torch.uint8)
+    return pixels.expand(3, 1, len(pixels))
+
+
+def tokenize(texts: list[str]) -> Tensor:
+    """A class's prompt is one at its place, other texts are features in decimal digits."""
+    rows = []
+    for text in texts:
+        words = text.rstrip(".").split()
+        is_prompt = "name" in words
+        label = int(words[-1]) if is_prompt else 0
+        digits = [word for word in words if word.isdecimal()]
+        rows.append([255 * int(place == label) for place in range(DIM)] if is_prompt else [int(x) for x in digits])
+    return torch.tensor(rows)
+
+
+def features_of(x: Tensor) -> Tensor:
+    """Of pixels or tokens (n, DIM), about the middle of the range."""
+    return functional.normalize(x.float() - 128, dim=-1)
+
+
+def class_features(classes: int) -> Tensor:
+    return features_of(255 * torch.eye(DIM)[:classes])
+
+
+class Model:
+    """Counts its calls."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+
+    def __call__(self, image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        if image is not None:
+            self.calls.append(("image", image.shape))
+            return features_of(image[:, 0, 0]), None
+        assert tokens is not None
+        self.calls.append(("text", tokens.shape))
+        return None, features_of(tokens)

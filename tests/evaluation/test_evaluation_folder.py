@@ -1,0 +1,96 @@
+"""The layout on disk, and the deal of its samples to ranks."""
+
+from __future__ import annotations
+
+import gc
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from evaluation_sets import write_shards
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.rounds import THREADS, rounds
+
+
+def numbered(folder: Path, count: int, shards: int = 2) -> EvaluationFolder:
+    return EvaluationFolder.read(write_shards(folder, [{"txt": str(n).encode()} for n in range(count)], shards))
+
+
+def number(sample: Sample) -> int:
+    return int(sample.text("txt"))
+
+
+def test_yields_what_webdataset_yields(tmp_path: Path) -> None:
+    import webdataset
+
+    folder = numbered(tmp_path, 11, 3)
+    theirs = webdataset.WebDataset([str(shard) for shard in folder.shards], shardshuffle=False, empty_check=False)
+    assert [int(sample["txt"]) for sample in theirs] == [number(sample) for sample in folder.samples()]
+
+
+def test_kind_is_what_the_file_says(tmp_path: Path) -> None:
+    assert numbered(tmp_path, 1).kind == "classification"
+    (tmp_path / "dataset_type.txt").write_text("Retrieval\n")
+    assert EvaluationFolder.read(tmp_path).kind == "retrieval"
+
+
+def test_no_shard_stays_open(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 40, 20)
+    gc.collect()
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    kept = [sample for sample in folder.samples() if sample.text("txt") == "3"]
+    gc.collect()
+    assert len(list(Path("/proc/self/fd").iterdir())) == before + 1
+    assert number(kept.pop()) == 3
+
+
+def test_damaged_shard_is_refused(tmp_path: Path) -> None:
+    folder = numbered(tmp_path, 6, 1)
+    data = bytearray(folder.shards[0].read_bytes())
+    data[1024:1200] = b"x" * 176  # the second header
+    folder.shards[0].write_bytes(data)
+    with pytest.raises(UserError, match=r"0\.tar is damaged at byte 1024; download it again"):
+        list(folder.samples())
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("count", [0, 1, 2, 7, 12, 13])
+def test_every_sample_goes_to_one_rank_once(tmp_path: Path, run_ranks: Any, count: int, world_size: int) -> None:
+    folder = numbered(tmp_path, count)
+    dealt = run_ranks(world_size, lambda rank: list(rounds(folder, number, rank, 2, workers=2)))
+    assert len({len(own) for own in dealt}) == 1
+    assert all(own.rows for ranks in dealt for own in ranks)
+    counting = [row for ranks in dealt for own in ranks for row in own.rows[: own.used]]
+    assert sorted(counting) == list(range(count))
+
+
+def test_threads_end_with_the_round_that_fails(tmp_path: Path, run_ranks: Any) -> None:
+    """Left to the garbage collector, which may run while a lock is held that they need to end, they would hang."""
+
+    def one_is_broken(sample: Sample) -> int:
+        if number(sample) == 0:
+            raise UserError(f"{sample.name} is broken")
+        return 0
+
+    folder = numbered(tmp_path, 9)
+    with pytest.raises(UserError, match="is broken") as held:
+        run_ranks(2, lambda rank: list(rounds(folder, one_is_broken, rank, 2)))
+    assert held.traceback
+    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
+
+
+def test_ranks_with_different_copies_are_told(tmp_path: Path, run_ranks: Any) -> None:
+    copies = [numbered(tmp_path / name, count) for name, count in (("a", 5), ("b", 30))]
+    with pytest.raises(UserError, match="the same copy"):
+        run_ranks(2, lambda rank: list(rounds(copies[rank.rank], number, rank, 2)))
+
+
+def test_unreadable_shard_stops_all_ranks(tmp_path: Path, run_ranks: Any) -> None:
+    folder = numbered(tmp_path, 9)
+    folder.shards[1].unlink()
+    folder.shards[1].mkdir()
+    with pytest.raises(UserError, match=r"rank 0: .*1\.tar cannot be"):
+        run_ranks(2, lambda rank: list(rounds(folder, number, rank, 2)))

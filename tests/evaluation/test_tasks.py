@@ -1,0 +1,71 @@
+"""DataComp's list: its tasks, scores and groups; where tasks are found on disk."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.summary import setting_of
+from neuclip_ds.evaluation.tasks import load_tasks, published_scores
+
+TASKS = load_tasks()
+
+
+def test_the_38_tasks_and_their_groups() -> None:
+    assert len(TASKS.tasks) == 38
+    for of in ("key", "name", "folder", "source"):
+        assert len({getattr(task, of) for task in TASKS.tasks}) == 38
+    sizes = {name: len(TASKS.of_average(name)) for name in TASKS.averages}
+    assert sizes == {
+        "imagenet_and_variants": 7,
+        "retrieval": 2,
+        "datacomp": 38,
+        "imagenet_shifts": 6,
+        "vtab": 13,
+        "retrieval_and_winogavil": 3,
+    }
+    assert all(set(task.averages) <= set(TASKS.averages) for task in TASKS.tasks)
+
+
+def test_scores() -> None:
+    metrics = {task.name: task.metric for task in TASKS.tasks}
+    assert Counter(metrics.values())["acc1"] == 27
+    by_class = [name for name, metric in metrics.items() if metric == "mean_per_class_recall"]
+    assert by_class == ["Caltech-101", "FGVC Aircraft", "Oxford Flowers-102", "Oxford-IIIT Pet"]
+    assert metrics["iWildCam"] == "F1-macro_all"
+    assert metrics["FMoW"] == "acc_worst_region"
+    assert metrics["Dollar Street"] == "acc_top5_wg"
+    assert metrics["GeoDE"] == "acc_wg"
+    assert metrics["WinoGAViL"] == "jaccard_score_10-12"
+    assert metrics["Flickr"] == metrics["MSCOCO"] == "mean_recall@1"
+
+
+def test_choice_by_name_key_or_pattern() -> None:
+    assert [task.name for task in TASKS.choose(["flickr", "IMAGENETV2"])] == ["ImageNet v2", "Flickr"]
+    assert len(TASKS.choose(["wds_vtab-*"])) == 12
+    assert len(TASKS.choose([])) == 38
+    with pytest.raises(UserError, match="There is no task cifar11; the tasks are vtab/caltech101, cifar10"):
+        TASKS.choose(["cifar10", "cifar11"])
+
+
+def test_folder_by_either_name(tmp_path: Path) -> None:
+    (task,) = TASKS.choose(["vtab/pcam"])
+    assert task.find(tmp_path) is None
+    (tmp_path / "wds_vtab-pcam").mkdir()
+    assert task.find(tmp_path) == tmp_path / "wds_vtab-pcam"
+    (tmp_path / "wds_vtab-pcam_test").mkdir()
+    assert task.find(tmp_path) == tmp_path / "wds_vtab-pcam_test"
+
+
+def test_published_scores_belong_to_averages_and_recipes() -> None:
+    recipes = [path.stem for path in (Path(__file__).parents[2] / "neuclip_ds/recipes").glob("*.yaml")]
+    for average, by_setting in published_scores().items():
+        assert average in TASKS.averages
+        for setting, scores in by_setting.items():
+            assert [r for r in recipes if setting_of(r) == setting]
+            assert all(0 < score < 100 for score in scores.values())
+    assert setting_of("dfn1b_neuclip") == "dfn1b"
+    assert setting_of("demo") is None

@@ -1,0 +1,92 @@
+"""WinoGAViL: the choice of images for a cue, on sets whose right answers are known."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from evaluation_sets import Model, features_of, tokenize, transform, winogavil_set, write_shards
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import winogavil as module
+from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.winogavil import prompt, winogavil
+
+SIZES = [5, 6, 5, 12, 10, 6, 12, 10, 5, 6, 10]
+
+
+@pytest.fixture(autouse=True)
+def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model here reads features, not words."""
+    monkeypatch.setattr(module, "prompt", lambda cue: cue)
+
+
+def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
+    def work(rank: Any) -> dict[str, float | None]:
+        return winogavil(BatchEncoder(Model(), tokenize, rank, size), EvaluationFolder.read(path), transform, rank)
+
+    results = run_ranks(world_size, work)
+    assert all(result == results[0] for result in results)
+    return results[0]
+
+
+def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) -> None:
+    scores: dict[int, list[float]] = {}
+    for cue, images, right in winogavil_set(tmp_path, SIZES):
+        nearest = (features_of(images) @ features_of(cue)).topk(int(right.sum())).indices.tolist()
+        wanted = torch.where(right)[0].tolist()
+        jaccard = len({*nearest} & {*wanted}) / len({*nearest} | {*wanted})
+        scores.setdefault(len(images), []).append(jaccard)
+
+    def mean(*sizes: int) -> float:
+        chosen = [score for size in sizes for score in scores[size]]
+        return sum(chosen) / len(chosen)
+
+    found = measure(run_ranks, tmp_path)
+    assert found == pytest.approx(
+        {
+            "avg_jaccard_score": mean(5, 6, 10, 12),
+            "jaccard_score_5": mean(5),
+            "jaccard_score_6": mean(6),
+            "jaccard_score_10": mean(10),
+            "jaccard_score_12": mean(12),
+            "jaccard_score_5-6": mean(5, 6),
+            "jaccard_score_10-12": mean(10, 12),
+        },
+        abs=1e-12,
+    )
+    assert measure(run_ranks, tmp_path, 3, 8) == pytest.approx(found, abs=1e-12)
+
+
+def test_sizes_that_do_not_occur_have_no_score(tmp_path: Path, run_ranks: Any) -> None:
+    winogavil_set(tmp_path, [5, 5, 6])
+    found = measure(run_ranks, tmp_path, 2)
+    assert found["jaccard_score_10-12"] is None
+    assert found["jaccard_score_5-6"] is not None
+
+
+def test_prompt() -> None:
+    assert prompt("Pogonophile") == "A pogonophile"
+    assert prompt("Owl") == "An owl"
+
+
+@pytest.mark.parametrize(
+    ("members", "message"),
+    [
+        ({"json": b"{}", "0.jpg": b"1"}, "needs cue, candidates and associations"),
+        (
+            {"json": b'{"cue": "1", "candidates": ["a"], "associations": ["b"]}', "0.jpg": b"1"},
+            "none of its candidates",
+        ),
+        (
+            {"json": b'{"cue": "1", "candidates": ["a"], "associations": ["a"]}', "1.jpg": b"1"},
+            r"no image; one of 0\.jpg",
+        ),
+    ],
+)
+def test_broken_instance_is_named(tmp_path: Path, run_ranks: Any, members: dict[str, bytes], message: str) -> None:
+    with pytest.raises(UserError, match=rf"sample s0000000.*{message}"):
+        measure(run_ranks, write_shards(tmp_path, [members], 1), 2)

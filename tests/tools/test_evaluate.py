@@ -1,0 +1,109 @@
+"""tools/evaluate.py as a user calls it: of a pretrained model, of a run, on two ranks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from evaluation_sets import write_shards
+from miniatures import save_open_clip
+from small_runs import ROOT, call, demo_shards, environment, train
+from tars import jpeg
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.tasks import load_tasks
+
+CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
+
+
+def write_sets(root: Path, images: int = 23) -> Path:
+    """CIFAR-10 and Flickr, made of noise."""
+    labelled, captioned = root / "wds_cifar10_test", root / "wds_flickr30k"
+    write_shards(labelled, [{"jpg": jpeg(n), "cls": str(n * 5 % 6).encode()} for n in range(images)])
+    (labelled / "classnames.txt").write_text("\n".join(CLASSES))
+    (labelled / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
+    lines = [f"{CLASSES[n % 6]} {n}\n{CLASSES[n // 6]}" for n in range(images)]
+    write_shards(captioned, [{"jpg": jpeg(n), "txt": line.encode()} for n, line in enumerate(lines)])
+    (captioned / "dataset_type.txt").write_text("retrieval\n")
+    return root
+
+
+def lines_of(folder: Path) -> dict[str, dict[str, float]]:
+    rows = [json.loads(line) for line in (folder / "eval_results.jsonl").read_text().splitlines()]
+    return {row["dataset"]: row["metrics"] for row in rows}
+
+
+def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
+    save_open_clip(tmp_path / "model")
+    out = tmp_path / "scores"
+    out.mkdir()
+    (out / "model.json").write_text(json.dumps({"model": "model", "precision": "float32"}))
+    done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
+    (out / "eval_results.jsonl").write_text(json.dumps(done) + "\n")
+    options = ["--data=data", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
+    write_sets(tmp_path / "data")
+    run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
+    assert run.returncode == 0, run.stderr
+    scores = lines_of(out)
+    assert list(scores) == ["CIFAR-10", "Flickr"]
+    assert scores["CIFAR-10"] == done["metrics"]
+    assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
+    assert "CIFAR-10: has a score" in run.stderr
+    assert "Flickr: data/wds_flickr30k has 23 samples, the published set 1000" in run.stderr
+    assert "not below data and left out: Caltech-101, CIFAR-100" in run.stderr
+    assert (
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, FastCLIP) | none: 1 of 2 tasks scored, mean of these" in run.stdout
+    )
+    assert "Missing from retrieval: MSCOCO." in run.stdout
+    assert "21.84" in run.stdout
+    averages = json.loads((out / "averages.json").read_text())
+    assert averages["datacomp"]["value"] is None
+    assert len(averages["datacomp"]["missing"]) == 36
+
+
+@pytest.mark.slow
+def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
+    data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
+    done = train(
+        tmp_path / "runs", str(data), 6, f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1"
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    metrics = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    during = [line for line in metrics if "task/cifar10" in line]
+    assert [line["step"] for line in during] == [3, 6]
+    assert "average/retrieval" not in during[-1]
+    options = ["--data=sets", "--batch-size=8", "--workers=2"]
+    alone = call("tools/evaluate.py", "runs/run", *options, folder=tmp_path)
+    assert alone.returncode == 0, alone.stderr
+    scores = lines_of(tmp_path / "runs/run/evaluation/step_000000006")
+    assert scores["CIFAR-10"]["main_metric"] == during[-1]["task/cifar10"]
+    flickr = "task/retrieval/flickr_1k_test_image_text_retrieval"
+    assert scores["Flickr"]["main_metric"] == pytest.approx(during[-1][flickr], abs=1e-12)
+    launcher = [
+        str(Path(sys.executable).parent / "deepspeed"),
+        "--num_accelerators",
+        "2",
+        "--master_port",
+        str(29600 + os.getpid() % 300),
+    ]
+    tool = [str(ROOT / "tools/evaluate.py"), "runs/run", *options, "--out=two"]
+    env = {**environment(), "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    both = subprocess.run([*launcher, *tool], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
+    assert both.returncode == 0, both.stdout + both.stderr
+    assert lines_of(tmp_path / "two") == scores
+
+
+def test_tasks_that_are_not_there(tmp_path: Path) -> None:
+    tasks = load_tasks()
+    with pytest.raises(UserError, match="is no folder; name the one"):
+        tasks.on_disk(tmp_path / "nowhere")
+    with pytest.raises(UserError, match=r"Not below .*: Caltech-101 \(wds_vtab-caltech101_test\), CIFAR-10"):
+        tasks.on_disk(tmp_path)
+    (tmp_path / "wds_cifar10_test").mkdir()
+    assert [task.name for task, _ in tasks.on_disk(tmp_path)] == ["CIFAR-10"]
+    with pytest.raises(UserError, match="MNIST"):
+        tasks.on_disk(tmp_path, ["mnist", "cifar10"])
