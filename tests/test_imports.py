@@ -23,7 +23,7 @@ MAY_IMPORT = {
     "models": {"config", "errors"},
     "evaluation": {"data", "errors"},
     "reporting": {"errors"},
-    "reproduction": {"errors"},
+    "reproduction": {"errors", "reporting"},
     "training": ROOMS - {"cli"},
     "cli": ROOMS,
 }
