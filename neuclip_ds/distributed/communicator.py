@@ -132,6 +132,11 @@ class Communicator:
             self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
         self._unsettled.clear()
 
+    def seconds(self) -> float:
+        """What all counted calls have taken so far."""
+        self.settle()
+        return sum(traffic.seconds for traffic in self.traffic.values())
+
     def close(self) -> None:
         """Leaves the process group; a process that ends with its threads running would abort instead of exiting."""
         if dist.is_available() and dist.is_initialized():

@@ -139,7 +139,7 @@ class Stage:
         config, run, communicator = self._parts.config, self._parts.config.run, self._parts.communicator
         bad_samples = BadSampleLog(self._folder, config.data.max_bad_fraction, writes=metrics is not None)
         rate = SlidingRate()
-        waited = 0.0
+        waited, since, talked = 0.0, time.perf_counter(), communicator.seconds()
         with (
             Progress(self._total, done, enabled=metrics is not None) as progress,
             self._prefetching(done) as advance,
@@ -163,11 +163,14 @@ class Stage:
                     bad_samples.settle(communicator.gather_objects)
                 if logs:
                     if metrics is not None:
-                        share = waited / max(1e-9, time.perf_counter() - began + waited)
                         record = self._record(gradients, number)
                         record.update({f"bad_samples/{cause}": count for cause, count in bad_samples.causes.items()})
-                        metrics.write(number + 1, {**record, "samples_per_second": speed, "data_wait_share": share})
-                    waited = 0.0
+                        passed = time.perf_counter() - since
+                        record["samples_per_second"], record["data_wait_share"] = speed, waited / passed
+                        if communicator.world_size > 1:
+                            record["objective_communication_share"] = (communicator.seconds() - talked) / passed
+                        metrics.write(number + 1, record)
+                    waited, since, talked = 0.0, time.perf_counter(), communicator.seconds()
                     if self._stop_together():
                         self._save(number + 1)
                         log.warning(

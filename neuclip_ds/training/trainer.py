@@ -25,9 +25,11 @@ from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
+from neuclip_ds.training.environment_record import record_environment
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.launch import check_shared, connected
 from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
+from neuclip_ds.training.report import report_run
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.sources import loader_options, open_data, open_order
 from neuclip_ds.training.stage import Parts, Stage
@@ -51,6 +53,7 @@ def train(config: Config, environment: RankEnvironment) -> None:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
         check_shared(folder, communicator)
+        record_environment(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
         Run(config, engine_config, micro_batch, communicator, folder).train()
 
@@ -128,7 +131,9 @@ class Run:
             if recovered is None:
                 return
             take_over(recovered, self._parts, self._objective)
-        if training.run():
+        complete = training.run()
+        self._communicator.on_rank_zero(lambda: report_run(self._folder, self._objective))
+        if complete:
             log.info("everything is in %s", self._folder)
 
     def _recovered(self) -> Path | None:
