@@ -42,6 +42,8 @@ class RunConfig(Section):
     best_metric: str | None = None
     """Evaluated metric, the larger the better, whose best checkpoint stays on disk besides the newest; implies
     `evaluate_start`, which meets a name that no evaluation gives before the first step."""
+    report: bool = True
+    """Write FOLDER/NAME/report.html and plots/ at the end."""
     sample_log: bool = False
     """Write the sample indices of every step to FOLDER/NAME/samples/, one file a rank."""
     normalizer_anchors: int = Field(0, ge=0)

@@ -10,7 +10,8 @@ from pathlib import Path
 from neuclip_ds.data.demo import make_demo_data
 
 ROOT = Path(__file__).parents[1]
-SMALL_MODEL = [
+SMALL = [  # and without a report, whose plots take longer than the training
+    "--run.report=false",
     "--model.vision.image_size=16",
     '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
     "--model.text.width=16",
@@ -21,7 +22,7 @@ SMALL_MODEL = [
 ]
 _TINY = [
     "demo",
-    *SMALL_MODEL,
+    *SMALL,
     "--objective.method=fastclip_v3",
     "--data.batch_size=8",
     "--data.workers=0",

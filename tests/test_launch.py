@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ROOT, SMALL_MODEL, demo_shards, environment
+from small_runs import ROOT, SMALL, demo_shards, environment
 
 from neuclip_ds.recipe import dump, parse
 
@@ -38,7 +38,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("launch")
     options = ["--objective.method=fastclip_v3", "--data.batch_size=8", "--data.workers=1", "--data.val="]
     options += ["--data.zero_shot=", f"--data.train={demo_shards(folder / 'data', pairs=80)}"]
-    (folder / "small.yaml").write_text(dump(parse(["demo", *SMALL_MODEL, *options]).config))
+    (folder / "small.yaml").write_text(dump(parse(["demo", *SMALL, *options]).config))
     (folder / "hostfile").write_text("".join(f"{node} slots=1\n" for node in NODES))
     return folder
 

@@ -132,7 +132,8 @@ class Run:
                 return
             take_over(recovered, self._parts, self._objective)
         complete = training.run()
-        self._communicator.on_rank_zero(lambda: report_run(self._folder, self._objective))
+        if config.run.report:
+            self._communicator.on_rank_zero(lambda: report_run(self._folder, self._objective))
         if complete:
             log.info("everything is in %s", self._folder)
 

@@ -35,6 +35,7 @@ def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -
     best = read_best(folder)
     assert best is not None
     trained = {step: score for step, score in scores.items() if step}
+    assert "data:image/png" in (tmp_path / "run" / "report.html").read_text()
     assert (best.metric, best.value) == (METRIC, max(trained.values()))
     assert best.step == min(step for step, score in trained.items() if score == best.value), "the first of equals"
     meta = json.loads((step_folder(folder, best.step) / "meta.json").read_text())

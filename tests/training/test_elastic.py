@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL_MODEL, demo_shards
+from small_runs import SMALL, demo_shards
 from torch import Tensor
 
 from neuclip_ds.reporting.sample_log import read_samples
@@ -28,7 +28,7 @@ TINY = [
     f"--data.batch_size={BATCH}",
     "--data.workers=1",
     "--data.micro_batch=8",
-    *SMALL_MODEL,
+    *SMALL,
     "--objective.npn.prototypes=64",
     "--objective.npn.restart_every=7",
     "--objective.eps=1e-6",

@@ -13,14 +13,14 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL_MODEL, demo_shards, environment
+from small_runs import SMALL, demo_shards, environment
 
 ROOT = Path(__file__).parents[2]
 TINY = [
     "--data.batch_size=32",
     "--data.workers=1",
     "--data.micro_batch=8",
-    *SMALL_MODEL,
+    *SMALL,
     "--objective.npn.prototypes=64",
     "--objective.npn.restart_every=5",
     "--run.checkpoint_every=4",
