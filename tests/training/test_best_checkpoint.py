@@ -26,6 +26,7 @@ def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -
         f"--run.best_metric={METRIC}",
         "--run.evaluate_every=2",
         "--run.keep_checkpoints=1",
+        "--run.report=true",
     ]
     done = train(tmp_path, shards, 10, *every, "--optimizer.lr=0.01", "--optimizer.warmup_steps=0")
     assert done.returncode == 0, done.stderr
