@@ -79,3 +79,8 @@ class SampleStore:
         owned = (index >= low) & (index < high)
         rows = torch.where(owned, index - low, self.partition.size)
         return rows.to(self._rows.device), owned
+
+
+def columns(table: RowTable) -> dict[str, Tensor]:
+    """This rank's rows of a store's table by field; each (n/K,)."""
+    return {name: rows[:, place] for key, rows in table.tensors.items() for place, name in enumerate(key.split(","))}

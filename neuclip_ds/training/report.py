@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -11,6 +10,7 @@ from torch import Tensor
 
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.reporting.run_report import write_report
+from neuclip_ds.state.sample_store import columns
 
 log = logging.getLogger(__name__)
 
@@ -22,16 +22,11 @@ def report_run(folder: Path, objective: Objective) -> None:
     """Writes RUN/report.html on rank 0, of whose samples the distributions are."""
     tables = objective.row_tables()
     histograms = {
-        title: {name: _drawn(column) for name, column in _columns(tables[table].tensors).items()}
+        title: {name: _drawn(column) for name, column in columns(tables[table]).items()}
         for table, title in _TITLES.items()
         if table in tables
     }
     log.info("report: %s", write_report(folder, histograms))
-
-
-def _columns(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """A sample store's fields by name, which its tensor's name lists."""
-    return {name: rows[:, place] for key, rows in tensors.items() for place, name in enumerate(key.split(","))}
 
 
 def _drawn(column: Tensor) -> list[float]:

@@ -13,7 +13,6 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.state.partition import RowTable
 
 SAMPLES = 1000
 
@@ -48,8 +47,3 @@ def step(number: int = 0, epoch: int = 0, lr: float = 1e-3) -> Step:
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:
     return float((found - wanted).norm() / wanted.norm())
-
-
-def columns(table: RowTable) -> dict[str, Tensor]:
-    """The fields of a `SampleStore`'s table, by name."""
-    return {name: rows[:, place] for key, rows in table.tensors.items() for place, name in enumerate(key.split(","))}
