@@ -23,7 +23,8 @@ MAY_IMPORT = {
     "models": {"config", "errors"},
     "evaluation": {"errors"},
     "reporting": {"errors"},
-    "reproduction": {"errors"},
+    "profiling": {"distributed", "errors", "reporting"},
+    "reproduction": {"errors", "reporting"},
     "training": ROOMS - {"cli"},
     "cli": ROOMS,
 }

@@ -1,0 +1,121 @@
+"""A training step's time taken apart as in FastCLIP's Tables 15-22, and its traffic by purpose.
+
+    total = computation + pure communication + others,    communication = pure communication + overlap
+
+Overlap is communication under which the rank also computes; others is what is neither (loading, Python, waiting for the
+GPU). Waiting for a slower rank is part of a collective and counts as communication.
+
+`breakdown` gives the content of breakdown.json:
+
+    steps, world_size     how many were profiled, of how many ranks
+    seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
+    phases                forward, objective, backward, optimizer -> the same
+    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, and hidden, the
+                          share of these seconds under which the rank computes
+    collectives           the same calls by purpose, op and size (bytes a rank puts in): calls and seconds a step
+    ranks                 for each rank and step its seconds by COLUMNS
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from neuclip_ds.profiling.intervals import intersection, length, union
+from neuclip_ds.profiling.trace import Collective, StepTrace
+
+COLUMNS = ("total", "computation", "communication", "pure_communication", "overlap", "others")
+Record = dict[str, Any]
+
+
+def seconds_of(step: StepTrace) -> dict[str, float]:
+    """COLUMNS of one step."""
+    communication = intersection(_carried_out(step.collectives), [step.window])
+    total, computes, communicates = (length(part) for part in ([step.window], step.computation, communication))
+    overlap = length(intersection(communication, step.computation))
+    pure = communicates - overlap
+    return dict(zip(COLUMNS, (total, computes, communicates, pure, overlap, total - computes - pure), strict=True))
+
+
+def rank_record(steps: Sequence[StepTrace]) -> Record:
+    """What a rank reports of its steps, as JSON has it."""
+    return {
+        "steps": [seconds_of(step) for step in steps],
+        "phases": [step.phases for step in steps],
+        "purposes": _by_purpose(steps),
+        "collectives": _by_size(steps),
+    }
+
+
+def breakdown(ranks: Sequence[Record]) -> Record:
+    """The ranks' records together."""
+    steps = [rank["steps"] for rank in ranks]
+    phases = [rank["phases"] for rank in ranks]
+    names = {name: None for own in phases for step in own for name in step}
+    purposes = {name: None for rank in ranks for name in rank["purposes"]}
+    return {
+        "steps": len(steps[0]),
+        "world_size": len(ranks),
+        "seconds": {column: _over_steps(steps, column) for column in COLUMNS},
+        "phases": {name: _over_steps(phases, name) for name in names},
+        "purposes": {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in purposes},
+        "collectives": ranks[0]["collectives"],
+        "ranks": steps,
+    }
+
+
+def _over_steps(ranks: Sequence[Sequence[dict[str, float]]], name: str) -> dict[str, float]:
+    means = [statistics.mean(rank.get(name, 0.0) for rank in step) for step in zip(*ranks, strict=True)]
+    return {"mean": statistics.mean(means), "deviation": statistics.stdev(means) if len(means) > 1 else 0.0}
+
+
+def _mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:
+    keys = {key: None for record in records for key in record}
+    return {key: statistics.mean(record.get(key, 0) for record in records) for key in keys}
+
+
+def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
+    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    for step in steps:
+        for purpose, own in _grouped(step.collectives).items():
+            carried_out = _carried_out(own)
+            sums[purpose]["calls"] += len(own)
+            sums[purpose]["bytes_sent"] += sum(collective.sent for collective in own)
+            sums[purpose]["seconds"] += length(carried_out)
+            sums[purpose]["hidden"] += length(intersection(carried_out, step.computation))
+    return {
+        purpose: {
+            "calls": found["calls"] / len(steps),
+            "bytes_sent": found["bytes_sent"] / len(steps),
+            "bytes_received": found["bytes_sent"] / len(steps),
+            "seconds": found["seconds"] / len(steps),
+            "hidden": found["hidden"] / found["seconds"] if found["seconds"] else 0.0,
+        }
+        for purpose, found in sums.items()
+    }
+
+
+def _by_size(steps: Sequence[StepTrace]) -> list[Record]:
+    sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
+    for step in steps:
+        for one in step.collectives:
+            found = sums[one.purpose, one.op, one.size]
+            found[0] += 1
+            found[1] += length(union(one.intervals))
+    return [
+        {"purpose": purpose, "op": op, "size": size, "calls": calls / len(steps), "seconds": seconds / len(steps)}
+        for (purpose, op, size), (calls, seconds) in sums.items()
+    ]
+
+
+def _grouped(collectives: Iterable[Collective]) -> dict[str, list[Collective]]:
+    groups: defaultdict[str, list[Collective]] = defaultdict(list)
+    for collective in collectives:
+        groups[collective.purpose].append(collective)
+    return groups
+
+
+def _carried_out(collectives: Iterable[Collective]) -> list[tuple[float, float]]:
+    return union(interval for collective in collectives for interval in collective.intervals)
