@@ -54,7 +54,7 @@ def find_launches(events: Sequence[Event], world_size: int) -> list[Launch]:
     """All collectives in the order of their launch, with the intervals in which they were carried out."""
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("c10d::")]
     launches = [_launch(event, world_size) for event in sorted(operators, key=lambda event: event["ts"])]
-    strays = _match_gloo(launches, events) + _match_nccl(launches, events, world_size)
+    strays = _match_gloo(launches, events, world_size) + _match_nccl(launches, events, world_size)
     return sorted(launches + strays, key=lambda launch: launch.span)
 
 
@@ -90,7 +90,7 @@ def _elements(shape: Sequence[Any]) -> int:
     return sum(_elements(part) for part in shape)
 
 
-def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> list[Launch]:
+def _match_gloo(launches: Iterable[Launch], events: Iterable[Event], world_size: int) -> list[Launch]:
     """Fills in the ranges `gloo:...`; what no launch explains."""
     waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
     for launch in launches:
@@ -104,7 +104,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> list[Lau
         if queue and queue[0].span[0] <= event["ts"]:
             launch = queue.popleft()
         else:
-            launch = Launch(op, elements, "", 1, thread_of(event), span_of(event))
+            launch = Launch(op, elements, "", world_size, thread_of(event), span_of(event))
             strays.append(launch)
         launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
         launch.executed.append(span_of(event))

@@ -1,0 +1,143 @@
+"""Real steps under DeepSpeed on two gloo ranks: the profile's bytes are those that docs/methods.md predicts."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.openclip_reference import OpenClipReference
+from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
+from neuclip_ds.profiling.trace import read_trace
+
+RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
+FLOAT, DOUBLE, INTEGER = 4, 8, 8
+OTHERS = (RANKS - 1) * ROWS  # B - b
+VALUE = OTHERS * FLOAT  # one number for each row of the other ranks
+FEATURES = 2 * DIM * VALUE + OTHERS * INTEGER
+ALL_REDUCE = 2 * (RANKS - 1) / RANKS  # received by each rank, of the tensor's size
+PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
+    "openclip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
+    "siglip": {"features": FEATURES, "scalars": ALL_REDUCE * 4 * FLOAT},
+    "fastclip_v3": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE,
+        "state": 2 * VALUE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "fastclip_v2": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE,
+        "state": (2 + 7) * VALUE,
+        "temperature": 9 * VALUE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "amorlip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
+    "neuclip": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "openclip_reference": {
+        "features": 2 * DIM * VALUE,
+        "feature gradients": 2 * DIM * VALUE,
+        "scalars": ALL_REDUCE * 3 * FLOAT,
+    },
+}
+TREE: dict[str, Any] = {
+    "run": {"profile_steps": STEPS, "profile_after": 2},
+    "data": {"batch_size": RANKS * ROWS},
+    "model": {
+        "vision": {
+            "name": "vit_tiny_patch16_224",
+            "image_size": 16,
+            "options": {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
+        },
+        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
+        "embed_dim": DIM,
+    },
+    "objective": {"npn": {"prototypes": 16, "updates": UPDATES, "lr": 0.05}},
+}
+
+
+def profiles(communicator: Communicator, folder: Path, combinations: list[tuple[str, int]]) -> None:
+    import deepspeed
+
+    from neuclip_ds.training.rehearsal import rehearse
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    reference: Callable[..., Any] = functools.partial(OpenClipReference, local_loss=True)
+    for name, stage in combinations:
+        own = {} if name == "openclip_reference" else {"method": name}
+        tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_fp32"}
+        build = build_objective if own else reference
+        rehearse(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiles")
+    combinations = [*((name, 1) for name in PREDICTED), *(("openclip", stage) for stage in (0, 3))]
+    run_ranks(RANKS, profiles, folder, combinations)
+    return folder
+
+
+def breakdown_of(folder: Path, name: str, stage: int = 1) -> dict[str, Any]:
+    return json.loads((folder / f"{name}{stage}" / BREAKDOWN).read_text())
+
+
+@pytest.mark.parametrize("name", PREDICTED)
+def test_bytes_are_the_predicted(folder: Path, name: str) -> None:
+    found = breakdown_of(folder, name)
+    weights = found["parameters"] * FLOAT
+    engine = {
+        "gradient reduce": ALL_REDUCE * weights,
+        "parameter gather": (RANKS - 1) / RANKS * weights,
+        "norm and overflow": found["purposes"]["norm and overflow"]["bytes_received"],
+    }
+    received = {purpose: of["bytes_received"] for purpose, of in found["purposes"].items()}
+    assert received == {**PREDICTED[name], **engine}
+
+
+@pytest.mark.parametrize(("name", "stage"), [("neuclip", 1), ("openclip", 0), ("openclip", 3)])
+def test_no_collective_is_lost(folder: Path, name: str, stage: int) -> None:
+    """Calls by purpose are all of the trace's operators and all of what gloo has carried out."""
+    path = folder / f"{name}{stage}" / TRACE
+    found, steps = breakdown_of(folder, name, stage), read_trace(path)
+    assert len(steps) == STEPS == found["steps"]
+    collectives = [one for step in steps for one in step.collectives]
+    assert all(len(one.intervals) == 1 for one in collectives), "each was launched, and carried out once"
+    assert sum(of["calls"] for of in found["purposes"].values()) * STEPS == len(collectives)
+    assert sum(of["calls"] for of in found["collectives"]) * STEPS == len(collectives)
+    assert not [purpose for purpose in found["purposes"] if " in " in purpose or "outside" in purpose]
+    assert {"gradient reduce", "features"} < set(found["purposes"])
+
+
+def test_stages_differ_as_zero_says(folder: Path) -> None:
+    """ZeRO 3 reduces half of what an all-reduce sends, and gathers weights in the passes that 0 and 1 have whole."""
+    plain, partitioned = (breakdown_of(folder, "openclip", stage)["purposes"] for stage in (0, 3))
+    assert "parameter gather" not in plain
+    assert partitioned["gradient reduce"]["bytes_sent"] == plain["gradient reduce"]["bytes_sent"] / 2
+    assert partitioned["parameter gather"]["bytes_sent"] > 0
+
+
+def test_times_add_up_and_the_page_is_there(folder: Path) -> None:
+    found = breakdown_of(folder, "neuclip")
+    seconds = {name: of["mean"] for name, of in found["seconds"].items()}
+    assert seconds["total"] == pytest.approx(
+        seconds["computation"] + seconds["pure_communication"] + seconds["others"], rel=1e-6
+    )
+    assert 0 < sum(of["mean"] for of in found["phases"].values()) < seconds["total"]
+    assert len(found["ranks"]) == RANKS
+    text = (folder / "neuclip1" / "report.md").read_text()
+    assert "| neuclip | 1 | 2 | norm and overflow |" in text and "pure communication" in text
+    assert "<table>" in (folder / "neuclip1" / "report.html").read_text()
+    assert (folder / "neuclip1" / "chart.png").read_bytes()[1:4] == b"PNG"
