@@ -32,27 +32,26 @@ def descend(built: Objective, communicator: Communicator) -> dict[str, Any]:
     return {"found": found, "received": received}
 
 
-def both_schemes(communicator: Communicator, local_loss: bool) -> tuple[dict[str, Any], dict[str, Any]]:
+def schemes(communicator: Communicator) -> tuple[dict[str, Any], ...]:
+    """The method, then the reference with a local loss and without."""
     config = Config.model_validate({"optimizer": {"eps": 1e-8}})
     context = Context(DIM, SAMPLES, communicator, torch.float64)
-    reference = OpenClipReference(config, context, torch.float64, local_loss)
-    return descend(objective("openclip", communicator, DIM), communicator), descend(reference, communicator)
+    built = [objective("openclip", communicator, DIM)]
+    built += [OpenClipReference(config, context, torch.float64, local_loss) for local_loss in (True, False)]
+    return tuple(descend(one, communicator) for one in built)
 
 
-@pytest.mark.parametrize("local_loss", [True, False])
-def test_same_gradients(local_loss: bool) -> None:
-    for ours, theirs in run_ranks(2, both_schemes, local_loss):
-        for mine, wanted in zip(ours["found"], theirs["found"], strict=True):
-            torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
-        features = STEPS * ROWS // 2 * 2 * DIM * 8
-        assert theirs["received"]["features"] == theirs["received"]["feature gradients"] == features
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_same_gradients(world_size: int) -> None:
+    ranks = run_ranks(world_size, schemes) if world_size > 1 else [schemes(Communicator())]
+    for ours, *references in ranks:
         assert "feature gradients" not in ours["received"]
-
-
-def test_one_rank() -> None:
-    ours, theirs = both_schemes(Communicator(), local_loss=True)
-    for mine, wanted in zip(ours["found"], theirs["found"], strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+        for theirs in references:
+            for mine, wanted in zip(ours["found"], theirs["found"], strict=True):
+                torch.testing.assert_close(mine, wanted, rtol=1e-9, atol=1e-12)
+            features = (world_size - 1) * STEPS * ROWS // world_size * 2 * DIM * 8
+            for purpose in ("features", "feature gradients"):
+                assert theirs["received"].get(purpose, 0) == features
 
 
 def test_rows_that_do_not_count_are_refused() -> None:
