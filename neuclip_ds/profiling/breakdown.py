@@ -3,16 +3,18 @@
     total = computation + pure communication + others,    communication = pure communication + overlap
 
 Overlap is communication under which the rank also computes; others is what is neither (loading, Python, waiting for the
-GPU). Waiting for a slower rank is part of a collective and counts as communication.
+GPU). A rank that comes early to a collective waits in it for the last, which counts as communication; the rank that
+comes last does not wait, so the shortest duration of a collective over ranks is its transfer.
 
 `breakdown` gives the content of breakdown.json:
 
     steps, world_size     how many were profiled, of how many ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
     phases                forward, objective, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, and hidden, the
-                          share of these seconds under which the rank computes
-    collectives           the same calls by purpose, op and size (bytes a rank puts in): calls and seconds a step
+    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, hidden, the share of
+                          these seconds under which the rank computes, and transfer_seconds, without waiting
+    collectives           the same calls by purpose, op and size (bytes a rank puts in): calls and transfer_seconds a
+                          step
     ranks                 for each rank and step its seconds by COLUMNS
 """
 
@@ -45,7 +47,9 @@ def rank_record(steps: Sequence[StepTrace]) -> Record:
         "steps": [seconds_of(step) for step in steps],
         "phases": [step.phases for step in steps],
         "purposes": _by_purpose(steps),
-        "collectives": _by_size(steps),
+        "collectives": [
+            [(one.purpose, one.op, one.size, _duration(one)) for one in step.collectives] for step in steps
+        ],
     }
 
 
@@ -54,14 +58,18 @@ def breakdown(ranks: Sequence[Record]) -> Record:
     steps = [rank["steps"] for rank in ranks]
     phases = [rank["phases"] for rank in ranks]
     names = {name: None for own in phases for step in own for name in step}
-    purposes = {name: None for rank in ranks for name in rank["purposes"]}
+    names_of_purposes = {name: None for rank in ranks for name in rank["purposes"]}
+    purposes = {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in names_of_purposes}
+    collectives = _by_size([rank["collectives"] for rank in ranks])
+    for purpose, of in purposes.items():
+        of["transfer_seconds"] = sum(one["transfer_seconds"] for one in collectives if one["purpose"] == purpose)
     return {
         "steps": len(steps[0]),
         "world_size": len(ranks),
         "seconds": {column: _over_steps(steps, column) for column in COLUMNS},
         "phases": {name: _over_steps(phases, name) for name in names},
-        "purposes": {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in purposes},
-        "collectives": ranks[0]["collectives"],
+        "purposes": purposes,
+        "collectives": collectives,
         "ranks": steps,
     }
 
@@ -97,17 +105,24 @@ def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     }
 
 
-def _by_size(steps: Sequence[StepTrace]) -> list[Record]:
+def _by_size(ranks: Sequence[Sequence[Sequence[tuple[str, str, int, float]]]]) -> list[Record]:
+    """Calls and transfers by purpose, op and size; all ranks take part in the same collectives in the same order."""
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
-    for step in steps:
-        for one in step.collectives:
-            found = sums[one.purpose, one.op, one.size]
+    for step in zip(*ranks, strict=True):
+        for everyones in zip(*step, strict=False):
+            found = sums[everyones[0][:3]]
             found[0] += 1
-            found[1] += length(union(one.intervals))
+            found[1] += min(duration for *_, duration in everyones)
+    steps = len(ranks[0])
     return [
-        {"purpose": purpose, "op": op, "size": size, "calls": calls / len(steps), "seconds": seconds / len(steps)}
+        {"purpose": purpose, "op": op, "size": size, "calls": calls / steps, "transfer_seconds": seconds / steps}
         for (purpose, op, size), (calls, seconds) in sums.items()
     ]
+
+
+def _described(one: Collective) -> tuple[str, str, int, float]:
+    """Purpose, op, size and duration."""
+    return one.purpose, one.op, one.size, length(union(one.intervals))
 
 
 def _grouped(collectives: Iterable[Collective]) -> dict[str, list[Collective]]:

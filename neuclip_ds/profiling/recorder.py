@@ -102,10 +102,14 @@ class Recorder:
     def _write(self, found: dict[str, Any], trace: Path) -> None:
         from neuclip_ds.profiling.report import write  # matplotlib, which a run without a profile does not need
 
-        self._folder.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(trace, self._folder / TRACE)
-        (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
-        write([found], self._folder, "Profile of a training step")
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(trace, self._folder / TRACE)
+            (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write([found], self._folder, "Profile of a training step")
+        except OSError as error:  # no reason to end a run
+            log.warning("the profile of the run could not be written: %s", error)
+            return
         seconds = found["seconds"]
         log.info(
             "profile of %d steps: %.1f ms a step, of which %.1f ms are communication that nothing hides; see %s",

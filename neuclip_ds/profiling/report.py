@@ -41,12 +41,13 @@ def times(breakdowns: Sequence[Breakdown]) -> Table:
 
 def traffic(breakdowns: Sequence[Breakdown]) -> Table:
     """Calls, bytes and time by purpose, per step and rank."""
-    header = ["purpose", "calls", "kB sent", "kB received", "ms", "hidden by computation"]
-    table = Table("Collectives of a step and rank", [*_FACTS.values(), *header], [])
+    header = ["purpose", "calls", "kB sent", "kB received", "ms", "without waiting", "hidden"]
+    table = Table("Collectives of a step and rank by purpose", [*_FACTS.values(), *header], [])
     for found in breakdowns:
         for purpose, of in found["purposes"].items():
             kilobytes = [f"{of[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received")]
-            cells = [purpose, f"{of['calls']:g}", *kilobytes, f"{1e3 * of['seconds']:.2f}", f"{of['hidden']:.0%}"]
+            milliseconds = [f"{1e3 * of[key]:.2f}" for key in ("seconds", "transfer_seconds")]
+            cells = [purpose, f"{of['calls']:g}", *kilobytes, *milliseconds, f"{of['hidden']:.0%}"]
             table.rows.append([*_named(found), *cells])
     return table
 

@@ -38,6 +38,8 @@ def trace(events: list[dict[str, Any]], world_size: int = 4) -> dict[str, Any]:
     return {"distributedInfo": {"world_size": world_size}, "traceEvents": [{"ph": "M", "name": "process"}, *events]}
 
 
+GRADIENTS = gloo("all_reduce", 62, 78, [1000], "float")
+
 # A step of 100 us on 4 ranks; gloo's reduce-scatter is an all-reduce, as torch 2.15 runs it.
 GLOO_STEP = [
     note(STEP, 0, 100),
@@ -56,7 +58,7 @@ GLOO_STEP = [
     event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 50, 79),  # holds hooks that wait
     event("cpu_op", "aten::mm", 50, 75),
     launch("allreduce_", 60, 61, [[[1000]], []], ["TensorList", ""]),
-    gloo("all_reduce", 62, 78, [1000], "float"),
+    GRADIENTS,
     note(PHASE + "optimizer", 80, 95),
     launch("allreduce_", 81, 82, [[[]], []], ["TensorList", ""]),
     gloo("all_reduce", 82, 84, [], "double"),
@@ -98,22 +100,31 @@ def test_gloo_step() -> None:
 
 
 def test_breakdown_over_steps_and_ranks() -> None:
-    later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]  # a slower step
-    steps = steps_of(trace([*later, *GLOO_STEP]))
-    found = breakdown([rank_record(steps), rank_record(steps)])
+    """Two steps, the second three times as slow; the other rank comes last to the reduction of the gradients."""
+    later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]
+    late = [gloo("all_reduce", 74, 78, [1000], "float") if one == GRADIENTS else one for one in GLOO_STEP]
+    first, second = (rank_record(steps_of(trace([*later, *step]))) for step in (GLOO_STEP, late))
+    found = breakdown([first, second])
     assert (found["steps"], found["world_size"]) == (2, 2)
     assert found["seconds"]["total"] == pytest.approx({"mean": 200e-6, "deviation": 200e-6 / 2**0.5})
     assert found["purposes"]["gradient reduce"] == pytest.approx(
-        {"calls": 1, "bytes_sent": 6000, "bytes_received": 6000, "seconds": 32e-6, "hidden": 13 / 16}
+        {
+            "calls": 1,
+            "bytes_sent": 6000,
+            "bytes_received": 6000,
+            "seconds": (48 + (16 + 4) / 2) / 2 * 1e-6,
+            "transfer_seconds": (48 + 4) / 2 * 1e-6,
+            "hidden": (52 / 64 + 40 / 52) / 2,
+        }
     )
     assert sum(of["calls"] for of in found["purposes"].values()) == 6
-    assert {
+    assert found["collectives"][0] == {
         "purpose": "features",
         "op": "all_gather",
         "size": 64,
         "calls": 1,
-        "seconds": pytest.approx(14e-6),
-    } in found["collectives"]
+        "transfer_seconds": pytest.approx(14e-6),
+    }
     for rank in found["ranks"]:
         for step in rank:
             assert set(step) == set(COLUMNS)
