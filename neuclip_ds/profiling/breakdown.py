@@ -11,8 +11,8 @@ comes last does not wait, so the shortest duration of a collective over ranks is
     steps, world_size     how many were profiled, of how many ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
     phases                forward, objective, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, hidden, the share of
-                          these seconds under which the rank computes, and transfer_seconds, without waiting
+    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, hidden_seconds (of
+                          these, under which the rank computes) and transfer_seconds (without waiting)
     collectives           the same calls by purpose, op and size (bytes a rank puts in): calls and transfer_seconds a
                           step
     ranks                 for each rank and step its seconds by COLUMNS
@@ -47,9 +47,7 @@ def rank_record(steps: Sequence[StepTrace]) -> Record:
         "steps": [seconds_of(step) for step in steps],
         "phases": [step.phases for step in steps],
         "purposes": _by_purpose(steps),
-        "collectives": [
-            [(one.purpose, one.op, one.size, _duration(one)) for one in step.collectives] for step in steps
-        ],
+        "collectives": [[_described(one) for one in step.collectives] for step in steps],
     }
 
 
@@ -89,20 +87,13 @@ def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     for step in steps:
         for purpose, own in _grouped(step.collectives).items():
             carried_out = _carried_out(own)
+            sent = sum(collective.sent for collective in own)
             sums[purpose]["calls"] += len(own)
-            sums[purpose]["bytes_sent"] += sum(collective.sent for collective in own)
+            sums[purpose]["bytes_sent"] += sent
+            sums[purpose]["bytes_received"] += sent
             sums[purpose]["seconds"] += length(carried_out)
-            sums[purpose]["hidden"] += length(intersection(carried_out, step.computation))
-    return {
-        purpose: {
-            "calls": found["calls"] / len(steps),
-            "bytes_sent": found["bytes_sent"] / len(steps),
-            "bytes_received": found["bytes_sent"] / len(steps),
-            "seconds": found["seconds"] / len(steps),
-            "hidden": found["hidden"] / found["seconds"] if found["seconds"] else 0.0,
-        }
-        for purpose, found in sums.items()
-    }
+            sums[purpose]["hidden_seconds"] += length(intersection(carried_out, step.computation))
+    return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
 def _by_size(ranks: Sequence[Sequence[Sequence[tuple[str, str, int, float]]]]) -> list[Record]:

@@ -47,7 +47,8 @@ def traffic(breakdowns: Sequence[Breakdown]) -> Table:
         for purpose, of in found["purposes"].items():
             kilobytes = [f"{of[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received")]
             milliseconds = [f"{1e3 * of[key]:.2f}" for key in ("seconds", "transfer_seconds")]
-            cells = [purpose, f"{of['calls']:g}", *kilobytes, *milliseconds, f"{of['hidden']:.0%}"]
+            hidden = f"{of['hidden_seconds'] / of['seconds']:.0%}" if of["seconds"] else "-"
+            cells = [purpose, f"{of['calls']:g}", *kilobytes, *milliseconds, hidden]
             table.rows.append([*_named(found), *cells])
     return table
 

@@ -114,7 +114,7 @@ def test_breakdown_over_steps_and_ranks() -> None:
             "bytes_received": 6000,
             "seconds": (48 + (16 + 4) / 2) / 2 * 1e-6,
             "transfer_seconds": (48 + 4) / 2 * 1e-6,
-            "hidden": (52 / 64 + 40 / 52) / 2,
+            "hidden_seconds": (39 + (13 + 1) / 2) / 2 * 1e-6,
         }
     )
     assert sum(of["calls"] for of in found["purposes"].values()) == 6
