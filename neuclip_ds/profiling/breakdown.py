@@ -11,8 +11,9 @@ comes last does not wait, so the shortest duration of a collective over ranks is
     steps, world_size     how many were profiled, of how many ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
     phases                forward, objective, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds, hidden_seconds (of
-                          these, under which the rank computes) and transfer_seconds (without waiting)
+    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds (two collectives at a
+                          time count both), hidden_seconds (of these, under which the rank computes) and
+                          transfer_seconds (without waiting)
     collectives           the same calls by purpose, op and size (bytes a rank puts in): calls and transfer_seconds a
                           step
     ranks                 for each rank and step its seconds by COLUMNS
@@ -25,7 +26,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from neuclip_ds.profiling.intervals import intersection, length, union
+from neuclip_ds.profiling.intervals import Interval, intersection, length, union
 from neuclip_ds.profiling.trace import Collective, StepTrace
 
 COLUMNS = ("total", "computation", "communication", "pure_communication", "overlap", "others")
@@ -85,14 +86,14 @@ def _mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:
 def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
     for step in steps:
-        for purpose, own in _grouped(step.collectives).items():
-            carried_out = _carried_out(own)
-            sent = sum(collective.sent for collective in own)
-            sums[purpose]["calls"] += len(own)
-            sums[purpose]["bytes_sent"] += sent
-            sums[purpose]["bytes_received"] += sent
-            sums[purpose]["seconds"] += length(carried_out)
-            sums[purpose]["hidden_seconds"] += length(intersection(carried_out, step.computation))
+        for one in step.collectives:
+            carried_out = union(one.intervals)
+            found = sums[one.purpose]
+            found["calls"] += 1
+            found["bytes_sent"] += one.sent
+            found["bytes_received"] += one.sent
+            found["seconds"] += length(carried_out)
+            found["hidden_seconds"] += length(intersection(carried_out, step.computation))
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
@@ -116,12 +117,5 @@ def _described(one: Collective) -> tuple[str, str, int, float]:
     return one.purpose, one.op, one.size, length(union(one.intervals))
 
 
-def _grouped(collectives: Iterable[Collective]) -> dict[str, list[Collective]]:
-    groups: defaultdict[str, list[Collective]] = defaultdict(list)
-    for collective in collectives:
-        groups[collective.purpose].append(collective)
-    return groups
-
-
-def _carried_out(collectives: Iterable[Collective]) -> list[tuple[float, float]]:
+def _carried_out(collectives: Iterable[Collective]) -> list[Interval]:
     return union(interval for collective in collectives for interval in collective.intervals)
