@@ -65,6 +65,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     for method in arguments.methods:
         if method not in REFERENCES:
             find_method(method)
+    parse([arguments.recipe, *overrides])  # a mistake in an option shows before any process starts
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
     for world_size in arguments.world_sizes:

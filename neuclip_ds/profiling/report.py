@@ -65,35 +65,28 @@ def _plot(breakdowns: Sequence[Breakdown], path: Path) -> str:
     """Bars of the step's time and of the bytes that a rank receives; the file's name."""
     labels = [f"{method}, ZeRO {stage}, {ranks} ranks" for method, stage, ranks in map(_named, breakdowns)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.4 * len(labels) + 2.2), layout="constrained", sharey=True)
-    parts = {"computation": "#4c72b0", "pure_communication": "#c44e52", "others": "#bbbbbb"}
-    totals = [1e3 * found["seconds"]["total"]["deviation"] for found in breakdowns]
-    _bars(
-        left,
-        labels,
-        {name: [1e3 * found["seconds"][name]["mean"] for found in breakdowns] for name in parts},
-        list(parts.values()),
-    )
-    left.errorbar(
-        [1e3 * found["seconds"]["total"]["mean"] for found in breakdowns],
-        labels,
-        xerr=totals,
-        fmt="none",
-        ecolor="black",
-        capsize=3,
-    )
-    left.set_xlabel("ms a step (deviation over steps); overlap is within computation")
-    purposes = {name: None for found in breakdowns for name in found["purposes"]}
-    received = {
-        name: [found["purposes"].get(name, {}).get("bytes_received", 0) / 1e3 for found in breakdowns]
-        for name in purposes
-    }
-    colours = [plt.get_cmap("tab10")(number % 10) for number in range(len(purposes))]
-    _bars(right, labels, received, colours)
-    right.set_xlabel("kB received per step and rank")
+    _plot_times(left, labels, [found["seconds"] for found in breakdowns])
+    _plot_traffic(right, labels, [found["purposes"] for found in breakdowns])
     left.invert_yaxis()
     figure.savefig(path, dpi=120)
     plt.close(figure)
     return path.name
+
+
+def _plot_times(axes: plt.Axes, labels: Sequence[str], seconds: Sequence[Any]) -> None:
+    colours = {"computation": "#4c72b0", "pure_communication": "#c44e52", "others": "#bbbbbb"}
+    parts = {name: [1e3 * of[name]["mean"] for of in seconds] for name in colours}
+    _bars(axes, labels, parts, list(colours.values()))
+    means, deviations = ([1e3 * of["total"][key] for of in seconds] for key in ("mean", "deviation"))
+    axes.errorbar(means, labels, xerr=deviations, fmt="none", ecolor="black", capsize=3)
+    axes.set_xlabel("ms a step (deviation over steps); overlap is within computation")
+
+
+def _plot_traffic(axes: plt.Axes, labels: Sequence[str], purposes: Sequence[Any]) -> None:
+    names = {name: None for of in purposes for name in of}
+    parts = {name: [of.get(name, {}).get("bytes_received", 0) / 1e3 for of in purposes] for name in names}
+    _bars(axes, labels, parts, [plt.get_cmap("tab10")(number % 10) for number in range(len(parts))])
+    axes.set_xlabel("kB received per step and rank")
 
 
 def _bars(axes: plt.Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
