@@ -48,6 +48,11 @@ class RunConfig(Section):
     """Write the sample indices of every step to FOLDER/NAME/samples/, one file a rank."""
     normalizer_anchors: int = Field(0, ge=0)
     """Anchors of the training set for which each evaluation measures the normaliser's error; 0 does not measure."""
+    profile_steps: int = Field(0, ge=0)
+    """Steps whose time and traffic are taken apart in FOLDER/NAME/profile/; `--profile` is ten of them."""
+    profile_after: int = Field(10, ge=1)
+    """Steps of this start that pass before them; NeuCLIP's network predicts once `objective.npn.prototypes` samples
+    have been seen."""
 
 
 class DataConfig(Section):

@@ -19,6 +19,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
+_PROFILED_STEPS = 10  # by --profile
 
 
 class _Invocation(Config):
@@ -31,6 +32,8 @@ class _Invocation(Config):
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = Field(False, alias="dry-run")
     """Check everything, print the plan (data, parameters, memory, traffic) and stop."""
+    profile: CliImplicitFlag[bool] = False
+    """Profile ten steps of the run, as --run.profile_steps=10 does."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes of this hostfile instead of the ranks that run."""
     local_rank: int = -1
@@ -59,6 +62,8 @@ def parse(argv: Sequence[str]) -> Invocation:
     tree = load_recipe(recipe)
     tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
     asked = _Invocation.model_validate({key: given.pop(key) for key in list(given) if key not in Config.model_fields})
+    if asked.profile:
+        tree = merge(tree, {"run": {"profile_steps": _PROFILED_STEPS}})
     config = validate(merge(tree, given))
     return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile)
 

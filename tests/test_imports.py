@@ -23,6 +23,7 @@ MAY_IMPORT = {
     "models": {"config", "errors"},
     "evaluation": {"data", "errors"},
     "reporting": {"errors"},
+    "profiling": {"distributed", "errors", "reporting"},
     "reproduction": {"errors", "reporting"},
     "training": ROOMS - {"cli"},
     "cli": ROOMS,

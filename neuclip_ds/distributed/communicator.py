@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from neuclip_ds.distributed.ranges import purpose_range
+from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
@@ -57,8 +59,7 @@ class Communicator:
         if self.world_size == 1:
             return x
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        share = (self.world_size - 1) * _bytes(x)
-        with self._counted(purpose, share, share):
+        with self._counted("all_gather", x, purpose):
             dist.all_gather_into_tensor(result, x.contiguous())
         return result
 
@@ -67,8 +68,7 @@ class Communicator:
         if self.world_size == 1:
             return x
         result = x.clone(memory_format=torch.contiguous_format)
-        share = 2 * (self.world_size - 1) * _bytes(x) // self.world_size
-        with self._counted(purpose, share, share):
+        with self._counted("all_reduce", x, purpose):
             dist.all_reduce(result)
         return result
 
@@ -79,14 +79,14 @@ class Communicator:
         if x.shape[0] % self.world_size:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        share = (self.world_size - 1) * _bytes(result)
-        with self._counted(purpose, share, share):
+        with self._counted("reduce_scatter", x, purpose):
             dist.reduce_scatter_tensor(result, x.contiguous())
         return result
 
     def barrier(self) -> None:
         if self.world_size > 1:
-            dist.barrier()
+            with purpose_range("control"):
+                dist.barrier()
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
         """Runs `work` on rank 0 and gives its (picklable) result to all ranks.
@@ -101,7 +101,8 @@ class Communicator:
                 outcome = [work()]
             except UserError as error:
                 outcome = [error]
-        dist.broadcast_object_list(outcome, src=0)
+        with purpose_range("control"):
+            dist.broadcast_object_list(outcome, src=0)
         if isinstance(outcome[0], UserError):
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
@@ -111,7 +112,8 @@ class Communicator:
         found: list[Any] = [x]
         if self.world_size > 1:
             found = [None] * self.world_size
-            dist.all_gather_object(found, x)
+            with purpose_range("control"):
+                dist.all_gather_object(found, x)
         return found
 
     def agree(self, problem: str | None) -> None:
@@ -143,24 +145,22 @@ class Communicator:
             dist.destroy_process_group()
 
     @contextmanager
-    def _counted(self, purpose: str, sent: int, received: int) -> Iterator[None]:
+    def _counted(self, op: str, x: Tensor, purpose: str) -> Iterator[None]:
+        share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
         traffic = self.traffic[purpose]
         traffic.calls += 1
-        traffic.bytes_sent += sent
-        traffic.bytes_received += received
-        if self.device.type == "cuda":
-            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            start.record()
-            yield
-            end.record()
-            self._unsettled.append((purpose, start, end))
-            if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
-                self.settle()
-        else:
-            began = time.perf_counter()
-            yield
-            traffic.seconds += time.perf_counter() - began
-
-
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+        traffic.bytes_sent += share
+        traffic.bytes_received += share
+        with purpose_range(purpose):
+            if self.device.type == "cuda":
+                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+                start.record()
+                yield
+                end.record()
+                self._unsettled.append((purpose, start, end))
+                if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
+                    self.settle()
+            else:
+                began = time.perf_counter()
+                yield
+                traffic.seconds += time.perf_counter() - began

@@ -16,13 +16,7 @@ import yaml
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.figures import PANELS, Series, collect, draw, draw_histogram
 from neuclip_ds.reporting.metrics import read_metrics
-
-_STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:86em;color:#222}"
-    "td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top;font-variant-numeric:tabular-nums}"
-    "img{max-width:100%}.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(26em,1fr));gap:1em}"
-    "pre{background:#f5f5f5;padding:1em;overflow:auto}"
-)
+from neuclip_ds.reporting.page import html_table, write_html
 
 
 def write_report(run: Path, histograms: Mapping[str, Mapping[str, list[float]]] | None = None) -> Path:
@@ -45,7 +39,7 @@ def write_report(run: Path, histograms: Mapping[str, Mapping[str, list[float]]] 
     sections = [_images(plots, run / "plots"), _last_values({run.name: series}), _environment(run)]
     sections.append(f"<h2>Config</h2><pre>{html.escape(config)}</pre>")
     method = yaml.safe_load(config)["objective"]["method"]
-    return _page(run / "report.html", f"{run.name}: {method}", sections)
+    return write_html(run / "report.html", f"{run.name}: {method}", sections)
 
 
 def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
@@ -61,7 +55,7 @@ def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
     series = {label: read_run(run) for label, run in runs.items()}
     plots = {panel.title: draw(panel, series) for panel in PANELS}
     sections = [_images(plots, folder / "plots"), _last_values(series), _differences(runs)]
-    return _page(folder / "report.html", "Comparison of " + ", ".join(runs), sections)
+    return write_html(folder / "report.html", "Comparison of " + ", ".join(runs), sections)
 
 
 def read_run(run: Path) -> Series:
@@ -92,7 +86,7 @@ def _last_values(runs: Mapping[str, Series]) -> str:
     rows = [
         [name, *(f"{series[name][1][-1]:.5g}" if name in series else "-" for series in runs.values())] for name in names
     ]
-    return "<h2>Last values</h2>" + _table(["metric", *runs], rows)
+    return "<h2>Last values</h2>" + html_table(["metric", *runs], rows)
 
 
 def _environment(run: Path) -> str:
@@ -100,7 +94,7 @@ def _environment(run: Path) -> str:
     if not path.is_file():
         return ""
     rows = [[key, str(value)] for key, value in json.loads(path.read_text(encoding="utf-8")).items()]
-    return "<h2>Environment</h2>" + _table(["", ""], rows)
+    return "<h2>Environment</h2>" + html_table(["", ""], rows)
 
 
 def _differences(runs: Mapping[str, Path]) -> str:
@@ -108,7 +102,9 @@ def _differences(runs: Mapping[str, Path]) -> str:
     flat = [_flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))) for run in runs.values()]
     keys = sorted({key for config in flat for key in config})
     rows = [[key, *(str(config.get(key)) for config in flat)] for key in keys]
-    return "<h2>Options that differ</h2>" + _table(["option", *runs], [row for row in rows if len(set(row[1:])) > 1])
+    return "<h2>Options that differ</h2>" + html_table(
+        ["option", *runs], [row for row in rows if len(set(row[1:])) > 1]
+    )
 
 
 def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
@@ -116,19 +112,3 @@ def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:
     for key, value in tree.items():
         flat.update(_flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value})
     return flat
-
-
-def _table(header: list[str], rows: list[list[str]]) -> str:
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
-def _page(path: Path, heading: str, sections: list[str]) -> Path:
-    title = html.escape(heading)
-    path.write_text(
-        f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
-        + "".join(sections),
-        encoding="utf-8",
-    )
-    return path

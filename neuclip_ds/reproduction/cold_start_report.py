@@ -9,8 +9,9 @@ from pathlib import Path
 
 import matplotlib
 
+from neuclip_ds.reporting.page import Table, write_page
 from neuclip_ds.reproduction.cold_start import LEARNING_RATES, VARIANTS
-from neuclip_ds.reproduction.report import Summary, Table, by_group, mean_recall, summarize, write_page
+from neuclip_ds.reproduction.report import Summary, by_group, mean_recall, summarize
 from neuclip_ds.reproduction.runner import Curve
 
 matplotlib.use("Agg")

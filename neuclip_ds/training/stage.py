@@ -25,6 +25,7 @@ from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
+from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
@@ -143,17 +144,19 @@ class Stage:
         with (
             Progress(self._total, done, enabled=metrics is not None) as progress,
             self._prefetching(done) as advance,
+            self._recorder() as recorder,
         ):
             batches = self._parts.batches(*self._position.at(done), self._total - done)
             for number in range(done, self._total):
-                began = time.perf_counter()
-                advance(number)
-                batch = next(batches)
-                waited += time.perf_counter() - began
-                bad_samples.record(batch)
-                if samples is not None:
-                    samples.write(number + 1, batch.index.tolist())
-                gradients = self._step(batch, self._place(number))
+                with recorder.step():
+                    began = time.perf_counter()
+                    advance(number)
+                    batch = next(batches)
+                    waited += time.perf_counter() - began
+                    bad_samples.record(batch)
+                    if samples is not None:
+                        samples.write(number + 1, batch.index.tolist())
+                    gradients = self._step(batch, self._place(number))
                 speed = rate.update((number + 1) * config.data.batch_size)
                 loss, tau = float(gradients.loss), float(gradients.metrics["tau"])
                 progress.update(number + 1, loss=loss, tau=tau, samples_per_second=speed)
@@ -210,6 +213,12 @@ class Stage:
         folder = self._folder / "samples"
         self._parts.communicator.on_rank_zero(lambda: drop_samples_beyond(folder, done))
         return SampleLog(folder, self._parts.communicator.rank)
+
+    def _recorder(self) -> Recorder:
+        parts = self._parts
+        facts = {"method": self._facts["method"], "zero_stage": int(parts.engine.zero_optimization_stage())}
+        run = parts.config.run
+        return Recorder(self._folder / "profile", parts.communicator, run.profile_steps, run.profile_after, facts)
 
     def _prefetching(self, done: int) -> AbstractContextManager[Callable[[int], None]]:
         """Fetches remote shards ahead while training goes on; it is told of every step."""

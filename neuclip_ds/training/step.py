@@ -21,6 +21,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
@@ -62,18 +63,32 @@ class TrainStep:
         rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
         if len(rows) == 1:
             self._fix_dropout(step, 0)
-            features = self._engine(image, tokens)
-            gradients = self._objective(Features(features[0].detach(), features[1].detach(), index, valid), step)
+            features = self._forward(image, tokens)
+            gradients = self._feature_gradients(
+                Features(features[0].detach(), features[1].detach(), index, valid), step
+            )
             self._check_finite(gradients, batch, step)
             self._backward(features, gradients, rows[0], last=True)
         else:
-            gradients = self._objective(Features(*self._first_pass(image, tokens, rows, step), index, valid), step)
+            gradients = self._feature_gradients(
+                Features(*self._first_pass(image, tokens, rows, step), index, valid), step
+            )
             self._check_finite(gradients, batch, step)
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
-                self._backward(self._engine(image[part], tokens[part]), gradients, part, last=part is rows[-1])
-        self._engine.step()
+                self._backward(self._forward(image[part], tokens[part]), gradients, part, last=part is rows[-1])
+        with phase_range("optimizer"):
+            self._engine.step()
         return gradients
+
+    def _forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        with phase_range("forward"):
+            features: tuple[Tensor, Tensor] = self._engine(image, tokens)
+        return features
+
+    def _feature_gradients(self, features: Features, step: Step) -> FeatureGradients:
+        with phase_range("objective"):
+            return self._objective(features, step)
 
     def _first_pass(self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step) -> tuple[Tensor, Tensor]:
         """(b, d) image and text features of the whole batch, without a graph."""
@@ -81,14 +96,15 @@ class TrainStep:
         with torch.no_grad(), kept_statistics(self._engine.module):
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
-                features.append(self._engine(image[part], tokens[part]))
+                features.append(self._forward(image[part], tokens[part]))
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 
     def _backward(self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool) -> None:
         surrogate = (features[0] * gradients.image[rows]).sum() + (features[1] * gradients.text[rows]).sum()
         self._engine.set_gradient_accumulation_boundary(last)
-        self._engine.backward(surrogate * self._communicator.world_size)
+        with phase_range("backward"):
+            self._engine.backward(surrogate * self._communicator.world_size)
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
         """Dropout is a function of (seed, step, rank, micro-batch): equal in both passes and after a resume."""

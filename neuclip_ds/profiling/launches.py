@@ -1,0 +1,149 @@
+"""The collectives in a profiler's events: the operators that launch them, and what carries them out.
+
+A launch is an operator `c10d::...`, whose shapes the profiler keeps. gloo carries it out as a range `gloo:...` on one
+of its own threads, in the order of the launches; NCCL as a kernel `nccl...`, which has the correlation number of the
+runtime call that has started it, inside the operator. What no launch explains is kept as one of its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from neuclip_ds.profiling.intervals import Interval, Timeline
+
+Event = Mapping[str, Any]
+Thread = tuple[Any, Any]
+
+# operator -> operation (as in `ring_bytes`), and which of its arguments is what a rank puts in
+_OPERATORS: dict[str, tuple[str, int]] = {
+    "_allgather_base": ("all_gather", 1),
+    "allgather": ("all_gather", 1),
+    "allgather_coalesced": ("all_gather", 1),
+    "allgather_into_tensor_coalesced": ("all_gather", 1),
+    "_reduce_scatter_base": ("reduce_scatter", 1),
+    "reduce_scatter": ("reduce_scatter", 1),
+    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
+    "allreduce": ("all_reduce", 0),
+    "allreduce_coalesced": ("all_reduce", 0),
+    "reduce": ("reduce", 0),
+    "broadcast": ("broadcast", 0),
+    "alltoall_base": ("all_to_all", 1),
+    "alltoall": ("all_to_all", 1),
+}
+_GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs a reduce-scatter as an all-reduce
+
+
+@dataclass
+class Launch:
+    """A collective of one rank; times in the trace's unit."""
+
+    op: str
+    elements: int  # that the rank puts in
+    dtype: str  # as the profiler names it; empty while unknown
+    group: int  # ranks that take part
+    thread: Thread
+    span: Interval  # of the operator
+    executed: list[Interval] = field(default_factory=list)
+
+
+def find_launches(events: Sequence[Event], world_size: int) -> list[Launch]:
+    """All collectives in the order of their launch, with the intervals in which they were carried out."""
+    operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("c10d::")]
+    launches = [_launch(event, world_size) for event in sorted(operators, key=lambda event: event["ts"])]
+    strays = _match_gloo(launches, events, world_size) + _match_nccl(launches, events, world_size)
+    return sorted(launches + strays, key=lambda launch: launch.span)
+
+
+def span_of(event: Event) -> Interval:
+    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
+
+
+def thread_of(event: Event) -> Thread:
+    return event.get("pid"), event.get("tid")
+
+
+def is_nccl_kernel(event: Event) -> bool:
+    return event.get("cat") == "kernel" and event["name"].startswith("nccl")
+
+
+def is_gloo(event: Event) -> bool:
+    return bool(event["name"].startswith("gloo:"))
+
+
+def _launch(event: Event, world_size: int) -> Launch:
+    name = event["name"].removeprefix("c10d::").rstrip("_")
+    op, place = _OPERATORS.get(name, (name, 0))
+    shapes, types = (event["args"].get(key, []) for key in ("Input Dims", "Input type"))
+    elements = _elements(shapes[place]) if len(shapes) > place and op != "barrier" else 0
+    dtype = types[place] if len(types) > place and types[place] not in ("TensorList", "GenericList") else ""
+    return Launch(op, elements, dtype, world_size, thread_of(event), span_of(event))
+
+
+def _elements(shape: Sequence[Any]) -> int:
+    """Of a tensor's shape, or of a list of them."""
+    if all(isinstance(side, int) for side in shape):
+        return math.prod(shape)
+    return sum(_elements(part) for part in shape)
+
+
+def _match_gloo(launches: Iterable[Launch], events: Iterable[Event], world_size: int) -> list[Launch]:
+    """Fills in the ranges `gloo:...`; what no launch explains."""
+    waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
+    for launch in launches:
+        waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
+    strays = []
+    for event in sorted(filter(is_gloo, events), key=lambda event: event["ts"]):
+        op = event["name"].removeprefix("gloo:")
+        arguments = event.get("args", {})
+        elements = _elements(arguments.get("Input Dims", [[0]])[:1]) if op != "barrier" else 0
+        queue = waiting[_GLOO_FAMILY.get(op, op), elements]
+        if queue and queue[0].span[0] <= event["ts"]:
+            launch = queue.popleft()
+        else:
+            launch = Launch(op, elements, "", world_size, thread_of(event), span_of(event))
+            strays.append(launch)
+        launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
+        launch.executed.append(span_of(event))
+    return strays
+
+
+def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size: int) -> list[Launch]:
+    """Fills in the kernels; what no launch explains. The one kernel of a group of calls goes to the last of them."""
+    by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
+    for launch in launches:
+        by_thread[launch.thread].append(launch)
+    timelines = {thread: Timeline((item.span, item) for item in own) for thread, own in by_thread.items()}
+    for event in events:
+        if event["name"] == "record_param_comms" and thread_of(event) in timelines:
+            described = timelines[thread_of(event)].at(event["ts"])
+            if described is not None:
+                described.dtype = described.dtype or event["args"].get("dtype", "")
+                described.group = int(event["args"].get("Group size", described.group))
+    started = {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+    strays = []
+    for kernel in sorted(filter(is_nccl_kernel, events), key=lambda event: event["ts"]):
+        call = started.get(kernel.get("args", {}).get("correlation"), kernel)
+        found = timelines[thread_of(call)].at(call["ts"]) if thread_of(call) in timelines else None
+        if found is None:
+            earlier = [item for item in by_thread[thread_of(call)] if item.span[1] <= call["ts"] and not item.executed]
+            found = earlier[-1] if earlier else _stray_kernel(kernel, call, world_size)
+            strays += [] if earlier else [found]
+        found.executed.append(span_of(kernel))
+    return strays
+
+
+def _stray_kernel(kernel: Event, call: Event, world_size: int) -> Launch:
+    """A kernel without its operator; newer profilers describe the collective in the kernel's arguments."""
+    said = kernel.get("args", {})
+    name = str(said.get("Collective name", "unknown"))
+    op, _ = _OPERATORS.get(name, (name, 0))
+    elements, group = int(said.get("In msg nelems", 0)), int(said.get("Group size", world_size))
+    return Launch(op, elements, str(said.get("dtype", "")), group, thread_of(call), span_of(call))

@@ -1,0 +1,117 @@
+"""Profiles some steps of a run on all ranks and leaves table, chart and trace in a folder."""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.ranges import step_range
+from neuclip_ds.profiling.breakdown import breakdown, rank_record
+from neuclip_ds.profiling.trace import read_trace
+
+log = logging.getLogger(__name__)
+
+TRACE, BREAKDOWN = "trace.json.gz", "breakdown.json"
+
+
+class Recorder:
+    """Profiles `steps` steps once `after` others have passed; with steps = 0 it does nothing.
+
+    The first step under the profiler, which pays for its start, is not counted. On a GPU each counted step ends with a
+    synchronisation, so that its kernels lie within it.
+    """
+
+    def __init__(
+        self, folder: Path, communicator: Communicator, steps: int, after: int, facts: dict[str, Any] | None = None
+    ) -> None:
+        """
+        Args:
+            folder: for breakdown.json, report.md, report.html, chart.png and rank 0's trace.json.gz; rank 0 makes it.
+            communicator: the ranks, all of which must record the same steps.
+            steps: how many to profile.
+            after: how many pass before.
+            facts: what breakdown.json says of the run beside machine and ranks, such as method and ZeRO stage.
+        """
+        self._folder, self._communicator = folder, communicator
+        self._first, self._end = after, after + steps if steps else 0
+        self._facts = facts or {}
+        self._passed = 0
+        self._profiler: profile | None = None
+
+    def __enter__(self) -> Recorder:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self._profiler is not None:
+            self._profiler.stop()
+        if kind is None and self._passed < self._end:
+            log.warning("the run ended before the %d steps of which its profile was to be made", self._end)
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Around each step, with what it waits for."""
+        if self._passed >= self._end:
+            yield
+            return
+        if self._profiler is None and self._passed >= self._first - 1:
+            self._profiler = profile(activities=self._activities(), record_shapes=True)
+            self._profiler.start()
+        if self._passed < self._first:
+            yield
+        else:
+            with step_range():
+                yield
+                if self._communicator.device.type == "cuda":
+                    torch.cuda.synchronize()
+        self._passed += 1
+        if self._passed == self._end:
+            self._finish()
+
+    def _activities(self) -> list[ProfilerActivity]:
+        on_gpu = self._communicator.device.type == "cuda"
+        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
+
+    def _finish(self) -> None:
+        """Stops, reads the trace of each rank, and writes what they show together."""
+        assert self._profiler is not None
+        profiler, self._profiler = self._profiler, None
+        profiler.stop()
+        with tempfile.TemporaryDirectory() as scratch:
+            path = Path(scratch) / TRACE
+            profiler.export_chrome_trace(str(path))
+            found = breakdown(self._communicator.gather_objects(rank_record(read_trace(path))))
+            self._communicator.on_rank_zero(lambda: self._write({**self._described(), **found}, path))
+
+    def _described(self) -> dict[str, Any]:
+        device = self._communicator.device
+        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
+        return {**self._facts, "device": name, "torch": torch.__version__}
+
+    def _write(self, found: dict[str, Any], trace: Path) -> None:
+        from neuclip_ds.profiling.report import write  # matplotlib, which a run without a profile does not need
+
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(trace, self._folder / TRACE)
+            (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
+            write([found], self._folder, "Profile of a training step")
+        except OSError as error:  # no reason to end a run
+            log.warning("the profile of the run could not be written: %s", error)
+            return
+        seconds = found["seconds"]
+        log.info(
+            "profile of %d steps: %.1f ms a step, of which %.1f ms are communication that nothing hides; see %s",
+            found["steps"], 1e3 * seconds["total"]["mean"], 1e3 * seconds["pure_communication"]["mean"], self._folder,
+        )  # fmt: skip

@@ -1,0 +1,151 @@
+"""Reads a chrome trace of `torch.profiler`: its training steps, when they computed, every collective with its purpose.
+
+Computation is what ATen's operators take on a CPU, the kernels other than NCCL's on a GPU. The purpose of a collective
+is that of the `Communicator` call around its launch. One without is DeepSpeed's: the phase of the step and the
+operation tell what it is for.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import logging
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from neuclip_ds.distributed.ranges import PHASE, PURPOSE, STEP
+from neuclip_ds.distributed.ring import ring_bytes
+from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
+from neuclip_ds.profiling.launches import (
+    Event,
+    Launch,
+    Thread,
+    find_launches,
+    is_gloo,
+    is_nccl_kernel,
+    span_of,
+    thread_of,
+)
+
+log = logging.getLogger(__name__)
+
+_SCALARS = 64  # elements up to which a reduction in the optimizer is one of norms and overflow flags
+_HOLDERS = ("c10d", "autograd", "torch")  # operators that wait, or hold others and Python
+_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: no computation
+_ITEM_SIZES = {
+    **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
+    **dict.fromkeys(("float", "int", "unsigned int"), 4),
+    **dict.fromkeys(("bfloat16", "half", "short", "short int"), 2),
+    **dict.fromkeys(("bool", "byte", "char", "unsigned char", "signed char", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of one rank."""
+
+    purpose: str
+    op: str  # as in `ring_bytes`
+    size: int  # bytes that the rank puts in
+    sent: int  # bytes by the ring algorithm; as many are received
+    intervals: tuple[Interval, ...]  # in which it was carried out, seconds; empty where the trace does not show it
+
+
+class StepTrace(NamedTuple):
+    """One training step of one rank; times in seconds on the profiler's clock."""
+
+    window: Interval
+    computation: list[Interval]  # disjoint, within the window
+    collectives: list[Collective]
+    phases: dict[str, float]  # name -> seconds
+
+
+def read_trace(path: Path) -> list[StepTrace]:
+    """The training steps of a trace file, which may be gzipped."""
+    data = path.read_bytes()
+    return steps_of(json.loads(gzip.decompress(data) if path.suffix == ".gz" else data))
+
+
+def steps_of(trace: Mapping[str, Any]) -> list[StepTrace]:
+    """The training steps of a trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
+    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
+    annotations = [event for event in events if event.get("cat") == "user_annotation"]
+    world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
+    phases = [(span_of(e), e["name"].removeprefix(PHASE)) for e in annotations if e["name"].startswith(PHASE)]
+    purpose = _Purposes(annotations, Timeline(phases))
+    launches = find_launches(events, world_size)
+    computation = union(map(_seconds, _computing(events)))
+    steps = []
+    for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
+        own = [launch for launch in launches if window[0] <= launch.span[0] <= window[1]]
+        durations: defaultdict[str, float] = defaultdict(float)
+        for span, name in phases:
+            if window[0] <= span[0] <= window[1]:
+                durations[name] += length([_seconds(span)])
+        within = intersection(computation, [_seconds(window)])
+        steps.append(StepTrace(_seconds(window), within, [_collective(x, purpose.of(x)) for x in own], dict(durations)))
+    return steps
+
+
+class _Purposes:
+    """What a collective is for."""
+
+    def __init__(self, annotations: Sequence[Event], phases: Timeline[str]) -> None:
+        named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
+        for event in annotations:
+            if event["name"].startswith(PURPOSE):
+                named[thread_of(event)].append((span_of(event), event["name"].removeprefix(PURPOSE)))
+        self._named = {thread: Timeline(entries) for thread, entries in named.items()}
+        self._phases = phases
+
+    def of(self, launch: Launch) -> str:
+        timeline = self._named.get(launch.thread)
+        named = timeline.at(launch.span[0]) if timeline is not None else None
+        return named or engine_purpose(self._phases.at(launch.span[0]), launch.op, launch.elements)
+
+
+def engine_purpose(phase: str | None, op: str, elements: int) -> str:
+    """The purpose of a collective of DeepSpeed's, whose names it does not tell."""
+    reduces = op in ("all_reduce", "reduce_scatter", "reduce")
+    if phase == "optimizer" and reduces and elements <= _SCALARS:
+        return "norm and overflow"
+    if phase in ("backward", "optimizer") and reduces:
+        return "gradient reduce"
+    if phase in ("forward", "backward", "optimizer") and op in ("all_gather", "broadcast"):
+        return "parameter gather"
+    return f"{op} in {phase}" if phase else f"{op} outside the phases"
+
+
+def _collective(launch: Launch, purpose: str) -> Collective:
+    size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
+    sent = ring_bytes(launch.op, size, launch.group)
+    return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
+
+
+def _item_size(dtype: str) -> int:
+    size = _ITEM_SIZES.get(dtype.removeprefix("c10::").lower())
+    if size is None:
+        log.warning("the profile counts no bytes for collectives of the element type %r", dtype)
+    return size or 0
+
+
+def _computing(events: Sequence[Event]) -> list[Interval]:
+    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if any(event["cat"] == "kernel" for event in device):
+        return [span_of(e) for e in device if not (is_nccl_kernel(e) or e["name"].startswith(_TRANSFERS))]
+    carriers = {thread_of(event) for event in events if is_gloo(event)}  # their copies are part of a collective
+    return [
+        span_of(event)
+        for event in events
+        if event.get("cat") == "cpu_op"
+        and "::" in event["name"]
+        and event["name"].split("::")[0] not in _HOLDERS
+        and thread_of(event) not in carriers
+    ]
+
+
+def _seconds(interval: Interval) -> Interval:
+    return interval[0] / 1e6, interval[1] / 1e6

@@ -1,0 +1,180 @@
+"""Real steps under DeepSpeed on two gloo ranks: the profile's bytes are those that docs/methods.md predicts."""
+
+from __future__ import annotations
+
+import functools
+import gzip
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.ranges import STEP
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.openclip_reference import OpenClipReference
+from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
+from neuclip_ds.profiling.trace import read_trace
+
+RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
+FLOAT, DOUBLE, INTEGER = 4, 8, 8
+OTHERS = (RANKS - 1) * ROWS  # B - b
+VALUE = OTHERS * FLOAT  # one number for each row of the other ranks
+FEATURES = 2 * DIM * VALUE + OTHERS * INTEGER
+ALL_REDUCE = 2 * (RANKS - 1) / RANKS  # received by each rank, of the tensor's size
+PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
+    "openclip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
+    "siglip": {"features": FEATURES, "scalars": ALL_REDUCE * 4 * FLOAT},
+    "fastclip_v3": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE,
+        "state": 2 * VALUE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "fastclip_v2": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE,
+        "state": (2 + 7) * VALUE,
+        "temperature": 9 * VALUE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "amorlip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
+    "neuclip": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE,
+        "scalars": ALL_REDUCE * 6 * FLOAT,
+    },
+    "openclip_reference": {
+        "features": 2 * DIM * VALUE,
+        "feature gradients": 2 * DIM * VALUE,
+        "scalars": ALL_REDUCE * 3 * FLOAT,
+    },
+}
+QUICK = ("fastclip_v3", "neuclip", "openclip_reference")
+TREE: dict[str, Any] = {
+    "run": {"profile_steps": STEPS, "profile_after": 2},
+    "data": {"batch_size": RANKS * ROWS},
+    "model": {
+        "vision": {
+            "name": "vit_tiny_patch16_224",
+            "image_size": 16,
+            "options": {"patch_size": 8, "embed_dim": 32, "depth": 1, "num_heads": 2},
+        },
+        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
+        "embed_dim": DIM,
+    },
+    "objective": {"npn": {"prototypes": 16, "updates": UPDATES, "lr": 0.05}},
+}
+
+
+def profiles(communicator: Communicator, folder: Path, combinations: list[tuple[str, int]]) -> None:
+    import deepspeed
+
+    from neuclip_ds.training.rehearsal import rehearse
+
+    deepspeed.init_distributed("gloo", verbose=False)
+    reference: Callable[..., Any] = functools.partial(OpenClipReference, local_loss=True)
+    for name, stage in combinations:
+        own = {} if name == "openclip_reference" else {"method": name}
+        tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_fp32"}
+        build = build_objective if own else reference
+        rehearse(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("profiles")
+    run_ranks(RANKS, profiles, folder, [*((name, 1) for name in QUICK), ("fastclip_v3", 3)])
+    return folder
+
+
+def breakdown_of(folder: Path, name: str, stage: int = 1) -> dict[str, Any]:
+    return json.loads((folder / f"{name}{stage}" / BREAKDOWN).read_text())
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_bytes_are_the_predicted(folder: Path, name: str) -> None:
+    check_bytes(folder, name)
+
+
+@pytest.mark.slow
+def test_bytes_of_the_other_methods(tmp_path: Path) -> None:
+    others = [name for name in PREDICTED if name not in QUICK]
+    run_ranks(RANKS, profiles, tmp_path, [(name, 1) for name in others])
+    for name in others:
+        check_bytes(tmp_path, name)
+
+
+def check_bytes(folder: Path, name: str) -> None:
+    found = breakdown_of(folder, name)
+    weights = found["parameters"] * FLOAT
+    engine = {
+        "gradient reduce": ALL_REDUCE * weights,
+        "parameter gather": (RANKS - 1) / RANKS * weights,
+        "norm and overflow": found["purposes"]["norm and overflow"]["bytes_received"],
+    }
+    received = {purpose: of["bytes_received"] for purpose, of in found["purposes"].items()}
+    assert received == {**PREDICTED[name], **engine}
+
+
+@pytest.mark.parametrize(("name", "stage"), [("neuclip", 1), ("fastclip_v3", 3)])
+def test_no_collective_is_lost(folder: Path, name: str, stage: int) -> None:
+    check_complete(folder, name, stage)
+
+
+def check_complete(folder: Path, name: str, stage: int) -> None:
+    """Calls by purpose are all of the trace's operators and all of what gloo has carried out."""
+    found = breakdown_of(folder, name, stage)
+    path = folder / f"{name}{stage}" / TRACE
+    events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+    windows = [event for event in events if event["name"] == STEP]
+    in_steps = [e for e in events if any(w["ts"] <= e.get("ts", 0) <= w["ts"] + w["dur"] for w in windows)]
+    launched = [event for event in in_steps if event["name"].startswith("c10d::")]
+    carried_out = [event for event in in_steps if event["name"].startswith("gloo:")]
+    assert len(windows) == found["steps"] == STEPS
+    for kind in ("purposes", "collectives"):
+        counts = found[kind].values() if kind == "purposes" else found[kind]
+        assert sum(of["calls"] for of in counts) * STEPS == len(launched) == len(carried_out)
+    assert all(len(one.intervals) == 1 for step in read_trace(path) for one in step.collectives)
+    assert not [purpose for purpose in found["purposes"] if " in " in purpose or "outside" in purpose]
+    assert {"gradient reduce", "features"} < set(found["purposes"])
+
+
+def test_stages_differ_as_zero_says(folder: Path) -> None:
+    """ZeRO 3 reduces to the owners of gradients alone, which is half of an all-reduce."""
+    whole, partitioned = (breakdown_of(folder, "fastclip_v3", stage)["purposes"] for stage in (1, 3))
+    assert partitioned["gradient reduce"]["bytes_sent"] == whole["gradient reduce"]["bytes_sent"] / 2
+    assert partitioned["parameter gather"]["calls"] > whole["parameter gather"]["calls"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [0, 2])
+def test_the_other_stages(tmp_path: Path, stage: int) -> None:
+    run_ranks(RANKS, profiles, tmp_path, [("openclip", stage)])
+    check_complete(tmp_path, "openclip", stage)
+
+
+@pytest.mark.slow
+def test_one_rank_sends_nothing(tmp_path: Path) -> None:
+    run_ranks(1, profiles, tmp_path, [("neuclip", 1)])
+    found = breakdown_of(tmp_path, "neuclip")
+    assert sum(of["bytes_sent"] for of in found["purposes"].values()) == 0
+    assert found["seconds"]["computation"]["mean"] > 0
+
+
+def test_times_add_up_and_the_page_is_there(folder: Path) -> None:
+    found = breakdown_of(folder, "neuclip")
+    seconds = {name: of["mean"] for name, of in found["seconds"].items()}
+    assert seconds["total"] == pytest.approx(
+        seconds["computation"] + seconds["pure_communication"] + seconds["others"], rel=1e-6
+    )
+    assert 0 < sum(of["mean"] for of in found["phases"].values()) < seconds["total"]
+    assert len(found["ranks"]) == RANKS
+    text = (folder / "neuclip1" / "report.md").read_text()
+    assert "| neuclip | 1 | 2 | norm and overflow |" in text and "pure communication" in text
+    assert "<table>" in (folder / "neuclip1" / "report.html").read_text()
+    assert (folder / "neuclip1" / "chart.png").read_bytes()[1:4] == b"PNG"

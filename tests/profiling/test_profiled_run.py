@@ -1,0 +1,47 @@
+"""`train.py --profile` and tools/profile_communication.py as a user calls them."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import SMALL_MODEL, call, demo_shards, train
+
+from neuclip_ds.profiling.breakdown import COLUMNS
+from neuclip_ds.recipe import parse
+
+
+def test_the_flag_is_ten_steps() -> None:
+    assert parse(["demo"]).config.run.profile_steps == 0
+    assert parse(["demo", "--profile"]).config.run.profile_steps == 10
+    assert parse(["demo", "--profile", "--run.profile_steps=3"]).config.run.profile_steps == 3
+
+
+@pytest.mark.slow
+def test_a_run_with_a_profile(tmp_path: Path) -> None:
+    shards = demo_shards(tmp_path / "demo", 128, held_out=20)
+    done = train(
+        tmp_path / "runs", str(shards), 8, "--profile", "--run.profile_steps=3", "--run.profile_after=2", ranks=2
+    )
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "runs" / "run" / "profile"
+    found = json.loads((folder / "breakdown.json").read_text())
+    assert (found["method"], found["steps"], found["world_size"]) == ("fastclip_v3", 3, 2)
+    assert {"features", "state", "normalizer", "gradient reduce"} < set(found["purposes"])
+    assert not [purpose for purpose in found["purposes"] if " in " in purpose or "outside" in purpose]
+    assert "profile of 3 steps" in (tmp_path / "runs" / "run" / "log.txt").read_text()
+
+
+@pytest.mark.slow
+def test_the_tool_compares_methods(tmp_path: Path) -> None:
+    options = ["--methods", "openclip_reference", "openclip", "--world-sizes", "2", "--rows", "8", "--steps", "2"]
+    done = call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL_MODEL)
+    assert done.returncode == 0, done.stderr
+    reference, ours = json.loads((tmp_path / "breakdowns.json").read_text())
+    assert set(ours["seconds"]) == set(COLUMNS)
+    gradients = reference["purposes"]["feature gradients"]["bytes_received"]
+    assert gradients == 2 * 8 * 16 * 4, "2 (B - b) d values"
+    assert "feature gradients" not in ours["purposes"]
+    for name in ("report.md", "report.html", "chart.png", "openclip_zero1_2ranks/trace.json.gz"):
+        assert (tmp_path / name).stat().st_size > 0

@@ -1,0 +1,56 @@
+"""The recorder in one process: which steps it counts, and that a profile which fails ends no run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.profiling.recorder import BREAKDOWN, Recorder
+
+
+def run(folder: Path, total: int, steps: int, after: int) -> None:
+    x = torch.ones(200, 200)
+    with Recorder(folder, Communicator(), steps, after, {"method": "a product"}) as recorder:
+        for _ in range(total):
+            with recorder.step():
+                x @ x
+
+
+def test_counts_the_steps_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, total=7, steps=3, after=2)
+    found = json.loads((tmp_path / BREAKDOWN).read_text())
+    assert (found["steps"], found["world_size"], found["purposes"]) == (3, 1, {})
+    seconds = found["seconds"]
+    assert 0 < seconds["computation"]["mean"] < seconds["total"]["mean"]
+    assert seconds["communication"]["mean"] == 0
+    assert "| a product | - | 1 | 3 |" in (tmp_path / "report.md").read_text()
+
+
+def test_nothing_is_asked_for(tmp_path: Path) -> None:
+    run(tmp_path, total=3, steps=0, after=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_that_is_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    run(tmp_path, total=3, steps=3, after=2)
+    assert "before the 5 steps" in caplog.text
+    assert not list(tmp_path.iterdir())
+
+
+def test_an_error_of_the_step_passes_through(tmp_path: Path) -> None:
+    recorder = Recorder(tmp_path, Communicator(), steps=2, after=1)
+    with pytest.raises(ZeroDivisionError), recorder:
+        for number in range(3):
+            with recorder.step():
+                1 / (1 - number)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "file").touch()
+    run(tmp_path / "file" / "profile", total=4, steps=2, after=1)
+    assert "could not be written" in caplog.text

@@ -1,0 +1,233 @@
+"""Traces made by hand, with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuclip_ds.distributed.ranges import PHASE, PURPOSE, STEP
+from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, seconds_of
+from neuclip_ds.profiling.trace import StepTrace, engine_purpose, read_trace, steps_of
+
+MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
+
+
+def event(category: str, name: str, start: float, end: float, thread: int = MAIN, **arguments: Any) -> dict[str, Any]:
+    """Times in microseconds, as in a trace."""
+    place = {"pid": 0 if thread == STREAM else 9, "tid": thread}
+    return {"ph": "X", "cat": category, "name": name, "ts": start, "dur": end - start, **place, "args": arguments}
+
+
+def note(name: str, start: float, end: float, thread: int = MAIN) -> dict[str, Any]:
+    return event("user_annotation", name, start, end, thread)
+
+
+def launch(name: str, start: float, end: float, shapes: list[Any], types: list[str], thread: int = MAIN) -> Any:
+    return event("cpu_op", f"c10d::{name}", start, end, thread, **{"Input Dims": shapes, "Input type": types})
+
+
+def gloo(name: str, start: float, end: float, shape: list[int], dtype: str) -> dict[str, Any]:
+    return event("user_annotation", f"gloo:{name}", start, end, GLOO, **{"Input Dims": [shape], "Input type": [dtype]})
+
+
+def trace(events: list[dict[str, Any]], world_size: int = 4) -> dict[str, Any]:
+    return {"distributedInfo": {"world_size": world_size}, "traceEvents": [{"ph": "M", "name": "process"}, *events]}
+
+
+GRADIENTS = gloo("all_reduce", 62, 78, [1000], "float")
+
+# A step of 100 us on 4 ranks; gloo's reduce-scatter is an all-reduce, as torch 2.15 runs it.
+GLOO_STEP = [
+    note(STEP, 0, 100),
+    note(PHASE + "forward", 0, 20),
+    event("cpu_op", "aten::mm", 0, 20),
+    event("cpu_op", "aten::copy_", 5, 10),  # within the product: counted once
+    note(PHASE + "objective", 20, 50),
+    note(PURPOSE + "features", 20, 30),
+    launch("_allgather_base_", 20, 21, [[16, 8], [4, 8], []], ["c10::BFloat16", "c10::BFloat16", ""]),
+    gloo("all_gather", 22, 29, [4, 8], "c10::BFloat16"),
+    event("cpu_op", "aten::copy_", 23, 25, GLOO),  # part of the collective
+    note(PURPOSE + "state", 31, 40),
+    launch("_reduce_scatter_base_", 31, 32, [[4, 2], [16, 2], []], ["float", "float", ""]),
+    gloo("all_reduce", 33, 39, [16, 2], "float"),
+    note(PHASE + "backward", 50, 80),
+    event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 50, 79),  # holds hooks that wait
+    event("cpu_op", "aten::mm", 50, 75),
+    launch("allreduce_", 60, 61, [[[1000]], []], ["TensorList", ""]),
+    GRADIENTS,
+    note(PHASE + "optimizer", 80, 95),
+    launch("allreduce_", 81, 82, [[[]], []], ["TensorList", ""]),
+    gloo("all_reduce", 82, 84, [], "double"),
+    launch("_allgather_base_", 86, 87, [[1000], [250], []], ["float", "float", ""]),
+    gloo("all_gather", 87, 90, [250], "float"),
+    gloo("broadcast", 96, 97, [3], "long int"),  # nothing shows who has launched it
+]
+
+
+def by_purpose(step: StepTrace) -> dict[str, tuple[str, int, int]]:
+    return {one.purpose: (one.op, one.size, one.sent) for one in step.collectives}
+
+
+def test_gloo_step() -> None:
+    (step,) = steps_of(trace(GLOO_STEP))
+    assert by_purpose(step) == {
+        "features": ("all_gather", 64, 3 * 64),
+        "state": ("reduce_scatter", 128, 3 * 128 // 4),
+        "gradient reduce": ("all_reduce", 4000, 6000),
+        "norm and overflow": ("all_reduce", 8, 12),
+        "parameter gather": ("all_gather", 1000, 3000),
+        "broadcast outside the phases": ("broadcast", 24, 18),
+    }
+    seconds = {name: 1e6 * value for name, value in seconds_of(step).items()}
+    communication = 7 + 6 + 16 + 2 + 3 + 1
+    assert seconds == pytest.approx(
+        {
+            "total": 100,
+            "computation": 45,
+            "communication": communication,
+            "overlap": 13,  # of the gradients', from 62 to 75
+            "pure_communication": communication - 13,
+            "others": 100 - 45 - (communication - 13),
+        }
+    )
+    assert {name: 1e6 * value for name, value in step.phases.items()} == pytest.approx(
+        {"forward": 20, "objective": 30, "backward": 30, "optimizer": 15}
+    )
+
+
+def test_breakdown_over_steps_and_ranks() -> None:
+    """Two steps, the second three times as slow; the other rank comes last to the reduction of the gradients."""
+    later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]
+    late = [gloo("all_reduce", 74, 78, [1000], "float") if one == GRADIENTS else one for one in GLOO_STEP]
+    first, second = (rank_record(steps_of(trace([*later, *step]))) for step in (GLOO_STEP, late))
+    found = breakdown([first, second])
+    assert (found["steps"], found["world_size"]) == (2, 2)
+    assert found["seconds"]["total"] == pytest.approx({"mean": 200e-6, "deviation": 200e-6 / 2**0.5})
+    assert found["purposes"]["gradient reduce"] == pytest.approx(
+        {
+            "calls": 1,
+            "bytes_sent": 6000,
+            "bytes_received": 6000,
+            "seconds": (48 + (16 + 4) / 2) / 2 * 1e-6,
+            "transfer_seconds": (48 + 4) / 2 * 1e-6,
+            "hidden_seconds": (39 + (13 + 1) / 2) / 2 * 1e-6,
+        }
+    )
+    assert sum(of["calls"] for of in found["purposes"].values()) == 6
+    assert found["collectives"][0] == {
+        "purpose": "features",
+        "op": "all_gather",
+        "size": 64,
+        "calls": 1,
+        "transfer_seconds": pytest.approx(14e-6),
+    }
+    for rank in found["ranks"]:
+        for step in rank:
+            assert set(step) == set(COLUMNS)
+            assert step["total"] == pytest.approx(step["computation"] + step["pure_communication"] + step["others"])
+            assert step["communication"] == pytest.approx(step["pure_communication"] + step["overlap"])
+    json.dumps(found)
+
+
+def nccl(kind: str, start: float, end: float, correlation: int, **arguments: Any) -> dict[str, Any]:
+    name = f"ncclDevKernel_{kind}_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+    return event("kernel", name, start, end, STREAM, correlation=correlation, **arguments)
+
+
+def described(start: float, end: float, dtype: str, group: int, thread: int) -> dict[str, Any]:
+    return event("cpu_op", "record_param_comms", start, end, thread, dtype=dtype, **{"Group size": group})
+
+
+def start_kernel(at: float, correlation: int, thread: int = MAIN) -> dict[str, Any]:
+    return event("cuda_runtime", "cudaLaunchKernelExC", at, at + 1, thread, correlation=correlation)
+
+
+# Kernels run after their launch, on the GPU's streams; autograd launches the gradients' reduction from its own thread.
+NCCL_STEP = [
+    note(STEP, 0, 200),
+    event("gpu_user_annotation", STEP, 5, 199, STREAM),
+    note(PHASE + "objective", 0, 30),
+    event("cpu_op", "aten::mm", 0, 5),
+    event("gpu_memcpy", "Memcpy HtoD (Pinned -> Device)", 2, 9, STREAM),
+    event("kernel", "sm90_xmma_gemm_bf16", 10, 60, STREAM, correlation=1),
+    note(PURPOSE + "features", 10, 16),
+    launch("_allgather_base_", 10, 15, [[16, 8], [8, 8], []], ["c10::BFloat16", "c10::BFloat16", ""]),
+    described(11, 14, "BFloat16", 2, MAIN),
+    start_kernel(12, 2),
+    nccl("AllGather", 70, 80, 2),
+    note(PHASE + "backward", 30, 120),
+    launch("allreduce_", 40, 45, [[[1000]], []], ["TensorList", ""], BACKWARD),
+    described(41, 44, "BFloat16", 2, BACKWARD),
+    start_kernel(42, 3, BACKWARD),
+    event("kernel", "vectorized_elementwise_kernel", 100, 130, STREAM, correlation=4),
+    nccl("AllReduce_Sum_bf16", 110, 150, 3),
+    note(PHASE + "optimizer", 120, 200),
+    # a group of two calls is one kernel, started after the operators have returned
+    launch("_allgather_base_", 130, 131, [[200], [100], []], ["float", "float", ""]),
+    launch("_allgather_base_", 132, 133, [[400], [200], []], ["float", "float", ""]),
+    start_kernel(135, 5),
+    nccl("AllGather", 160, 170, 5),
+    # a kernel whose start is not in the trace, but whose arguments describe it
+    nccl(
+        "AllReduce_Sum_f32",
+        180,
+        185,
+        99,
+        **{"Collective name": "allreduce", "In msg nelems": 1, "dtype": "Float", "Group size": 2},
+    ),
+]
+
+
+def test_nccl_step() -> None:
+    (step,) = steps_of(trace(NCCL_STEP, world_size=2))
+    assert [(one.purpose, one.op, one.size, one.sent, len(one.intervals)) for one in step.collectives] == [
+        ("features", "all_gather", 128, 128, 1),
+        ("gradient reduce", "all_reduce", 2000, 2000, 1),
+        ("parameter gather", "all_gather", 400, 400, 0),
+        ("parameter gather", "all_gather", 800, 800, 1),
+        ("norm and overflow", "all_reduce", 4, 4, 1),
+    ]
+    seconds = {name: 1e6 * value for name, value in seconds_of(step).items()}
+    assert seconds == pytest.approx(
+        {
+            "total": 200,
+            "computation": 50 + 30,
+            "communication": 10 + 40 + 10 + 5,
+            "overlap": 20,
+            "pure_communication": 45,
+            "others": 75,
+        }
+    )
+
+
+def test_collectives_outside_steps_are_not_the_steps() -> None:
+    outside = [launch("barrier", 300, 301, [[1]], ["float"]), gloo("barrier", 301, 305, [], "")]
+    (step,) = steps_of(trace([*GLOO_STEP, *outside]))
+    assert len(step.collectives) == 6
+
+
+def test_without_a_step_there_is_none(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json.gz"
+    path.write_bytes(gzip.compress(json.dumps(trace(GLOO_STEP[1:])).encode()))
+    assert read_trace(path) == []
+
+
+@pytest.mark.parametrize(
+    ("phase", "op", "elements", "purpose"),
+    [
+        ("forward", "all_gather", 10**6, "parameter gather"),
+        ("backward", "all_gather", 10**6, "parameter gather"),
+        ("backward", "reduce_scatter", 10, "gradient reduce"),
+        ("optimizer", "reduce", 10**6, "gradient reduce"),
+        ("optimizer", "all_reduce", 2, "norm and overflow"),
+        ("optimizer", "broadcast", 10**6, "parameter gather"),
+        ("forward", "all_reduce", 10, "all_reduce in forward"),
+        (None, "barrier", 0, "barrier outside the phases"),
+    ],
+)
+def test_deepspeeds_collectives_are_named(phase: str | None, op: str, elements: int, purpose: str) -> None:
+    assert engine_purpose(phase, op, elements) == purpose

@@ -1,0 +1,134 @@
+"""Takes training steps apart: computation, communication and overlap, and bytes by purpose, as FastCLIP's Tables 15-22.
+
+Every combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). OUT gets
+report.md, report.html, chart.png and breakdowns.json, and for each combination a folder with breakdown.json and the
+trace of rank 0, for chrome://tracing or ui.perfetto.dev. Methods are those of objective.method, and
+
+    openclip_reference        OpenCLIP's scheme: gather with gradient, local loss, reduce-scatter of B x d
+    openclip_reference_full   the same, every rank computing the whole loss
+
+Options of the run, such as --model.embed_dim=512, are passed on.
+
+Example: python tools/profile_communication.py --methods openclip_reference openclip fastclip_v3 neuclip --stages 1 3
+             --world-sizes 2 --recipe miniature --rows 128 --out runs/profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import math
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.objectives.openclip_reference import OpenClipReference
+from neuclip_ds.profiling.recorder import BREAKDOWN
+from neuclip_ds.profiling.report import write
+from neuclip_ds.recipe import dump, parse
+
+Build = Callable[[Config, Context, torch.dtype], Objective]
+REFERENCES: dict[str, Build] = {
+    "openclip_reference": functools.partial(OpenClipReference, local_loss=True),
+    "openclip_reference_full": functools.partial(OpenClipReference, local_loss=False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--methods", nargs="+", default=["openclip_reference", "openclip", "fastclip_v3", "neuclip"])
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1], help="of ZeRO (1)")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2], help="ranks on this machine (2)")
+    parser.add_argument("--recipe", default="demo", help="that model and objective are taken from (demo)")
+    parser.add_argument("--rows", type=int, default=128, help="pairs a rank (128)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the towers (fp32)")
+    parser.add_argument("--steps", type=int, default=10, help="that are profiled (10)")
+    parser.add_argument("--out", type=Path, default=Path("runs/profile"))
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments, overrides = parser.parse_known_args()
+    exit_on_mistake(lambda: (work if arguments.worker else compare)(arguments, overrides))
+
+
+def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Runs every combination and writes what they show together."""
+    for method in arguments.methods:
+        if method not in REFERENCES:
+            find_method(method)
+    parse([arguments.recipe, *overrides])  # a mistake in an option shows before any process starts
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for world_size in arguments.world_sizes:
+        for stage in arguments.stages:
+            for method in arguments.methods:
+                found.append(run(method, stage, world_size, arguments, overrides))
+                seconds = found[-1]["seconds"]
+                print(
+                    f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
+                    f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+                    flush=True,
+                )
+    (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write(found, arguments.out, "Communication of a training step")
+    print((arguments.out / "report.md").read_text(encoding="utf-8"))
+    print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders beside it.")
+
+
+def run(
+    method: str, stage: int, world_size: int, arguments: argparse.Namespace, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """One combination's breakdown.
+
+    Raises:
+        UserError: its processes failed; names their output.
+    """
+    folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}", __file__, "--worker"]
+    own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--rows={arguments.rows}"]
+    own += [f"--precision={arguments.precision}", f"--steps={arguments.steps}", f"--out={folder}"]
+    threads = str(max(1, (os.cpu_count() or 1) // world_size))
+    environment = {"OMP_NUM_THREADS": threads, **os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    with (folder / "output.txt").open("w") as output:
+        code = subprocess.run(
+            [sys.executable, *launcher, *own, *overrides], env=environment, stdout=output, stderr=output
+        ).returncode
+    if code:
+        raise UserError(f"{method} with ZeRO {stage} on {world_size} ranks failed; see {folder}/output.txt.")
+    found: dict[str, Any] = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+    return found
+
+
+def work(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """One rank of one combination."""
+    from neuclip_ds.training.launch import connected
+    from neuclip_ds.training.rehearsal import rehearse
+
+    (name,), (stage,) = arguments.methods, arguments.stages
+    batch = arguments.rows * read_environment().world_size
+    ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
+    ours += [f"--run.profile_steps={arguments.steps}"]
+    if name not in REFERENCES:
+        ours.append(f"--objective.method={name}")
+    config = parse([arguments.recipe, *ours, *overrides]).config
+    sections = () if name in REFERENCES else find_method(name).sections
+    # NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes
+    seen = math.ceil(config.objective.npn.prototypes / batch) + 2 if "npn" in sections else 3
+    config.run.profile_after = max(3, seen)
+    with connected(dump(config)) as communicator:
+        rehearse(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))
+
+
+if __name__ == "__main__":
+    main()
