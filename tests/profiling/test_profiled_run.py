@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL_MODEL, call, demo_shards, train
+from small_runs import SMALL, call, demo_shards, train
 
 from neuclip_ds.profiling.breakdown import COLUMNS
 from neuclip_ds.recipe import parse
@@ -36,7 +36,7 @@ def test_a_run_with_a_profile(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_the_tool_compares_methods(tmp_path: Path) -> None:
     options = ["--methods", "openclip_reference", "openclip", "--world-sizes", "2", "--rows", "8", "--steps", "2"]
-    done = call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL_MODEL)
+    done = call("tools/profile_communication.py", *options, f"--out={tmp_path}", *SMALL)
     assert done.returncode == 0, done.stderr
     reference, ours = json.loads((tmp_path / "breakdowns.json").read_text())
     assert set(ours["seconds"]) == set(COLUMNS)
