@@ -33,6 +33,8 @@ class _Invocation(Config):
     """Check everything, print the plan (data, parameters, memory, traffic) and stop."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes of this hostfile instead of the ranks that run."""
+    gpu_memory: float | None = Field(None, gt=0, alias="gpu-memory")
+    """With --dry-run: GB of one GPU, for which the smallest ZeRO stage that fits is looked for."""
     local_rank: int = -1
     """Set by the launcher; ignored."""
 
@@ -44,6 +46,7 @@ class Invocation(NamedTuple):
     print_config: bool
     dry_run: bool
     hostfile: Path | None
+    gpu_memory: float | None
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -60,7 +63,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
     asked = _Invocation.model_validate({key: given.pop(key) for key in list(given) if key not in Config.model_fields})
     config = validate(merge(tree, given))
-    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile)
+    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
 
 
 def recipe_names() -> list[str]:

@@ -57,7 +57,7 @@ def train(config: Config, environment: RankEnvironment) -> None:
     engine_config = load_engine_config(config, environment.world_size)
     micro_batch = config.micro_batch(environment.world_size)
     find_method(config.objective.method)
-    communicator = _connect()
+    communicator = connect()
     try:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
@@ -67,9 +67,11 @@ def train(config: Config, environment: RankEnvironment) -> None:
         communicator.close()
 
 
-def _connect() -> Communicator:
+def connect() -> Communicator:
     """Joins the process group, through DeepSpeed's discovery where MPI started the ranks."""
     complete_environment()
+    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()
     deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=timedelta(minutes=30), verbose=False)
     device = torch.device(accelerator.current_device_name())
