@@ -7,7 +7,7 @@ is torch.cuda.max_memory_allocated, and samples/s and the share of the peak FLOP
 
 Examples:
     python tools/benchmark_memory.py --engines zero1_bf16 zero3_bf16 --ranks 1 2 --micro 16 --passes 1 2
-    python tools/benchmark_memory.py --models vith14 --engines zero1_bf16 --micro 32 64 128 --checkpointing on --tflops 989
+    python tools/benchmark_memory.py --models vith14 --micro 32 64 128 --checkpointing on --tflops 989
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _random_batch(rows: int, size: int, length: int, rank: int) -> Any:
     image = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
     tokens = torch.randint(1, _TOKENS, (rows, length))
     index = torch.arange(rows) + rank * rows
-    return Batch(image=image, tokens=tokens, index=index, valid=torch.ones(rows, dtype=torch.bool), bad=[])
+    return Batch(image=image, tokens=tokens, index=index, valid=torch.ones(rows, dtype=torch.bool), bad=())
 
 
 def _reset_peaks(device: torch.device) -> None:
@@ -182,10 +182,10 @@ def main() -> None:
     parser.add_argument("--parts", action="store_true", help="print the account's parts as well")
     asked = parser.parse_args()
     # freed blocks return to the system at once, so that resident memory is what lives
-    os.environ.update(MALLOC_MMAP_THRESHOLD_="65536", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")
-    print("| model | engine | ranks | batch of a rank | checkpointing | predicted MB | measured MB | ratio | samples/s |", end="")
-    print(" share of peak FLOP/s |")
-    print("|---|---|---|---|---|---|---|---|---|---|")
+    os.environ.update(MALLOC_MMAP_THRESHOLD_="1000000", MALLOC_TRIM_THRESHOLD_="0", MALLOC_ARENA_MAX="1")
+    names = "model, engine, ranks, batch of a rank, checkpointing, predicted MB, measured MB, ratio, samples/s"
+    print(f"| {names.replace(', ', ' | ')} | share of peak FLOP/s |")
+    print("|---" * 10 + "|")
     cases = itertools.product(
         asked.models, asked.engines, asked.ranks, asked.micro, asked.passes, [c == "on" for c in asked.checkpointing]
     )

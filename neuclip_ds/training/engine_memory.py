@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from neuclip_ds.training.engine_config import is_bf16, zero_stage
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
@@ -20,15 +22,32 @@ _DEFAULTS = {
     "sub_group_size": 1_000_000_000,
     "stage3_prefetch_bucket_size": 50_000_000,
     "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
 }
 
 
 class Parameters(NamedTuple):
-    """Sizes of a module."""
+    """Elements of a module's parameters."""
 
-    total: int
+    sizes: tuple[int, ...]
     trained: int
-    largest: int
+
+    @staticmethod
+    def of(module: nn.Module) -> Parameters:
+        parameters = list(module.parameters())
+        return Parameters(tuple(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+
+    @property
+    def total(self) -> int:
+        return sum(self.sizes)
+
+    @property
+    def largest(self) -> int:
+        return max(self.sizes)
+
+    def below(self, size: int) -> int:
+        """Elements of all parameters that are smaller."""
+        return sum(one for one in self.sizes if one < size)
 
 
 @dataclass(frozen=True)
@@ -91,11 +110,12 @@ class _Case:
         self.accumulates = accumulates
         self.group = int(zero["sub_group_size"])
         self.live = min(parameters.total, int(zero["stage3_max_live_parameters"]))
+        self.whole = parameters.below(int(zero["stage3_param_persistence_threshold"])) if world_size > 1 else 0
         self.prefetch = min(parameters.total, int(zero["stage3_prefetch_bucket_size"]))
 
     @property
     def kind(self) -> int:
-        """Which of DeepSpeed's classes is taken: 0 none or its 16-bit one, 1 BF16_Optimizer, 2 ZeRO 1 and 2, 3 ZeRO 3."""
+        """DeepSpeed's class: 0 none or its 16-bit one, 1 BF16_Optimizer, 2 ZeRO 1 and 2, 3 ZeRO 3."""
         if self.stage != 1:
             return self.stage
         return 1 if self.weight == 2 and self.accumulated == 4 and not self.offloads else 2
@@ -148,23 +168,21 @@ class _Case:
         return _offloaded(common, host, self.scratch * self.share, self.weight * self.parameters.largest)
 
     def stage3(self) -> EngineMemory:
-        """Weights are gathered where modules run and, up to `stage3_max_live_parameters`, kept for the backward pass."""
-        trained_share = self.share
-        whole = -(-self.parameters.total // self.ranks)
+        """Weights are gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`."""
         gathered = self.weight * (self.live + self.prefetch) if self.ranks > 1 else 0
         reduced = 2 * self.sent * self.bucket + self.weight * self.parameters.largest
-        at_once = min(trained_share, max(self.group, -(-self.parameters.largest // self.ranks)))
+        at_once = min(self.share, max(self.group, -(-self.parameters.largest // self.ranks)))
         common = EngineMemory(
-            weights=self.weight * whole,
-            gradients=self.accumulated * trained_share,
+            weights=self.weight * (-(-self.parameters.total // self.ranks) + self.whole),  # small ones stay whole
+            gradients=self.accumulated * self.share,
             growing=0,
-            optimizer=self.states * trained_share,
+            optimizer=self.states * self.share,
             working=gathered + self.sent * self.bucket_size + reduced,
             update=self.sent * self.bucket_size + 4 * at_once + self.scratch * at_once,
         )
         if not self.offloads:
             return common
-        host = (self.states + 4 + self.accumulated) * trained_share
+        host = (self.states + 4 + self.accumulated) * self.share
         return _offloaded(common, host, self.scratch * at_once, 0, gradients=0)
 
 

@@ -132,12 +132,7 @@ def count_towers(subject: Subject) -> Towers:
     source = open_source(config.model, subject.place)
     with torch.device("meta"):
         model = source.build(subject.tokenizer)
-    sizes = [(parameter.numel(), parameter.requires_grad) for parameter in model.parameters()]
-    parameters = Parameters(
-        total=sum(size for size, _ in sizes),
-        trained=sum(size for size, trained in sizes if trained),
-        largest=max(size for size, _ in sizes),
-    )
+    parameters = Parameters.of(model)
     dtype = torch.bfloat16 if is_bf16(load_engine_config(config, subject.world_size)) else torch.float32
     rows, pixels = config.micro_batch(subject.world_size), source.pixels.size
     return Towers(parameters, count_activations(model, rows, pixels, subject.tokenizer.context_length, dtype))
@@ -154,7 +149,9 @@ def account(subject: Subject, towers: Towers) -> MemoryAccount:
     engine = load_engine_config(config, world_size)
     on_device, on_host = _objective_state(subject)
     return MemoryAccount(
-        engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, subject.device, rows > micro),
+        engine=engine_memory(
+            engine, config.optimizer.name, towers.parameters, world_size, subject.device, rows > micro
+        ),
         activations=towers.activations,
         batch=rows * (3 * subject.source.pixels.size**2 + 8 * subject.tokenizer.context_length),
         features=_features(subject, engine),
