@@ -2,7 +2,8 @@
 
 The module runs on tensors that have shapes but no bytes (torch's FakeTensorMode), so that recomputation under
 activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch takes on a
-CPU. Attention is then flash attention, which keeps O(T) a head, as on a GPU. What a kernel takes for itself is not seen.
+CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. What a kernel takes for itself is not
+seen.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.pretrained.base import Place
 from neuclip_ds.models.source import ModelSource, open_source
 from neuclip_ds.models.tokenizer import Tokenize
-from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives import Contrastive, build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.state.sample_store import ON_DEVICE
 from neuclip_ds.training.activations import Activations, count_activations
@@ -221,7 +221,8 @@ def _similarities(subject: Subject) -> int:
     objective, batch = subject.config.objective, subject.config.data.batch_size
     rows = batch // subject.world_size
     kept = 4 * rows * (2 * batch - rows)
-    if kept > objective.similarity_budget_mb * 1e6 or "siglip" in find_method(objective.method).sections:
+    visits_twice = isinstance(find_method(objective.method), Contrastive)
+    if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
         kept = 0  # computed again, or needed once
     if subject.device == "cpu":
         return kept  # its blocks have a MB
