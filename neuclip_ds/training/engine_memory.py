@@ -153,13 +153,15 @@ class _Case:
         cast = (self.sent + self.weight) * self.bucket if self.sent != self.weight else 0
         working = element * self.bucket_size + cast + self.weight * self.parameters.largest
         copy = 0 if flat or self.offloads else self.accumulated * self.share
+        # of gradients that all ranks have, the step keeps the rank's own
+        others = self.accumulated * (self.parameters.trained - self.share) if keeps_all else 0
         common = EngineMemory(
             weights=self.weight * self.parameters.total,
             gradients=0 if keeps_all else self.accumulated * self.share,
             growing=self.accumulated * self.parameters.trained if keeps_all else 0,
             optimizer=self.states * self.share,
             working=working + (copy if self.accumulates else 0),
-            update=copy + (self.accumulated * self.share if keeps_all else 0) + self.scratch * self.share,
+            update=copy + self.scratch * self.share - others,
         )
         if not self.offloads:
             return common
