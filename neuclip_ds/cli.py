@@ -43,7 +43,7 @@ def _run(arguments: Sequence[str]) -> None:
     if invocation.dry_run:
         from neuclip_ds.training.plan import print_plan
 
-        print_plan(invocation.config, environment, invocation.hostfile)
+        print_plan(invocation.config, environment, invocation.hostfile, invocation.gpu_memory)
         return
     # torch and deepspeed take seconds to import: only once the config is known to be sound
     from neuclip_ds.training.trainer import train

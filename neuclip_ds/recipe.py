@@ -36,6 +36,8 @@ class _Invocation(Config):
     """Profile ten steps of the run, as --run.profile_steps=10 does."""
     hostfile: Path | None = None
     """With --dry-run: plan for the nodes of this hostfile instead of the ranks that run."""
+    gpu_memory: float | None = Field(None, gt=0, alias="gpu-memory")
+    """With --dry-run: GB of one GPU, for which the smallest ZeRO stage that fits is looked for."""
     local_rank: int = -1
     """Set by the launcher; ignored."""
 
@@ -47,6 +49,7 @@ class Invocation(NamedTuple):
     print_config: bool
     dry_run: bool
     hostfile: Path | None
+    gpu_memory: float | None
 
 
 def parse(argv: Sequence[str]) -> Invocation:
@@ -65,7 +68,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     if asked.profile:
         tree = merge(tree, {"run": {"profile_steps": _PROFILED_STEPS}})
     config = validate(merge(tree, given))
-    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile)
+    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
 
 
 def recipe_names() -> list[str]:

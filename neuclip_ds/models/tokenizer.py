@@ -27,7 +27,13 @@ _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption
 
 
 class Tokenize(Protocol):
-    """Captions to token ids, ready for a text tower; can be pickled."""
+    """Captions to token ids, ready for a text tower; can be pickled.
+
+    Attributes:
+        context_length: tokens T of a row.
+    """
+
+    context_length: int
 
     def __call__(self, captions: list[str]) -> Tensor:
         """(b, T) int64 ids, every row of the same length T."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.state.partition import Partition, RowTable
 
-_ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
+ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
 
 
 class SampleStore:
@@ -35,7 +35,7 @@ class SampleStore:
         fields: Mapping[str, float],
         communicator: Communicator,
         dtype: torch.dtype = torch.float32,
-        on_device: int = _ON_DEVICE,
+        on_device: int = ON_DEVICE,
     ) -> None:
         self.partition = Partition.of(n, communicator.rank, communicator.world_size)
         self.fields = tuple(fields)

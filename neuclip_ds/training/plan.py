@@ -18,12 +18,21 @@ from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.training.memory import Subject, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.training.recovery import recovery_budget
 from neuclip_ds.training.sources import CACHE, open_order, resolve
 
 
-def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | None) -> None:
+def print_plan(
+    config: Config, environment: RankEnvironment, hostfile: Path | None, gpu_memory: float | None = None
+) -> None:
     """Prints the plan on rank 0.
+
+    Args:
+        config: the run's.
+        environment: the ranks that run.
+        hostfile: plans for its nodes instead.
+        gpu_memory: GB of each rank's GPU, absent where it is not to be asked what fits.
 
     Raises:
         UserError: config, DeepSpeed JSON, hostfile or data cannot work.
@@ -40,8 +49,9 @@ def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | No
     problems: list[UserError] = []
     source, manifest = None, None
     try:
-        source = open_source(config.model, locate_model(config.model, weights=False))
-        lines += _model_lines(config, source, engine, world_size)
+        place = locate_model(config.model, weights=False)
+        source = open_source(config.model, place)
+        lines += _model_lines(config, source, engine)
     except UserError as error:
         problems.append(error)
         lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
@@ -51,7 +61,12 @@ def print_plan(config: Config, environment: RankEnvironment, hostfile: Path | No
         problems.append(error)
     lines += _data_lines(config, manifest)
     if source is not None:
-        lines += _objective_lines(config, source.embed_dim, engine, world_size, manifest)
+        lines += _traffic_lines(config, source.embed_dim, engine, world_size)
+        stand_in: Any = StandInTokenizer(config.model.text)
+        device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+        samples = manifest.n if manifest else 0
+        subject = Subject(config, source, source.tokenizer(lambda: stand_in), world_size, samples, device, place)
+        lines += _memory_lines(subject, gpu_memory)
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
@@ -80,26 +95,20 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return nodes
 
 
-def _model_lines(config: Config, source: ModelSource, engine: dict[str, Any], world_size: int) -> list[str]:
-    stand_in: Any = _Sizes(config.model.text)
+def _model_lines(config: Config, source: ModelSource, engine: dict[str, Any]) -> list[str]:
+    stand_in: Any = StandInTokenizer(config.model.text)
     tokenizer = source.tokenizer(lambda: stand_in)
     with torch.device("meta"):
         model = source.build(tokenizer)
     image, text = parameter_count(model.vision), parameter_count(model.text)
-    stage, width = zero_stage(engine), 2 if is_bf16(engine) else 4
-    share = [world_size if stage >= level else 1 for level in (3, 2, 1)]  # weights, gradients, optimizer
-    total = image + text
-    master = 12 if width == 2 else 8  # two float32 moments, and a float32 master beside bf16 weights
-    weights, gradients, optimizer = (total * b / k / 1e6 for b, k in zip((width, 4, master), share, strict=True))
+    checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
     return [
-        f"model      {source.name} {image:,} + text {text:,} = {total:,} parameters",
-        f"precision  {'bf16' if width == 2 else 'float32'}, ZeRO {stage} ({config.deepspeed})",
-        f"per rank   weights {weights:,.0f} MB, gradients {gradients:,.0f} MB, optimizer {optimizer:,.0f} MB "
-        "(computed; activations not counted)",
+        f"model      {source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
+        f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
 
 
-class _Sizes:
+class StandInTokenizer:
     """Stands for a tokenizer that is yet to be trained."""
 
     def __init__(self, text: TextConfig) -> None:
@@ -131,24 +140,26 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     return lines
 
 
-def _objective_lines(
-    config: Config, dim: int, engine: dict[str, Any], world_size: int, manifest: Manifest | None
-) -> list[str]:
-    objective = config.objective
-    batch, rank_batch = config.data.batch_size, config.data.batch_size // world_size
-    wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[objective.wire]
+def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size: int) -> list[str]:
+    rank_batch = config.data.batch_size // world_size
+    wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[config.objective.wire]
     features = (world_size - 1) * rank_batch * (2 * dim * wire + 8)
-    kept = rank_batch * (2 * batch - rank_batch) * 4
-    kept = min(kept, int(objective.similarity_budget_mb * 1e6))
-    lines = [
-        f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)",
-        f"objective  similarities {kept / 1e6:,.1f} MB per rank (computed)",
-    ]
-    sections = find_method(objective.method).sections
-    if "moving_average" in sections:
-        rows = "n unknown" if manifest is None else f"{8 * manifest.n / world_size / 1e6:,.2f} MB per rank (computed)"
-        lines.append(f"u          {rows}")
-    if "npn" in sections:
-        size = objective.npn.prototypes * dim * 4 * 6 / world_size / 1e6
-        lines.append(f"NPN        prototypes, AdaGrad state and queue {size:,.1f} MB per rank (computed)")
-    return lines
+    return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
+
+
+def _memory_lines(subject: Subject, gpu_memory: float | None) -> list[str]:
+    """The account, and the smallest ZeRO stage for GPUs of that size."""
+    towers = count_towers(subject)
+    found = account(subject, towers)
+    where = "GPU" if subject.device == "cuda" else "CPU"
+    unknown = "" if subject.samples else ", u not counted as n is unknown"
+    lines = [f"memory     of each rank's {where} in MB, computed{unknown}:", *found.lines()]
+    if gpu_memory is None:
+        return lines
+    gpus = f"{subject.world_size} x {gpu_memory:g} GB"
+    verdict = "fits" if found.fits(gpu_memory) else "does not fit"
+    lines.append(f"fit        {subject.config.deepspeed} {verdict} {gpus}: {found.peak / 1e9:,.1f} GB of each")
+    smallest = smallest_that_fits(subject, towers, gpu_memory)
+    if smallest is None:
+        return [*lines, f"smallest   nothing fits; {advice(subject, gpu_memory)}"]
+    return [*lines, f"smallest   {smallest[0]}, {smallest[1].peak / 1e9:,.1f} GB of each"]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -21,20 +21,11 @@ from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.training.plan import StandInTokenizer
 from neuclip_ds.training.step import TrainStep
 
 _BATCHES = 100  # of the data set that the indices are drawn from
 _LR = 1e-4
-
-
-class _Vocabulary(NamedTuple):
-    """Stands for a tokenizer."""
-
-    vocab_size: int
-    context_length: int
-    bos_id: int = 0
-    eos_id: int = 1
-    pad_id: int = 1
 
 
 def rehearse(
@@ -60,9 +51,8 @@ def rehearse(
         raise UserError("Random pairs have no pretrained tokenizer: leave model.pretrained empty and name the towers.")
     engine_config = load_engine_config(config, communicator.world_size)
     torch.manual_seed(config.run.seed)
-    text = config.model.text
-    vocabulary: Any = _Vocabulary(text.vocab_size, text.context_length)
-    model = build_dual_encoder(config.model, vocabulary)
+    stand_in: Any = StandInTokenizer(config.model.text)
+    model = build_dual_encoder(config.model, stand_in)
     facts = {
         "method": name,
         "zero_stage": zero_stage(engine_config),

@@ -9,16 +9,27 @@ from tars import write_pairs
 
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.recipe import parse, recipe_names
+from neuclip_ds.training import memory
+from neuclip_ds.training.activations import Activations
 from neuclip_ds.training.plan import print_plan, read_hostfile
 
 ONE = RankEnvironment(0, 0, 1)
 ROOT = Path(__file__).parents[2]
 
 
+def no_activations(model: DualEncoder, *_: object) -> Activations:
+    """Counting them takes seconds a model; tests/training/test_memory.py has it."""
+    return Activations(10**9, 10**9)
+
+
 @pytest.mark.parametrize("name", recipe_names())
-def test_every_recipe_on_eight_nodes(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_recipe_on_eight_nodes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan is printed even where the data are not at hand, which the error then says."""
+    monkeypatch.setattr(memory, "count_activations", no_activations)
     config = parse([name, f"--data.train={tmp_path}/nothing"]).config
     with pytest.raises(UserError, match=r"nothing|no local folder, and the hub did not give it") as caught:
         print_plan(config, ONE, ROOT / "hostfiles" / "8node")
@@ -30,6 +41,7 @@ def test_every_recipe_on_eight_nodes(name: str, tmp_path: Path, capsys: pytest.C
     else:
         assert "parameters" in said
         assert "of features received per rank and step" in said
+        assert "  peak, in the " in said
 
 
 def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,6 +66,23 @@ def test_steps_of_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     ):
         print_plan(parse([*options, *own]).config, ONE, None)
         assert f"recovery   {wanted}" in capsys.readouterr().out
+
+
+def test_what_fits_the_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    config = parse(["vith14_tuneclip", f"--data.train={tmp_path}/nothing"]).config
+    hostfile = ROOT / "hostfiles" / "1node8gpu"
+    for gigabytes, words in [(80, "zero1_bf16 fits 8 x 80 GB"), (10, "zero1_bf16 does not fit 8 x 10 GB")]:
+        with pytest.raises(UserError, match="nothing"):
+            print_plan(config, ONE, hostfile, gigabytes)
+        said = capsys.readouterr().out
+        assert words in said
+        assert f"smallest   zero{0 if gigabytes == 80 else 2}_bf16, " in said
+    with pytest.raises(UserError, match="nothing"):
+        print_plan(config, ONE, hostfile, 1)
+    assert "smallest   nothing fits; not even a micro-batch of 1" in capsys.readouterr().out
 
 
 def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

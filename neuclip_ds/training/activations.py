@@ -1,0 +1,94 @@
+"""What a forward and backward pass of the towers holds in memory, counted without memory and without a device.
+
+The module runs on tensors that have shapes but no bytes (torch's FakeTensorMode), so that recomputation under
+activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch takes on a
+CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. What a kernel takes for itself is not
+seen.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from neuclip_ds.models.dual_encoder import DualEncoder
+
+
+class Activations(NamedTuple):
+    """Bytes at the peak of one micro-batch, beyond weights and inputs."""
+
+    alone: int  # where the engine takes a gradient of weights away as soon as it is made
+    with_gradients: int  # where the gradients stay; they grow while activations go
+
+
+def count_activations(
+    model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
+) -> Activations:
+    """Runs forward and backward of one micro-batch.
+
+    Args:
+        model: on the meta device; of no use afterwards.
+        rows: of the micro-batch.
+        image_size: side of the square images, pixels.
+        context_length: tokens a row.
+        dtype: of the weights.
+    """
+    model = model.to(dtype).train()
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model = model.to_empty(device="cpu")
+        image = torch.empty(rows, 3, image_size, image_size, dtype=torch.uint8)
+        tokens = torch.empty(rows, context_length, dtype=torch.int64)
+        live = _LiveBytes()
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(live.take_gradient)
+        with live:
+            features = model(image, tokens)
+            torch.stack([part.sum() for part in features]).sum().backward()
+    return Activations(live.peak, live.peak_with_gradients)
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Counts the storages that operations make, until they are freed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = self.peak_with_gradients = 0
+        self._now = self._gradients = 0
+        self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
+
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Does as an engine that has its own place for gradients."""
+        assert parameter.grad is not None
+        self._gradients += parameter.grad.nbytes
+        parameter.grad = None
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        for leaf in tree_leaves((args, kwargs)):
+            if isinstance(leaf, Tensor):
+                self._known.add(leaf.untyped_storage())  # weights and inputs: from outside where they are new here
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._known:
+                self._count(leaf.untyped_storage())
+        return result
+
+    def _count(self, storage: torch.UntypedStorage) -> None:
+        self._known.add(storage)
+        size = storage.nbytes()
+        self._now += size
+        self.peak = max(self.peak, self._now)
+        self.peak_with_gradients = max(self.peak_with_gradients, self._now + self._gradients)
+        weakref.finalize(storage, self._free, size)
+
+    def _free(self, size: int) -> None:
+        self._now -= size
