@@ -188,8 +188,8 @@ class HingeConfig(Section):
 class MovingAverageConfig(Section):
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min; a sample's first visit always takes 1."""
-    gamma_min: float = Field(0.2, ge=0, le=1)
-    """Weight of the new estimate once the schedule has ended; at 0 the old one stays."""
+    gamma_min: float = Field(0.2, gt=0, le=1)
+    """Weight of the new estimate once the schedule has ended."""
     gamma_epochs: float = Field(18, ge=0)
     """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
     gamma_epoch_steps: int | None = Field(None, ge=1)

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 FOLDER = "recovery"
 _METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # of the stage's loss
-_KEPT_U = {"gamma": "constant", "gamma_min": 0.0}  # what large blocks gave, no batch replaces
+_END_OF_SCHEDULE = {"gamma": "constant"}  # large blocks have filled u, which gamma = 1 would throw away
 _TABLE = "samples"  # u
 _TAU = "temperature.tau"  # of methods whose temperature stands still
 
@@ -73,7 +73,7 @@ def recover(parts: Parts, context: Context, wire: torch.dtype, folder: Path, fac
     """
     recovery, cached = parts.config.recovery, parts.config.recovery.mode == "cached"
     method, average = _METHODS[recovery.loss], parts.config.objective.moving_average
-    chosen = {"method": method, "moving_average": average.model_copy(update=_KEPT_U if cached else {})}
+    chosen = {"method": method, "moving_average": average.model_copy(update=_END_OF_SCHEDULE if cached else {})}
     config = parts.config.model_copy(update={"objective": parts.config.objective.model_copy(update=chosen)})
     objective = build_objective(config, context, wire)
     own = {**facts, "method": method, "mode": recovery.mode}

@@ -29,8 +29,7 @@ def gamma_of(step: Step, config: MovingAverageConfig) -> float:
 def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     """log((1 - gamma) u + gamma g); log g where log u is -inf (not yet seen)."""
     log_keep = math.log1p(-gamma) if gamma < 1 else -math.inf
-    log_take = math.log(gamma) if gamma > 0 else -math.inf
-    updated = torch.logaddexp(log_u + log_keep, log_g + log_take)
+    updated = torch.logaddexp(log_u + log_keep, log_g + math.log(gamma))
     return torch.where(torch.isneginf(log_u), log_g, updated)
 
 
