@@ -86,14 +86,15 @@ def _plot(curves: Curves, folder: Path) -> str:
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes, (title, score) in zip(panels, _SCORES.items(), strict=True):
         for name in itertools.islice(VARIANTS, _PLOTTED):
-            points = list(zip(*curves[name], strict=True))  # by step, the seeds'
-            steps = [runs[0][0] for runs in points]
-            summaries = [summarize(score(point) for _, point in runs) for runs in points]
+            steps = [step for step, _ in curves[name][0]]
+            changes = [[score(point) - score(run[0][1]) for _, point in run] for run in curves[name]]
+            summaries = [summarize(of_step) for of_step in zip(*changes, strict=True)]
             means, deviations = ([getattr(s, part) for s in summaries] for part in ("mean", "deviation"))
             (line,) = axes.plot(steps, means, label=name)
             low, high = ([m + sign * d for m, d in zip(means, deviations, strict=True)] for sign in (-1, 1))
             axes.fill_between(steps, low, high, alpha=0.15, color=line.get_color())
-        axes.set(xlabel="step of fine-tuning", ylabel=f"{title}, held out")
+        axes.axhline(0, color="gray", linewidth=0.8)
+        axes.set(xlabel="step of fine-tuning", ylabel=f"{title}, held out, change from the start")
     panels[0].legend(fontsize=8)
     figure.savefig(folder / "tuneclip.png", dpi=120)
     plt.close(figure)
