@@ -92,6 +92,7 @@ class Run:
         torch.manual_seed(config.run.seed)  # the same weights on every rank
         model, logits = source.load(tokenizer)
         communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
+        parameters = parameter_count(model)  # before ZeRO 3 takes them apart
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
         self._wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
@@ -108,7 +109,7 @@ class Run:
             "tail": data.tail,
             "seed": config.run.seed,
             "method": config.objective.method,
-            "parameters": parameter_count(model),
+            "parameters": parameters,
             "optimizer": config.optimizer.name,
         }
         check_recovery(config, self._objective)
