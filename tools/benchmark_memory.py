@@ -65,10 +65,11 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.objectives.base import Context, Step
     from neuclip_ds.training.engine import start_engine
-    from neuclip_ds.training.engine_config import is_bf16, load_engine_config
+    from neuclip_ds.training.engine_config import load_engine_config
     from neuclip_ds.training.launch import connected
     from neuclip_ds.training.memory import Subject, account, count_towers
     from neuclip_ds.training.plan import StandInTokenizer
+    from neuclip_ds.training.precision import wire_dtype
     from neuclip_ds.training.step import TrainStep
 
     config = case.config()
@@ -86,8 +87,8 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
         before = _resident("VmRSS")
         engine_config = load_engine_config(config, case.ranks)
         engine = start_engine(source.build(tokenizer), config.optimizer, engine_config, communicator)
-        wire = torch.bfloat16 if is_bf16(engine_config) else torch.float32
-        objective = build_objective(config, Context(source.embed_dim, samples, communicator), wire)
+        context = Context(source.embed_dim, samples, communicator)
+        objective = build_objective(config, context, wire_dtype(config, engine_config))
         step = TrainStep(engine, objective, communicator, case.micro, seed=0)
         batch = _random_batch(rows, source.pixels.size, tokenizer.context_length, rank)
         _reset_peaks(device)

@@ -146,12 +146,13 @@ def export(run_folder: Path, model: Path) -> None:
 
 def differences_of_recoveries(plan: cold_start.Plan, seeds: int) -> list[dict[str, float]]:
     """Of the cached recovery from the full one, a row a seed."""
+    from neuclip_ds.training.checkpoint import complete_checkpoints
     from neuclip_ds.training.recovery_difference import recovery_difference
 
     found = []
     for seed in range(1, seeds + 1):
         pair = [
-            max((plan.runs / f"recover/{name}/seed{seed}/recovery/checkpoints").glob("step_*"))
+            max(complete_checkpoints(plan.runs / f"recover/{name}/seed{seed}/recovery/checkpoints"))
             for name in (cold_start.FULL, cold_start.CACHED)
         ]
         difference = recovery_difference(*pair)

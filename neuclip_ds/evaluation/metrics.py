@@ -21,8 +21,7 @@ def mean_recall(hits: Tensor, support: Tensor) -> float:
         hits: (C,) samples of each class that are recognised.
         support: (C,) samples of each class.
     """
-    occurs = support > 0
-    return float((hits[occurs] / support[occurs]).mean())
+    return float(_rates(hits, support).mean())
 
 
 def macro_f1(hits: Tensor, predicted: Tensor, support: Tensor) -> float:
@@ -46,8 +45,13 @@ def worst_group(hits: Tensor, counts: Tensor) -> float:
         hits: (G,) samples of each group that are recognised.
         counts: (G,) samples of each group.
     """
+    return float(_rates(hits, counts).min())
+
+
+def _rates(hits: Tensor, counts: Tensor) -> Tensor:
+    """Of those that occur."""
     occurs = counts > 0
-    return float((hits[occurs] / counts[occurs]).min())
+    return hits[occurs] / counts[occurs]
 
 
 def jaccard(truth: Tensor, prediction: Tensor) -> float:

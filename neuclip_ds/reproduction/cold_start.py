@@ -24,6 +24,7 @@ class Variant(NamedTuple):
     recovered: str | None = None  # whose statistics are taken over, of RECOVERIES
     options: Options = MappingProxyType({})
     searched: str | None = None  # variant whose learning rate it takes; None has its own search
+    warmup_epochs: int = 0
 
 
 FULL, CACHED, HINGED = "full", "cached", "full, hinged loss"
@@ -45,7 +46,7 @@ VARIANTS: dict[str, Variant] = {
     "TuneCLIP, cached recovery": Variant("tuneclip", CACHED, searched="TuneCLIP"),
     "TuneCLIP, recovery with the hinged loss": Variant("tuneclip", HINGED, searched="TuneCLIP"),
     "TuneCLIP, gamma begins anew": Variant("tuneclip", FULL, {"recovery.gamma": "anew"}, "TuneCLIP"),
-    "HGCL, warm-up of one epoch": Variant("tuneclip", None, {"optimizer.warmup_steps": "EPOCH"}, "TuneCLIP"),
+    "HGCL, warm-up of one epoch": Variant("tuneclip", searched="TuneCLIP", warmup_epochs=1),
 }
 
 
@@ -116,8 +117,8 @@ def _tuning(method: str, plan: Plan, seed: int) -> dict[str, Any]:
 
 
 def _fine_tuning(name: str, variant: Variant, plan: Plan, seed: int, split: str, lr: float) -> Job:
-    changes = {key: plan.epoch_steps if value == "EPOCH" else value for key, value in variant.options.items()}
-    options = {**_tuning(variant.method, plan, seed), **changes, "optimizer.lr": lr}
+    options = {**_tuning(variant.method, plan, seed), **variant.options, "optimizer.lr": lr}
+    options["optimizer.warmup_steps"] = variant.warmup_epochs * plan.epoch_steps
     if variant.recovered is not None:
         options["recovery.reuse"] = plan.runs / f"recover/{variant.recovered}/seed{seed}"
     options |= {"run.evaluate_start": True, "run.evaluate_every": max(1, plan.epoch_steps // 6)}

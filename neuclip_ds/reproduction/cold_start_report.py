@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -11,14 +10,14 @@ import matplotlib
 
 from neuclip_ds.reporting.page import Table, write_page
 from neuclip_ds.reproduction.cold_start import LEARNING_RATES, VARIANTS
-from neuclip_ds.reproduction.report import Summary, by_group, mean_recall, summarize
+from neuclip_ds.reproduction.report import Summary, by_group, mean_recall, save_figure, summarize
 from neuclip_ds.reproduction.runner import Curve
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Curves = Mapping[str, Sequence[Curve]]  # variant -> its seeds'
-_PLOTTED = 6  # variants in the figure: those with their own search
+_PLOTTED = [name for name, variant in VARIANTS.items() if variant.searched is None]
 _SCORES = {"mean recall %": mean_recall, "zero-shot top-1 %": lambda point: 100 * point.get("zero_shot_top1", 0.0)}
 
 
@@ -85,7 +84,7 @@ def _quality(curves: Curves) -> list[Table]:
 def _plot(curves: Curves, folder: Path) -> str:
     figure, panels = plt.subplots(1, 2, figsize=(10, 4), layout="constrained")
     for axes, (title, score) in zip(panels, _SCORES.items(), strict=True):
-        for name in itertools.islice(VARIANTS, _PLOTTED):
+        for name in _PLOTTED:
             steps = [step for step, _ in curves[name][0]]
             changes = [[score(point) - score(run[0][1]) for _, point in run] for run in curves[name]]
             summaries = [summarize(of_step) for of_step in zip(*changes, strict=True)]
@@ -96,6 +95,4 @@ def _plot(curves: Curves, folder: Path) -> str:
         axes.axhline(0, color="gray", linewidth=0.8)
         axes.set(xlabel="step of fine-tuning", ylabel=f"{title}, held out, change from the start")
     panels[0].legend(fontsize=8)
-    figure.savefig(folder / "tuneclip.png", dpi=120)
-    plt.close(figure)
-    return "tuneclip.png"
+    return save_figure(figure, folder, "tuneclip.png")

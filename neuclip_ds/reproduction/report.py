@@ -125,7 +125,7 @@ def _plot_quality(results: Results, folder: Path) -> str:
     figure, axes = plt.subplots(figsize=(7, 0.4 * len(names) + 1.2), layout="constrained")
     axes.barh(names, [summaries[n].mean for n in names], xerr=[summaries[n].deviation for n in names], color="#4c72b0")
     axes.set_xlabel("mean recall on held-out test pairs, % (mean and deviation over seeds)")
-    return _save(figure, folder, "quality.png")
+    return save_figure(figure, folder, "quality.png")
 
 
 def _plot_error(results: Results, folder: Path) -> str:
@@ -144,10 +144,11 @@ def _plot_error(results: Results, folder: Path) -> str:
         axes.set(xlabel=label, xscale="log", yscale="log")
     panels[0].set_ylabel("normaliser MSE (log)")
     panels[0].legend()
-    return _save(figure, folder, "normalizer_error.png")
+    return save_figure(figure, folder, "normalizer_error.png")
 
 
-def _save(figure: plt.Figure, folder: Path, name: str) -> str:
+def save_figure(figure: plt.Figure, folder: Path, name: str) -> str:
+    """Writes FOLDER/NAME; the name."""
     figure.savefig(folder / name, dpi=120)
     plt.close(figure)
     return name

@@ -59,6 +59,16 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:09d}"
 
 
+def is_complete(path: Path) -> bool:
+    """Whether a folder is a checkpoint."""
+    return (path / "meta.json").is_file()
+
+
+def complete_checkpoints(folder: Path) -> list[Path]:
+    """Of a run's folder `checkpoints`, the newest being the largest."""
+    return [path for path in folder.glob("step_*") if is_complete(path)]
+
+
 class Checkpoints:
     """The checkpoints of one run."""
 
@@ -69,7 +79,7 @@ class Checkpoints:
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint, the same on all ranks."""
-        return self._communicator.on_rank_zero(lambda: max(self._complete(), default=None))
+        return self._communicator.on_rank_zero(lambda: max(complete_checkpoints(self._folder), default=None))
 
     def save(self, step: int, engine: Any, objective: Objective, facts: Facts, data: Facts) -> Path:
         """Writes the state after `step` steps, on all ranks together, and drops the oldest beyond `keep`."""
@@ -130,9 +140,6 @@ class Checkpoints:
             load_rows(path, name, table)
         objective.load_replicated_state(load_file(path / "objective.safetensors"))
 
-    def _complete(self) -> list[Path]:
-        return [path for path in self._folder.glob("step_*") if (path / "meta.json").is_file()]
-
     def _publish(self, partial: Path, target: Path) -> None:
         if target.exists():  # the same step, saved by an earlier start of this run
             shutil.rmtree(target)
@@ -140,7 +147,7 @@ class Checkpoints:
         _sync_folder(self._folder)
         best = read_best(self._folder)
         kept = step_folder(self._folder, best.step) if best else None
-        for path in sorted(self._complete())[: -self._keep]:
+        for path in sorted(complete_checkpoints(self._folder))[: -self._keep]:
             if path != kept:
                 shutil.rmtree(path)
         log.info("checkpoint %s", target)

@@ -5,9 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
@@ -29,6 +26,7 @@ from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.training.encoding import encoder_of
 from neuclip_ds.training.sources import find_split, loader_options, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
@@ -68,10 +66,9 @@ class Evaluator:
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
             self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
-        self._tasks = load_tasks()
         self._on_disk = []
         if data.evaluation_sets is not None:
-            root = data.evaluation_sets
+            root, self._tasks = data.evaluation_sets, load_tasks()
             self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, data.evaluation_tasks))
 
     def check(self, objective: Objective) -> None:
@@ -88,7 +85,7 @@ class Evaluator:
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
         """Results by name, of the sets that there are, equal on all ranks."""
         results: dict[str, float] = {}
-        encode = self._encoder(engine)
+        encode = encoder_of(engine, self._communicator.device)
         communicator = self._communicator
         if self._val is not None:
             batches = self._every_sample(self._val)
@@ -105,7 +102,8 @@ class Evaluator:
                     self._config.data.workers,
                 )
             )
-        results.update(self._scores(encode))
+        if self._on_disk:
+            results.update(self._scores(encode))
         if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, objective))
         return results
@@ -149,13 +147,3 @@ class Evaluator:
         communicator = self._communicator
         options = loader_options(self._config.data, manifest, communicator)
         return {"rank": communicator.rank, "world_size": communicator.world_size, "options": options}
-
-    def _encoder(self, engine: Any) -> Encode:
-        device = self._communicator.device
-
-        def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-            engine.eval()
-            with torch.no_grad():
-                return engine(*(None if x is None else x.to(device) for x in (image, tokens)))
-
-        return encode

@@ -5,18 +5,15 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-import yaml
 from safetensors.torch import load_file
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import Logits
-from neuclip_ds.models.source import open_saved
-from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.recipe import validate
 from neuclip_ds.training.checkpoint import read_best, step_folder
 from neuclip_ds.training.fragments import EngineFiles
+from neuclip_ds.training.saved_model import find_checkpoint, open_run
 
 _LOADING = {
     "transformers": """```python
@@ -49,14 +46,10 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
         UserError: there is no checkpoint, or the format cannot express the model.
     """
     checkpoint = find_checkpoint(_best(path) if best else path)
-    run = checkpoint.parent.parent
-    config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
-    source, start = open_saved(config.model, run / "model")
-    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(run / "tokenizer", config.model.text.context_length))
-    package = source.package(
-        tokenizer, EngineFiles(checkpoint / "engine").weights(), _logits(checkpoint, config, start)
-    )
-    export(package, form, folder, _card(config, checkpoint, form))
+    run = open_run(checkpoint)
+    logits = _logits(checkpoint, run.config, run.start)
+    package = run.source.package(run.tokenizer, EngineFiles(checkpoint / "engine").weights(), logits)
+    export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 
 
@@ -65,21 +58,6 @@ def _best(run: Path) -> Path:
     if found is None:
         raise UserError(f"{run} keeps no best checkpoint; train with --run.best_metric=NAME, or leave --best away.")
     return step_folder(run / "checkpoints", found.step)
-
-
-def find_checkpoint(path: Path) -> Path:
-    """A run's newest checkpoint, or the checkpoint itself.
-
-    Raises:
-        UserError: it is neither.
-    """
-    found = path if (path / "meta.json").is_file() else max((path / "checkpoints").glob("step_*"), default=None)
-    if found is None or not (found / "meta.json").is_file():
-        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint; name a folder runs/NAME.")
-    found = found.resolve()
-    if not (found.parent.parent / "config.yaml").is_file():
-        raise UserError(f"{found} lies in no run: the config.yaml of its run must be two folders above it.")
-    return found
 
 
 def _logits(checkpoint: Path, config: Config, start: Logits) -> Logits:

@@ -25,6 +25,7 @@ from neuclip_ds.state.sample_store import ON_DEVICE
 from neuclip_ds.training.activations import Activations, count_activations
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config
 from neuclip_ds.training.engine_memory import EngineMemory, Parameters, engine_memory
+from neuclip_ds.training.precision import towers_dtype, wire_dtype
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
 _GPU_BLOCK = 8192  # columns that the objective works on at once
@@ -133,7 +134,7 @@ def count_towers(subject: Subject) -> Towers:
     with torch.device("meta"):
         model = source.build(subject.tokenizer)
     parameters = Parameters.of(model)
-    dtype = torch.bfloat16 if is_bf16(load_engine_config(config, subject.world_size)) else torch.float32
+    dtype = towers_dtype(load_engine_config(config, subject.world_size))
     rows, pixels = config.micro_batch(subject.world_size), source.pixels.size
     return Towers(parameters, count_activations(model, rows, pixels, subject.tokenizer.context_length, dtype))
 
@@ -211,7 +212,7 @@ def _changed(subject: Subject, options: Mapping[str, Any]) -> Subject:
 def _features(subject: Subject, engine: dict[str, Any]) -> int:
     """Own features and gradients of both towers in float32, gathered ones in float32 and as they travelled."""
     config, dim = subject.config, subject.source.embed_dim
-    wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[config.objective.wire]
+    wire = wire_dtype(config, engine).itemsize
     batch = config.data.batch_size
     return 2 * dim * (2 * 4 * (batch // subject.world_size) + (4 + wire) * batch)
 

@@ -19,6 +19,7 @@ from neuclip_ds.objectives import find_method
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.memory import Subject, account, advice, count_towers, smallest_that_fits
+from neuclip_ds.training.precision import wire_dtype
 from neuclip_ds.training.recovery import recovery_budget
 from neuclip_ds.training.sources import CACHE, open_order, resolve
 
@@ -142,7 +143,7 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
 
 def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size: int) -> list[str]:
     rank_batch = config.data.batch_size // world_size
-    wire = {"auto": 2 if is_bf16(engine) else 4, "bfloat16": 2, "float32": 4}[config.objective.wire]
+    wire = wire_dtype(config, engine).itemsize
     features = (world_size - 1) * rank_batch * (2 * dim * wire + 8)
     return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
 

@@ -22,7 +22,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.state.partition import load_rows
-from neuclip_ds.training.checkpoint import Facts, read_meta
+from neuclip_ds.training.checkpoint import Facts, complete_checkpoints, is_complete, read_meta
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.engine_state import load_moments
 from neuclip_ds.training.stage import Parts, Stage
@@ -164,8 +164,8 @@ def find_reused(path: Path, communicator: Communicator) -> Path:
     """
 
     def find() -> Path:
-        folders = [path, *(path / FOLDER / "checkpoints").glob("step_*"), *(path / "checkpoints").glob("step_*")]
-        found = [folder for folder in folders if (folder / "meta.json").is_file()]
+        own = [path] if is_complete(path) else []
+        found = [*own, *(x for at in (path / FOLDER, path) for x in complete_checkpoints(at / "checkpoints"))]
         if not found:
             raise UserError(
                 f"recovery.reuse={path} holds no recovered statistics; name a run whose recovery is complete."

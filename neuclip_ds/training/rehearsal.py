@@ -22,6 +22,7 @@ from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.plan import StandInTokenizer
+from neuclip_ds.training.precision import wire_dtype
 from neuclip_ds.training.step import TrainStep
 
 _BATCHES = 100  # of the data set that the indices are drawn from
@@ -62,10 +63,8 @@ def rehearse(
         "parameters": parameter_count(model),
     }
     engine = start_engine(model, config.optimizer, engine_config, communicator)
-    towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
-    wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
     samples = _BATCHES * config.data.batch_size
-    objective = build(config, Context(config.model.embed_dim, samples, communicator), wire)
+    objective = build(config, Context(config.model.embed_dim, samples, communicator), wire_dtype(config, engine_config))
     step = TrainStep(engine, objective, communicator, config.micro_batch(communicator.world_size), config.run.seed)
     after, steps = config.run.profile_after, config.run.profile_steps
     with Recorder(folder, communicator, steps, after, facts) as recorder:

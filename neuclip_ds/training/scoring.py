@@ -11,12 +11,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
 
 from neuclip_ds.data.transforms import eval_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
@@ -24,7 +22,7 @@ from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
-from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.training.encoding import encoder_of
 from neuclip_ds.training.launch import connected
 from neuclip_ds.training.saved_model import SavedModel, open_model
 
@@ -102,7 +100,7 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
 def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> Suite:
     model = saved.model.to(communicator.device, PRECISIONS[scoring.precision])
     encoder = BatchEncoder(
-        _encoder(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
+        encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
     )
     transform = eval_transform(saved.pixels.size, saved.pixels.squash)
     return Suite(encoder, transform, communicator, scoring.workers)
@@ -123,7 +121,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     """
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
-    encode = _encoder(saved.model.to(communicator.device), communicator.device)
+    encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
     transform = eval_transform(saved.pixels.size, saved.pixels.squash)
     shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
@@ -148,13 +146,3 @@ def _write_summary(folder: Path, results: Results, setting: str | None) -> str:
     (folder / "averages.json").write_text(tree + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
     return text
-
-
-def _encoder(model: DualEncoder, device: torch.device) -> Encode:
-    model.eval()
-
-    def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-        with torch.no_grad():
-            return model(*(None if x is None else x.to(device, non_blocking=True) for x in (image, tokens)))
-
-    return encode

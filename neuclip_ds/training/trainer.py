@@ -24,10 +24,11 @@ from neuclip_ds.objectives.base import Context
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import is_bf16, load_engine_config
+from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.environment_record import record_environment
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.launch import check_shared, connected
+from neuclip_ds.training.precision import wire_dtype
 from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.schedules import warmup_cosine
@@ -94,8 +95,7 @@ class Run:
         communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
         parameters = parameter_count(model)  # before ZeRO 3 takes them apart
         engine = start_engine(model, config.optimizer, engine_config, communicator)
-        towers = torch.bfloat16 if is_bf16(engine_config) else torch.float32
-        self._wire = {"auto": towers, "bfloat16": torch.bfloat16, "float32": torch.float32}[config.objective.wire]
+        self._wire = wire_dtype(config, engine_config)
         self._context = Context(
             source.embed_dim, manifest.n, communicator, temperature=logits.temperature, bias=logits.bias
         )
