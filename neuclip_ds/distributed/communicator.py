@@ -6,11 +6,12 @@ compared between methods whatever the backend does inside.
 
 from __future__ import annotations
 
+import functools
 import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -27,12 +28,38 @@ T = TypeVar("T")
 
 @dataclass
 class Traffic:
-    """What one purpose has cost this rank so far."""
+    """What one purpose has cost this rank so far; its seconds are those that computation does not hide."""
 
     calls: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0
     seconds: float = 0.0
+
+
+class Pending:
+    """A collective on its way, which computation may hide."""
+
+    def __init__(
+        self,
+        result: Tensor,
+        work: dist.Work | None = None,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        """
+        Args:
+            result: tensor that it fills.
+            work: torch's handle; None where the result is there already.
+            waiting: measures the time that `wait` takes.
+        """
+        self._result, self._work, self._waiting = result, work, waiting
+
+    def wait(self) -> Tensor:
+        """The result; on a GPU later kernels wait for it, not the host."""
+        if self._work is not None:
+            with self._waiting():
+                self._work.wait()
+            self._work = None
+        return self._result
 
 
 class Communicator:
@@ -56,32 +83,40 @@ class Communicator:
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """(b, ...) of every rank -> (K b, ...) in rank order; shapes must be equal on all ranks."""
+        return self.begin_all_gather(x, purpose).wait()
+
+    def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
+        """`all_gather` that goes on while this rank computes; ranks begin and wait in the same order."""
         if self.world_size == 1:
-            return x
+            return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        with self._counted("all_gather", x, purpose):
-            dist.all_gather_into_tensor(result, x.contiguous())
-        return result
+        launch = functools.partial(dist.all_gather_into_tensor, result, x.contiguous(), async_op=True)
+        return self._begin("all_gather", x, purpose, result, launch)
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Sum of x over ranks, the same bits on each; x itself is left as it is."""
+        return self.begin_all_reduce(x, purpose).wait()
+
+    def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
+        """`all_reduce` that goes on while this rank computes."""
         if self.world_size == 1:
-            return x
+            return Pending(x)
         result = x.clone(memory_format=torch.contiguous_format)
-        with self._counted("all_reduce", x, purpose):
-            dist.all_reduce(result)
-        return result
+        return self._begin("all_reduce", x, purpose, result, functools.partial(dist.all_reduce, result, async_op=True))
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
         """(K b, ...) of every rank -> (b, ...): this rank's rows of the sum over ranks."""
+        return self.begin_reduce_scatter(x, purpose).wait()
+
+    def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
+        """`reduce_scatter` that goes on while this rank computes."""
         if self.world_size == 1:
-            return x
+            return Pending(x)
         if x.shape[0] % self.world_size:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        with self._counted("reduce_scatter", x, purpose):
-            dist.reduce_scatter_tensor(result, x.contiguous())
-        return result
+        launch = functools.partial(dist.reduce_scatter_tensor, result, x.contiguous(), async_op=True)
+        return self._begin("reduce_scatter", x, purpose, result, launch)
 
     def barrier(self) -> None:
         if self.world_size > 1:
@@ -144,23 +179,31 @@ class Communicator:
         if dist.is_available() and dist.is_initialized():
             dist.destroy_process_group()
 
-    @contextmanager
-    def _counted(self, op: str, x: Tensor, purpose: str) -> Iterator[None]:
+    def _begin(
+        self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
+    ) -> Pending:
+        """Counts a collective and launches it."""
         share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
         traffic = self.traffic[purpose]
         traffic.calls += 1
         traffic.bytes_sent += share
         traffic.bytes_received += share
-        with purpose_range(purpose):
-            if self.device.type == "cuda":
-                start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-                start.record()
-                yield
-                end.record()
-                self._unsettled.append((purpose, start, end))
-                if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
-                    self.settle()
-            else:
-                began = time.perf_counter()
-                yield
-                traffic.seconds += time.perf_counter() - began
+        timed = functools.partial(self._timed, purpose)
+        with purpose_range(purpose), timed():
+            return Pending(result, launch(), timed)
+
+    @contextmanager
+    def _timed(self, purpose: str) -> Iterator[None]:
+        """Adds what this rank spends launching a collective or waiting for it: what computation hides costs nothing."""
+        if self.device.type == "cuda":
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            yield
+            end.record()
+            self._unsettled.append((purpose, start, end))
+            if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
+                self.settle()
+        else:
+            began = time.perf_counter()
+            yield
+            self.traffic[purpose].seconds += time.perf_counter() - began

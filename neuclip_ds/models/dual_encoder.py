@@ -5,6 +5,8 @@ It knows nothing of losses; the temperature is a float32 parameter of the object
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -26,18 +28,23 @@ class DualEncoder(nn.Module):
         self.vision = vision
         self.text = text
 
-    def forward(self, image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    def forward(
+        self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
         """Features of images and captions; None where the input is None.
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
             tokens: (b, T) int64 ids of a `CaptionTokenizer`.
+            text_ready: called with the text features before the image tower runs.
 
         Returns:
             (b, d) image and text features, float32 and of unit norm whatever the dtype of the weights.
         """
         # The text tower, which is the faster, goes first: the gather of its features can overlap the image tower.
         text_features = None if tokens is None else _to_sphere(self.text(tokens))
+        if text_ready is not None and text_features is not None:
+            text_ready(text_features)
         image_features = None if image is None else _to_sphere(self.vision(image))
         return image_features, text_features
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.state.partition import RowTable
 
 
@@ -57,8 +57,19 @@ class Stateful(Protocol):
     def row_tables(self) -> dict[str, RowTable]: ...
 
 
+class PerSample(Protocol):
+    """May hold state by sample index, which is read while the encoders still run."""
+
+    def expect(self, padded_index: Tensor) -> None:
+        """Begins to read what the next call needs; (K b,) indices of the batch, -1 for rows that do not count."""
+        ...
+
+
 class NoState:
     """Nothing to keep; a part that has some kinds of state overrides those."""
+
+    def expect(self, padded_index: Tensor) -> None:
+        """Without state of samples there is nothing to read."""
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {}
@@ -80,11 +91,12 @@ class Estimate(NamedTuple):
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
     value: Tensor  # (2, own): per-anchor loss, whose mean over anchors the method reports
     tau_term: Tensor  # (2, own): per-anchor part of d loss / d tau that is not the data term
-    metrics: dict[str, Tensor]
+    metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
     feature_grad: tuple[Tensor, Tensor] | None = None  # (own, d) image, (own, d) text; before the method's scale
+    own_metrics: Mapping[str, Tensor] = {}  # name -> (2, own): logged as their mean over all anchors
 
 
-class Normalizer(Stateful, Protocol):
+class Normalizer(Stateful, PerSample, Protocol):
     """An estimator of the anchors' normalisers, one a file in `objectives/normalizers/`."""
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
@@ -111,5 +123,10 @@ class Objective(Stateful, Protocol):
 
     Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
     """
+
+    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
+        """What takes features of these rows ((b,) int64, (b,) bool) as they come, for `Features.gather`; None where
+        the objective gathers by itself."""
+        ...
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients: ...

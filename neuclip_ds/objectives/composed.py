@@ -12,7 +12,7 @@ from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
 from neuclip_ds.objectives.contrastive import PairSimilarities
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
@@ -58,6 +58,13 @@ class ContrastiveObjective:
         self._communicator = context.communicator
         self._wire = wire
 
+    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather:
+        return FeatureGather(index, valid, self._communicator, self._wire, self._expect)
+
+    def _expect(self, padded_index: Tensor) -> None:
+        self._temperature.expect(padded_index)
+        self._normalizer.expect(padded_index)
+
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Gradient of the global loss with respect to this rank's features; updates normaliser and temperature.
@@ -65,7 +72,7 @@ class ContrastiveObjective:
         Raises:
             UserError: fewer than two rows of the batch count, so that no anchor has a negative.
         """
-        batch = GatheredFeatures(features, self._communicator, self._wire)
+        batch = GatheredFeatures(features, self._communicator, self._wire, self._expect)
         if batch.size < 2:
             raise UserError(
                 f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
@@ -92,18 +99,20 @@ class ContrastiveObjective:
                 own_mean_logit.sum(),
                 estimate.tau_term.sum(),
                 gradient.mean_logit.sum(),
+                *(values.sum() for values in estimate.own_metrics.values()),
                 image.square().sum() + text.square().sum(),
             ]
         )
-        total = self._communicator.all_reduce(sums, "scalars")
-        loss, batch_loss, mean_logit, tau_term, by_log = (total[:5] / batch.size).unbind()
+        *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
+        loss, batch_loss, mean_logit, tau_term, by_log, *means = (total / batch.size for total in totals)
         signal = TemperatureSignal(mean_logit, tau_term, by_log, own_mean_logit, estimate.tau_term)
         self._temperature.update(batch, signal, step)
         metrics = {
             "tau": tau.mean(),
             "batch_loss": batch_loss,
-            "feature_grad_norm": total[5].sqrt(),
+            "feature_grad_norm": square.sqrt(),
             **estimate.metrics,
+            **{name: mean / 2 for name, mean in zip(estimate.own_metrics, means, strict=True)},
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
@@ -120,7 +129,7 @@ class ContrastiveObjective:
         Returns:
             For this rank's valid rows (2, own) log of the estimated g, -inf where there is none, and (2, own) tau.
         """
-        batch = GatheredFeatures(features, self._communicator, features.image.dtype)
+        batch = GatheredFeatures(features, self._communicator, features.image.dtype, self._expect)
         tau = self._temperature.of(batch)
         own_tau = tau.expand(2, batch.size)[:, batch.own]
         if batch.size < 2:  # no anchor has a negative

@@ -2,12 +2,76 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.communicator import Communicator, Pending
+
+
+class FeatureGather:
+    """Collects the features of all ranks while the towers still run.
+
+    Rows come in pieces (micro-batches), images and texts on their own, in ascending order and alike on all ranks. A
+    piece travels while the towers compute the next.
+    """
+
+    def __init__(
+        self,
+        index: Tensor,
+        valid: Tensor,
+        communicator: Communicator,
+        wire: torch.dtype,
+        expect: Callable[[Tensor], None] | None = None,
+    ) -> None:
+        """
+        Args:
+            index: (b,) int64 global sample indices; b must be equal on all ranks.
+            valid: (b,) bool, which rows count.
+            communicator: the ranks.
+            wire: precision in which features travel. The rank's own rows are rounded to it as well, so that all ranks
+                see the same numbers and K ranks compute what one would.
+            expect: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
+        """
+        self._communicator, self._wire = communicator, wire
+        self._index = communicator.begin_all_gather(torch.where(valid, index, -1), "features")
+        self._expect = expect
+        self._texts: list[Pending] = []
+        self._images: list[Pending] = []
+
+    @property
+    def padded_index(self) -> Tensor:
+        """(K b,) indices, -1 for rows that do not count."""
+        return self._index.wait()
+
+    def add_text(self, rows: Tensor) -> None:
+        """Sends the next rows of this rank's (b, d) text features on their way."""
+        self._texts.append(self._begin(rows))
+
+    def add_image(self, rows: Tensor) -> None:
+        """Sends the next rows of this rank's (b, d) image features on their way."""
+        self._images.append(self._begin(rows))
+
+    def features(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """(K b, d) image and text features in rank order, once all are there."""
+        image, text = (self._joined(pieces).to(dtype) for pieces in (self._images, self._texts))
+        return image, text
+
+    def _begin(self, rows: Tensor) -> Pending:
+        pending = self._communicator.begin_all_gather(rows.detach().to(self._wire), "features")
+        if self._expect is not None:
+            self._expect(self.padded_index)
+            self._expect = None
+        return pending
+
+    def _joined(self, pieces: list[Pending]) -> Tensor:
+        arrived = [piece.wait() for piece in pieces]
+        if len(arrived) == 1:
+            return arrived[0]
+        ranks = self._communicator.world_size
+        return torch.cat([piece.unflatten(0, (ranks, -1)) for piece in arrived], dim=1).flatten(0, 1)
 
 
 @dataclass(frozen=True)
@@ -18,6 +82,7 @@ class Features:
     text: Tensor  # (b, d)
     index: Tensor  # (b,) int64
     valid: Tensor  # (b,) bool
+    gather: FeatureGather | None = None  # of these rows, where it was begun before all of them were there
 
 
 class GatheredFeatures:
@@ -30,20 +95,27 @@ class GatheredFeatures:
         padded_index: (K b,) indices with -1 for rows that do not count, as the sample store reads them.
     """
 
-    def __init__(self, features: Features, communicator: Communicator, wire: torch.dtype) -> None:
+    def __init__(
+        self,
+        features: Features,
+        communicator: Communicator,
+        wire: torch.dtype,
+        expect: Callable[[Tensor], None] | None = None,
+    ) -> None:
         """
         Args:
             features: this rank's rows; b must be equal on all ranks.
-            wire: precision in which features travel. The rank's own rows are rounded to it as well, so that all ranks
-                see the same numbers and K ranks compute what one would.
+            communicator, wire, expect: as for `FeatureGather`, where none has been begun.
         """
-        dtype = features.image.dtype
         self._communicator = communicator
         self._rows = features.index.shape[0]
-        marked = torch.where(features.valid, features.index, -1)
-        self.padded_index = communicator.all_gather(marked, "features")
-        image = communicator.all_gather(features.image.to(wire), "features").to(dtype)
-        text = communicator.all_gather(features.text.to(wire), "features").to(dtype)
+        gather = features.gather
+        if gather is None:
+            gather = FeatureGather(features.index, features.valid, communicator, wire, expect)
+            gather.add_text(features.text)
+            gather.add_image(features.image)
+        self.padded_index = gather.padded_index
+        image, text = gather.features(features.image.dtype)
         valid = self.padded_index >= 0
         start = communicator.rank * self._rows
         # one look at the host's side: whole batches, by far the usual case, then need no compaction
@@ -64,8 +136,7 @@ class GatheredFeatures:
     def gather(self, values: Tensor, purpose: str) -> Tensor:
         """(c, own) values of this rank's valid rows -> (c, B) of all ranks'."""
         padded = self.expand(values.T)
-        gathered = self._communicator.all_gather(padded, purpose)
-        return (gathered if self._valid is None else gathered[self._valid]).T.contiguous()
+        return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
     def sum_own(self, rows: Tensor, purpose: str) -> Tensor:
         """(B, ...) partial rows of every rank -> (own, ...): this rank's rows of their sum over ranks."""
@@ -74,6 +145,10 @@ class GatheredFeatures:
             padded[self._valid] = rows
             rows = padded
         return self.compact(self._communicator.reduce_scatter(rows, purpose))
+
+    def compact_all(self, rows: Tensor) -> Tensor:
+        """(K b, ...) rows of all ranks' batches -> (B, ...) the valid ones."""
+        return rows if self._valid is None else rows[self._valid]
 
     def compact(self, rows: Tensor) -> Tensor:
         """(b, ...) rows of this rank's batch -> (own, ...) the valid ones."""

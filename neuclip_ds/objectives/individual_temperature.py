@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
+from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -39,19 +40,23 @@ class IndividualTemperature(NoState):
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
         self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
-        self._rows: Tensor | None = None  # (own, fields) of the batch between `of` and `update`
+        self._reading: Pending | None = None
+
+    def expect(self, padded_index: Tensor) -> None:
+        self._reading = self._store.begin_read_all(padded_index, count=2)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        self._rows = batch.compact(self._store.read(batch.padded_index))
-        return batch.gather(self._rows[:, :2].T, "temperature")
+        assert self._reading is not None, "of follows expect"
+        return batch.compact_all(self._reading.wait()).T.contiguous()
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        assert self._rows is not None, "update follows of"
-        tau, moment, square, visits = self._rows.T.split((2, 2, 2, 1))
-        gradient = signal.own_tau_term + self.rho(step) - signal.own_mean_logit
+        """Adam's step of the owners, who have moments and visits: only the gradients travel."""
+        own_gradient = signal.own_tau_term + self.rho(step) - signal.own_mean_logit
+        gradient = batch.gather(own_gradient, "temperature")
+        tau, moment, square, visits = self._store.owned(batch.index).T.split((2, 2, 2, 1))
         (beta1, beta2), (correction1, correction2) = self._betas, self._corrections(visits + 1, step)
         if self._config.individual == "released_code":
             gradient = gradient.clamp(-_RELEASED_CLAMP, _RELEASED_CLAMP)
@@ -61,9 +66,7 @@ class IndividualTemperature(NoState):
         square = torch.lerp(gradient.square(), square, beta2)
         change = (moment / correction1) / ((square / correction2).sqrt() + self._eps)
         tau = (tau - self._lr(step) * change).clamp(self._config.minimum, self._config.maximum)
-        rows = batch.gather(torch.cat([tau, moment, square, visits + 1]), "temperature")
-        self._store.write(batch.index, rows.T)
-        self._rows = None
+        self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""

@@ -51,6 +51,9 @@ class OpenClipReference(NoState):
         self._local_loss = local_loss
         self._temperature = LearnableTemperature(config.objective.temperature, config.optimizer, context)
 
+    def begin(self, index: Tensor, valid: Tensor) -> None:
+        """The gather needs its gradient: features travel when all are there."""
+
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Gradient of the global loss; updates the temperature.
 

@@ -17,7 +17,7 @@ from torch.nn.functional import softplus
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
 
@@ -37,6 +37,9 @@ class SigmoidObjective(NoState):
                 "--objective.siglip.bias (SigLIP begins with -10)."
             )
         self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=bias)
+
+    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather:
+        return FeatureGather(index, valid, self._communicator, self._wire)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, NoState, Stateful, Step
+from neuclip_ds.objectives.base import Context, NoState, PerSample, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 
 _SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
@@ -35,7 +35,7 @@ class TemperatureSignal(NamedTuple):
     own_tau_term: Tensor  # (2, own)
 
 
-class Temperature(Stateful, Protocol):
+class Temperature(Stateful, PerSample, Protocol):
     """A rule for tau."""
 
     def of(self, batch: GatheredFeatures) -> Tensor:

@@ -1,8 +1,9 @@
 """Per-sample statistics by global index, partitioned over ranks.
 
-A read is one reduce-scatter of (B, f): each owner puts its rows into a zero buffer. A write costs no traffic,
-because the values have been gathered for the gradient already and every owner keeps its own. Shapes never depend on
-who owns what, so that nothing waits for the device.
+A read of a rank's own rows is one reduce-scatter of (B, f), a read of everyone's one all-reduce: each owner puts its
+rows into a zero buffer. A read can be begun while the encoders still run. A write costs no traffic, because what it
+stores is known to all ranks and every owner keeps its own. Shapes never depend on who owns what, so that nothing waits
+for the device.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.state.partition import Partition, RowTable
 
 ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
@@ -50,8 +51,8 @@ class SampleStore:
         for column, initial in enumerate(fields.values()):
             self._rows[:, column] = initial
 
-    def read(self, index: Tensor) -> Tensor:
-        """Fields of this rank's rows of the batch.
+    def begin_read(self, index: Tensor) -> Pending:
+        """Fields of this rank's rows of the batch, on their way.
 
         Args:
             index: (B,) int64, the global indices of all ranks in rank order, B a multiple of the world size; -1 is
@@ -60,9 +61,21 @@ class SampleStore:
         Returns:
             (B / K, f): the rank's rows; zeros for empty rows.
         """
+        return self._communicator.begin_reduce_scatter(self._contribution(index, len(self.fields)), "state")
+
+    def begin_read_all(self, index: Tensor, count: int) -> Pending:
+        """The first `count` fields of everyone's rows, on their way: (B, count), zeros for empty rows."""
+        return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
+
+    def owned(self, index: Tensor) -> Tensor:
+        """(B, f): the rows of the batch that this rank owns; what the others own holds numbers without a meaning."""
+        return self._rows.index_select(0, self._place(index)[0]).to(index.device)
+
+    def _contribution(self, index: Tensor, count: int) -> Tensor:
+        """(B, count): this rank's rows, zeros where it owns none."""
         rows, owned = self._place(index)
-        found = self._rows.index_select(0, rows).to(index.device, non_blocking=True)
-        return self._communicator.reduce_scatter(found.masked_fill(~owned[:, None], 0.0), "state")
+        found = self._rows[:, :count].index_select(0, rows).to(index.device, non_blocking=True)
+        return found.masked_fill(~owned[:, None], 0.0)
 
     def write(self, index: Tensor, values: Tensor) -> None:
         """Stores (B, f) values of all ranks' samples `index` (B,); rows of other owners and empty rows are skipped."""

@@ -101,8 +101,8 @@ def _fill_in_blocks(parts: Parts, objective: Objective, block: int) -> None:
         device = parts.communicator.device
         held.append((image, text, batch.index.to(device), batch.valid.to(device)))
         if len(held) == batches_a_block or number + 1 == steps:
-            joined = Features(*(torch.cat(column) for column in zip(*held, strict=True)))
-            objective(joined, Step(number, 0, 0.0, 0.0))
+            image, text, index, valid = (torch.cat(column) for column in zip(*held, strict=True))
+            objective(Features(image, text, index, valid), Step(number, 0, 0.0, 0.0))
             held.clear()
 
 

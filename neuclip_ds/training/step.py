@@ -24,7 +24,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
-from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.gather import FeatureGather, Features
 
 
 class TrainStep:
@@ -60,18 +60,19 @@ class TrainStep:
         image = batch.image.to(device, non_blocking=True)
         tokens = batch.tokens.to(device, non_blocking=True)
         index, valid = batch.index.to(device), batch.valid.to(device)
+        gather = self._objective.begin(index, valid)
         rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
         if len(rows) == 1:
             self._fix_dropout(step, 0)
-            features = self._forward(image, tokens)
+            features = self._forward(image, tokens, gather)
             gradients = self._feature_gradients(
-                Features(features[0].detach(), features[1].detach(), index, valid), step
+                Features(features[0].detach(), features[1].detach(), index, valid, gather), step
             )
             self._check_finite(gradients, batch, step)
             self._backward(features, gradients, rows[0], last=True)
         else:
             gradients = self._feature_gradients(
-                Features(*self._first_pass(image, tokens, rows, step), index, valid), step
+                Features(*self._first_pass(image, tokens, rows, step, gather), index, valid, gather), step
             )
             self._check_finite(gradients, batch, step)
             for number, part in enumerate(rows):
@@ -81,22 +82,28 @@ class TrainStep:
             self._engine.step()
         return gradients
 
-    def _forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+    def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
+        """(b, d) image and text features, of which `gather` hears as soon as they are there."""
         with phase_range("forward"):
-            features: tuple[Tensor, Tensor] = self._engine(image, tokens)
+            text_ready = gather.add_text if gather is not None else None
+            features: tuple[Tensor, Tensor] = self._engine(image, tokens, text_ready)
+            if gather is not None:
+                gather.add_image(features[0])
         return features
 
     def _feature_gradients(self, features: Features, step: Step) -> FeatureGradients:
         with phase_range("objective"):
             return self._objective(features, step)
 
-    def _first_pass(self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step) -> tuple[Tensor, Tensor]:
+    def _first_pass(
+        self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step, gather: FeatureGather | None
+    ) -> tuple[Tensor, Tensor]:
         """(b, d) image and text features of the whole batch, without a graph."""
         features = []
         with torch.no_grad(), kept_statistics(self._engine.module):
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
-                features.append(self._forward(image[part], tokens[part]))
+                features.append(self._forward(image[part], tokens[part], gather))
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -25,6 +26,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
         f"amorlip_{stage2}_{loss}": ("amorlip", {"amortized": {"stage2": stage2, "loss": loss, "width": 0.5}})
         for stage2, loss in (("ema", "l2_log"), ("combined", "kl"), ("ema", "js"))
     },
+    "amorlip_seldom": ("amorlip", {"amortized": {"online_every": 2, "target_every": 1, "width": 0.5}}),
     "neuclip_stop": ("neuclip", {"npn": NPN}),
     "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "updates": 2}}),
     "neuclip_full": ("neuclip", {"npn": {**NPN, "alpha_grad": "full"}}),
@@ -55,7 +57,15 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
         steps = []
         for number in range(STEPS):
             rows = [part[mine] for part in global_batch(number)]
-            found = built(batch(*rows), step(number, epoch=number // 2))
+            features = batch(*rows)
+            if number % 2:  # as they come from the towers, in pieces of their own
+                gather = built.begin(features.index, features.valid)
+                for piece in features.text.split(share // 2):
+                    gather.add_text(piece)
+                for piece in features.image.split(share // 3):
+                    gather.add_image(piece)
+                features = dataclasses.replace(features, gather=gather)
+            found = built(features, step(number, epoch=number // 2))
             steps.append((found.image, found.text, found.loss, float(found.metrics["tau"])))
         tables = {f"{table}.{key}": t for table, rows in built.row_tables().items() for key, t in rows.tensors.items()}
         state = built.replicated_state()
@@ -96,3 +106,5 @@ def test_traffic_is_counted() -> None:
         others = sum(counted.bytes_received for purpose, counted in traffic.items() if purpose != "features")
         if name != "neuclip_full":  # which sums m prototypes' pull on each anchor over ranks: (B, d)
             assert others <= STEPS * ROWS * item * 2 * (NPN["updates"] + 4)
+    calls = {name: ranks[0][name]["traffic"]["normalizer"].calls for name in ("amorlip_ema_l2_log", "amorlip_seldom")}
+    assert calls == {"amorlip_ema_l2_log": STEPS, "amorlip_seldom": 3}, "with T_online = 2: the first of each epoch"

@@ -17,12 +17,12 @@ FIELDS = {"log_u_image": -math.inf, "log_u_text": -math.inf}
 def visit(communicator: Communicator) -> dict[str, Any]:
     store = SampleStore(10, FIELDS, communicator)
     index = torch.tensor([7, 0, -1, 9])  # -1: an empty row
-    before = store.read(index)
+    before = store.begin_read(index).wait()
     values = torch.arange(8.0).reshape(4, 2)
     store.write(index, values)
     return {
         "before": before,
-        "after": store.read(index.flip(0)),
+        "after": store.begin_read(index.flip(0)).wait(),
         "rows": store.rows(),
         "bytes": communicator.traffic["state"].bytes_received,
     }

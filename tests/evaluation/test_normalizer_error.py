@@ -11,6 +11,7 @@ import torch
 from build import objective, pairs, step
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.objectives.gather import Features
@@ -59,6 +60,15 @@ class Counted:
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
         return self.all_reduce(x, purpose).chunk(self.world_size)[self.rank]
+
+    def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(self.all_gather(x, purpose))
+
+    def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(self.all_reduce(x, purpose))
+
+    def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(self.reduce_scatter(x, purpose))
 
 
 def hand_over(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:

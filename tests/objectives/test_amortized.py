@@ -139,10 +139,12 @@ def test_nothing_is_read_from_the_device(rows: int) -> None:
     method = amorlip(updates=3, loss="kl")
     features = batch(*pairs(rows, DIM))
     whole, estimates = Reads(), []
-    estimate = method._normalizer.__call__
+    estimate, reads_ahead = method._normalizer.__call__, method._normalizer.expect
     reads = Reads()
 
     class Watched:
+        expect = reads_ahead
+
         def __call__(self, *arguments: Any) -> Any:
             with reads:
                 estimates.append(estimate(*arguments))

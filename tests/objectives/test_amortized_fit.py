@@ -57,7 +57,7 @@ def test_target_by_hand() -> None:
     )
     seen = method._normalizer
     log_g = torch.tensor([[0.0 - 1.0, 0.6 - 0.8], [0.6 - 1.0, 0.0 - 0.8]], dtype=torch.float64)
-    found = seen._log_total(log_g, torch.tensor([1.0, 0.8], dtype=torch.float64)).exp()
+    found = seen._log_total(log_g, torch.tensor([1.0, 0.8], dtype=torch.float64), size=2).exp()
     e = math.exp
     wanted = [[e(0) + 0.25 * e(1), e(0.6) + 0.25 * e(0.8)], [e(0.6) + 0.25 * e(1), e(0) + 0.25 * e(0.8)]]
     torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))

@@ -45,6 +45,8 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
     normalizer: Any = method._normalizer
 
     class Recorded:
+        expect = normalizer.expect
+
         def __call__(self, *arguments: Any) -> Estimate:
             seen.append(normalizer(*arguments))
             return seen[-1]
@@ -53,7 +55,9 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
     for number in range(3):
         image, text = (x.requires_grad_() for x in pairs(size, 6, seed=number))
         features = batch(image.detach(), text.detach())
-        taus = method._temperature.of(GatheredFeatures(features, Communicator(), torch.float64))
+        taus = method._temperature.of(
+            GatheredFeatures(features, Communicator(), torch.float64, method._temperature.expect)
+        )
         found = method(features, step(number, epoch=number))
         is_hinge = isinstance(method._pair_loss, Hinge)
         hinge = (method._pair_loss.margin, method._pair_loss.power) if is_hinge else None

@@ -38,11 +38,11 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
     "fastclip_v2": {
         "features": FEATURES,
         "normalizer": 2 * VALUE,
-        "state": (2 + 7) * VALUE,
-        "temperature": 9 * VALUE,
+        "state": 2 * VALUE + ALL_REDUCE * 2 * RANKS * ROWS * FLOAT,
+        "temperature": 2 * VALUE,
         "scalars": ALL_REDUCE * 6 * FLOAT,
     },
-    "amorlip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 6 * FLOAT},
+    "amorlip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 9 * FLOAT},
     "neuclip": {
         "features": FEATURES,
         "normalizer": 2 * VALUE + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE,

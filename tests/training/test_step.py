@@ -17,6 +17,7 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.gather import Features
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.optimizers import build_optimizer
@@ -77,9 +78,8 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
     for number in range(STEPS):
         batch = data(number)
         features = model(batch.image, batch.tokens)
-        detached = SimpleNamespace(image=features[0].detach(), text=features[1].detach())
-        detached.index, detached.valid = batch.index, batch.valid
-        found = objective(detached, place(number))  # type: ignore[arg-type]
+        detached = Features(features[0].detach(), features[1].detach(), batch.index, batch.valid)
+        found = objective(detached, place(number))
         optimizer.zero_grad()
         torch.autograd.backward(features, (found.image, found.text))
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
@@ -137,6 +137,9 @@ class _Explodes:
     """An objective whose gradient is not finite."""
 
     tau = 0.07
+
+    def begin(self, index: torch.Tensor, valid: torch.Tensor) -> None:
+        pass
 
     def __call__(self, features: Any, step: Step) -> FeatureGradients:
         bad = torch.full_like(features.image, torch.inf)

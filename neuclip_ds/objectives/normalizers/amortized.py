@@ -95,49 +95,54 @@ class AmortizedNormalizer(NoState):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
         features, positive = self._inputs(batch, tau)
-        log_total = self._log_total(batch.gather(log_g, "normalizer"), positive)
         starts = step.epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
-        log_target = self._log_target(log_total, features, step.epoch)
+        fits = starts or self._steps % self._config.online_every == 0
+        # only a fit and the released code's stage II ask for log C and log Z of the other ranks' anchors
+        everyone = fits or self._config.stage2 == "combined"
+        rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.own, log_g)
+        log_total = self._log_total(log_g, positive[rows], batch.size)
+        log_target = self._log_target(log_total, features[:, rows], step.epoch)
         if starts:
             self._draw(step.epoch, features, log_target)
-        if self._steps % self._config.online_every == 0:
+        if fits:
             self._fit(features, log_target, log_total)
         if self._steps % self._config.target_every == 0:
             self._target.lerp_(self._online.detach(), 1 - self._config.ema)
         self._steps += 1
         predicted = self._mlp(self._target, features)
-        log_lambda = self._log_lambda(predicted, log_target)
-        return self._estimate(batch, positive, tau, log_total, log_lambda, (predicted - log_target).square().mean())
+        if everyone:
+            log_total, own_target = log_total[:, batch.own], log_target[:, batch.own]
+        else:
+            own_target = log_target
+        error = (predicted[:, batch.own] - own_target).square()
+        log_lambda = predicted if self._config.stage2 == "ema" else log_target
+        return self._estimate(batch, positive, tau, log_total, log_lambda, error)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) beside g_i."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
-        log_total = self._log_total(batch.gather(log_g, "normalizer"), positive)
-        log_target = self._log_target(log_total, features, self._epoch)
-        log_lambda = self._log_lambda(self._mlp(self._target, features), log_target)
-        return (log_lambda - positive)[:, batch.own]
+        features, positive = features[:, batch.own], positive[batch.own]
+        if self._config.stage2 == "ema":
+            return self._mlp(self._target, features) - positive
+        return self._log_target(self._log_total(log_g, positive, batch.size), features, self._epoch) - positive
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
         """(2, B, d) features and (B,) L s_ii."""
         positive = torch.einsum("id,id->i", batch.image, batch.text)
         return torch.stack([batch.image, batch.text]), positive / tau
 
-    def _log_lambda(self, predicted: Tensor, log_target: Tensor) -> Tensor:
-        """(2, B) the normaliser of stage II."""
-        return predicted if self._config.stage2 == "ema" else log_target
-
-    def _log_total(self, log_g: Tensor, positive: Tensor) -> Tensor:
-        """(2, B) log C."""
-        own_pair = positive + self._log_positive_weight - math.log(len(positive) - 1)
+    def _log_total(self, log_g: Tensor, positive: Tensor, size: int) -> Tensor:
+        """(2, rows) log C of some of the batch's `size` anchors."""
+        own_pair = positive + self._log_positive_weight - math.log(size - 1)
         negatives = log_g + positive
         return torch.logaddexp(negatives, own_pair.expand_as(negatives))
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
-        """(2, B) log Z."""
+        """(2, rows) log Z."""
         weight = previous_weight(epoch, self._config)
         if self._previous is None or not weight:
             return log_total
@@ -180,18 +185,22 @@ class AmortizedNormalizer(NoState):
         batch: GatheredFeatures,
         positive: Tensor,
         tau: Tensor,
-        log_total: Tensor,
+        own_total: Tensor,
         log_lambda: Tensor,
-        error: Tensor,
+        own_error: Tensor,
     ) -> Estimate:
-        ratio = (log_total - log_lambda).exp()  # C/lambda
-        metrics = {"amortization_ratio": ratio.mean(), "amortization_error": error, "log_lambda": log_lambda.mean()}
-        own_positive, own_ratio = positive[batch.own], ratio[:, batch.own]
+        own_positive, own_log_lambda = positive[batch.own], log_lambda[:, batch.own]
+        own_ratio = (own_total - own_log_lambda).exp()  # C/lambda
+        own_metrics = {
+            "amortization_ratio": own_ratio,
+            "amortization_error": own_error,
+            "log_lambda": own_log_lambda,
+        }
         along_partner = (own_ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
         feature_grad = (along_partner * batch.text[batch.own], along_partner * batch.image[batch.own])
         # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
         tau_term = own_positive * (1 - own_ratio)
-        return Estimate(positive - log_lambda, own_ratio - own_positive, tau_term, metrics, feature_grad)
+        return Estimate(positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, own_metrics)
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {"epoch": torch.tensor(self._epoch), "steps": torch.tensor(self._steps)}

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import MovingAverageConfig, ObjectiveConfig
+from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.state.partition import RowTable
@@ -41,6 +42,10 @@ class MovingAverageNormalizer(NoState):
         self._log_eps = math.log(config.eps)
         fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
         self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
+        self._reading: Pending | None = None
+
+    def expect(self, padded_index: Tensor) -> None:
+        self._reading = self._store.begin_read(padded_index)
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
         gamma = gamma_of(step, self._config)
@@ -58,7 +63,8 @@ class MovingAverageNormalizer(NoState):
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
         """(2, own) log u of this rank's anchors."""
-        return batch.compact(self._store.read(batch.padded_index)).T
+        assert self._reading is not None, "a call follows expect"
+        return batch.compact(self._reading.wait()).T
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, Step
+from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
@@ -44,7 +44,7 @@ class _Prediction(NamedTuple):
     sides: tuple[_Side, _Side]
 
 
-class NpnNormalizer:
+class NpnNormalizer(NoState):
     """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
 
     Until the queue has seen m samples there is nothing to draw prototypes from, and the batch's own eps + g_i is
