@@ -1,0 +1,46 @@
+"""A rank of many that do not run: what it would send is written down, and nothing travels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator, Pending
+
+
+class Call(NamedTuple):
+    """Equal collectives of a step."""
+
+    purpose: str
+    op: str  # as in `ring_bytes`
+    size: int  # bytes that a rank puts in
+    times: float = 1.0  # a step, on average
+
+
+class SimulatedRank(Communicator):
+    """Rank 0 of `world_size` ranks, the others of which hold the same numbers.
+
+    Attributes:
+        calls: the collectives so far, in their order.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size = 0, world_size
+        self.calls: list[Call] = []
+
+    def _begin(
+        self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
+    ) -> Pending:
+        self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
+        if op == "all_gather":
+            result.copy_(torch.cat([x] * self.world_size))
+        elif op == "all_reduce":
+            result.mul_(self.world_size)
+        else:
+            result.copy_(x[: len(result)] * self.world_size)
+        return Pending(result)
