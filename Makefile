@@ -1,11 +1,12 @@
 # make demo   trains NeuCLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
+# make docs   docs/ as pages in build/site
 # make peers  what tools/benchmark_data.py compares with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check peers clean
+.PHONY: demo test test-all check docs peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -20,6 +21,9 @@ check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+docs: $(VENV)/.installed-dev
+	$(BIN)/mkdocs build
 
 $(VENV)/.installed: requirements.txt pyproject.toml
 	$(PYTHON) -m venv $(VENV)

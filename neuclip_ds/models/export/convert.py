@@ -273,9 +273,10 @@ def timm_to_clip(package: Package) -> Package:
     """
     tree = package.config
     if tree["clip_vision"] is None:
+        other = "" if _not_by_name(tree["vision"], tree) else ", or export with --format=open_clip"
         raise UserError(
             f"transformers' CLIPModel cannot express the image model {tree['vision']['name']!r} of timm; train one of "
-            "timm's vit_*_clip_* models, or export with --format=open_clip."
+            f"timm's vit_*_clip_* models, which may have options{other}."
         )
     if tree["text"]["eos_token_id"] == 2:  # transformers would read the feature at the largest id
         raise UserError("transformers reads the text feature elsewhere where a tokenizer's EOS is 2; use another one.")
@@ -307,7 +308,7 @@ def timm_to_open_clip(package: Package) -> Package:
     if problem:
         raise UserError(
             f"open_clip's config cannot express {problem} of the image model {vision['name']!r}; train one of timm's "
-            "models as it is, or one of its vit_*_clip_* models."
+            "models as it is, or one of its vit_*_clip_* models, which may have options."
         )
     text = KINDS["clip"].config(text_config=tree["text"]).text_config.to_dict()
     named = {**package.weights, **renamed(package.weights, _TEXT_TOWER)}

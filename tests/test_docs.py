@@ -1,0 +1,215 @@
+"""What README.md and docs/ name exists: files, recipes, options, commands, messages; every tool has an example."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from braceexpand import braceexpand
+from markdown_it import MarkdownIt
+
+from neuclip_ds.config import Config
+from neuclip_ds.recipe import _Invocation, option_names, parse, recipe_names
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+TOOLS = sorted((ROOT / "tools").glob("*.py"))
+TRAIN_OPTIONS = {f"--{name}" for name in option_names(_Invocation)} | {"--help"}
+OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
+# options of the programs that docs name beside ours
+FOREIGN_OPTIONS = {
+    *("--num_gpus", "--num_accelerators", "--include", "--no_ssh", "--no_ssh_check", "--ssh_port", "--node_rank"),
+    *("--master_addr", "--master_port", "--launcher", "--launcher_args"),  # deepspeed
+    *("--nnodes", "--nproc_per_node", "--max-restarts"),  # torchrun
+    *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"),
+    *("--signal", "--requeue"),  # SLURM
+    *("--mca", "--prtemca", "--map-by", "--bind-to"),  # Open MPI
+    *("--url_list", "--input_format", "--url_col", "--caption_col", "--output_format", "--output_folder"),
+    *("--image_size", "--resize_mode", "--resize_only_if_bigger"),  # img2dataset
+    *("--local-loss", "--gather-with-grad", "--accum-freq", "--coca-caption-loss-weight", "--horovod"),  # OpenCLIP
+    *("--grad-accumulation-steps", "--zero-stage", "--enable-kd"),  # EVA-CLIP
+    *("--no-deps", "--local-dir", "--repo-type", "--shm-size", "--pid"),  # pip, hf, docker, py-spy
+}
+PLACEHOLDERS = {"--dotted.name", "--options"}
+SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # commands with these are no whole ones
+# what a page tells the reader to write, a pattern, a file of OpenCLIP
+NO_FILES = {
+    *("hostfiles/mine", "neuclip_ds/objectives/normalizers/geometric.py"),
+    *("ds_configs/zeroN_bf16.json", "docs/openclip_results.csv"),
+}
+FOREIGN_MESSAGES = (
+    "Setting accelerator to CPU. If you have GPU",  # DeepSpeed
+    "host=localhost was not reachable via ssh",
+    "torch.OutOfMemoryError: CUDA out of memory",
+    "CUDA out of memory",
+    "Install s3fs to access S3",
+)
+
+
+def code_of(page: Path) -> list[str]:
+    """The page's code: blocks by lines, continued ones joined, and inline spans."""
+    found = []
+    for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+        if token.type in ("fence", "code_block"):
+            found += token.content.replace("\\\n", " ").splitlines()
+        found += [child.content for child in token.children or [] if child.type == "code_inline"]
+    return found
+
+
+CODE = [(page.name, text) for page in PAGES for text in code_of(page)]
+COMMANDS = [(name, text) for name, text in CODE if re.search(r"(?:^|[\s/])(?:train|tools/\w+)\.py\s", text)]
+
+
+def options_of(tool: Path) -> set[str]:
+    """What its parser takes, read from the source, as importing some tools takes seconds."""
+    calls = (node for node in ast.walk(ast.parse(tool.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    added = (call.args[0] for call in calls if getattr(call.func, "attr", "") == "add_argument")
+    return {str(name.value) for name in added if isinstance(name, ast.Constant)} | {"--help"}
+
+
+OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {"train.py": TRAIN_OPTIONS}
+OPTIONS["profile_communication.py"] |= TRAIN_OPTIONS  # it hands them on
+
+
+def named_options(text: str) -> Iterator[str]:
+    yield from re.findall(r"(?<![\w-])--[a-zA-Z][\w.-]*\w", text)
+
+
+def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    commands = pytest.importorskip("mkdocs.commands.build")
+    config = pytest.importorskip("mkdocs.config").load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
+    commands.build(config)
+    assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
+    assert (tmp_path / "site" / "index.html").is_file()
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / "README.md").read_text(encoding="utf-8"))
+    children = [child for token in tokens for child in token.children or []]
+    links = {str(child.attrs.get("href") or child.attrs.get("src") or "") for child in children} - {""}
+    local = {link for link in links if not link.startswith("https://")}
+    assert {link for link in local if not (ROOT / link).exists()} == set()
+    assert {f"docs/{page.name}" for page in PAGES[1:] if page.name != "index.md"} <= local
+
+
+def test_files_that_are_named_exist() -> None:
+    names = {
+        (page, path.rstrip("/.,"))
+        for page, text in CODE
+        for path in re.findall(rf"(?<![\w./:{{-]){OUR_FOLDERS}[\w./*{{}},-]*", text)
+    }
+    inside = {
+        (page, f"neuclip_ds/{path}")
+        for page, text in CODE
+        for path in re.findall(r"^(?:data|models|objectives|state|distributed|evaluation|training)/[\w/]+\.py$", text)
+    }
+    assert len(names) > 50
+    missing = {(page, name) for page, name in names | inside for path in braceexpand(name) if not any(ROOT.glob(path))}
+    assert {(page, name) for page, name in missing if name not in NO_FILES} == set()
+
+
+def test_recipes_that_are_named_exist() -> None:
+    data = "|".join(sorted({name.split("_")[0] for name in recipe_names()}))
+    names = {
+        (page, text)
+        for page, text in CODE
+        if re.fullmatch(rf"(?:{data})_[\w*]+", text) and not text.startswith("demo_")
+    }
+    assert len(names) > 10
+    known = recipe_names()
+    unknown = {
+        (page, name)
+        for page, name in names
+        if not any(re.fullmatch(name.replace("*", r"\w+"), recipe) for recipe in known)
+    }
+    assert unknown == set()
+
+
+def test_options_that_are_named_exist() -> None:
+    explained = "--data.batchsize"  # as a typo
+    everywhere = PLACEHOLDERS.union(FOREIGN_OPTIONS, {explained}, *OPTIONS.values())
+    named = {(page, option) for page, text in CODE for option in named_options(text)}
+    assert len(named) > 100
+    assert {(page, option) for page, option in named if option not in everywhere} == set()
+
+
+def test_dotted_names_are_options() -> None:
+    sections, known = "|".join(Config.model_fields), set(option_names(Config))
+    names = {
+        (page, text.split("=")[0]) for page, text in CODE if re.match(rf"(?:{sections})\.[a-z][\w.]*(?:=|$)", text)
+    }
+    files = re.compile(r".*\.(?:py|json|yaml|safetensors|txt|html)|deepspeed\.launcher\..*")
+    assert len(names) > 50
+    assert {(page, name) for page, name in names if name not in known and not files.fullmatch(name)} == set()
+
+
+@pytest.mark.parametrize(
+    ("page", "command"), COMMANDS, ids=[f"{page}:{index}" for index, (page, _) in enumerate(COMMANDS)]
+)
+def test_commands_are_those_that_the_programs_take(page: str, command: str) -> None:
+    program, rest = re.findall(r"(?:^|[\s/])((?:train|tools/\w+)\.py)\s(.*)", command)[0]
+    given = shlex.split(rest, comments=True)
+    names = {argument.split("=")[0] for argument in given if argument.startswith("--")}
+    assert names <= OPTIONS[Path(program).name] | PLACEHOLDERS, page
+    if program == "train.py" and given and not SKETCHES & set(given):
+        assert parse(given).config.run.name, page
+
+
+def test_make_targets_and_extras_that_are_named_exist() -> None:
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
+    extras = set(re.findall(r"^(\w+) = \[\"", (ROOT / "pyproject.toml").read_text(encoding="utf-8"), re.MULTILINE))
+    named = {name for _, text in CODE for name in re.findall(r"(?:^|&& )make ([\w-]+)", text)}
+    wanted = {
+        name
+        for _, text in CODE
+        for names in re.findall(r"(?:neuclip_ds|'\.)\[([\w,]+)\]", text)
+        for name in names.split(",")
+    }
+    assert named and named <= targets
+    assert wanted and wanted <= extras
+
+
+def messages() -> Iterator[set[str]]:
+    """The words of every string in the package, values and docstrings left out."""
+    for path in (ROOT / "neuclip_ds").rglob("*.py"):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        docstrings = {node.value for node in nodes if isinstance(node, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                yield words(" ".join(str(part.value) for part in node.values if isinstance(part, ast.Constant)))
+            elif isinstance(node, ast.Constant) and isinstance(node.value, str) and node not in docstrings:
+                yield words(node.value)
+
+
+def words(text: str) -> set[str]:
+    return set(re.findall(r"[A-Za-z_]{3,}", text))
+
+
+def test_messages_that_troubleshooting_explains_are_the_programs() -> None:
+    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row) if len(span.split()) > 3]
+    ours = [span for span in spans if not span.startswith(FOREIGN_MESSAGES)]
+    assert len(ours) > 25
+    known = list(messages())
+    share = {span: max(len(words(span) & said) / len(words(span)) for said in known) for span in ours}
+    assert {span: found for span, found in share.items() if found < 0.6} == {}  # the rest are values
+
+
+@pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
+def test_a_tool_has_an_example_in_its_help_and_a_place_in_the_docs(tool: Path) -> None:
+    source = tool.read_text(encoding="utf-8")
+    help_text = ast.get_docstring(ast.parse(source)) or ""
+    assert "description=__doc__" in source and re.search(r"^Examples?:", help_text, re.MULTILINE)
+    examples = re.findall(rf"tools/{tool.name}[^\n]*(?:\n {{12,}}[^\n]*)*", help_text.split("Example")[-1])
+    assert examples and set(itertools.chain(*map(named_options, examples))) <= OPTIONS[tool.name]
+    assert any(f"tools/{tool.name}" in text for _, text in CODE)
+
+
+def test_the_help_of_train_has_an_example() -> None:
+    example = (_Invocation.__doc__ or "").split("Examples:")[1].split("train.py")[1].split(",")[0]
+    assert parse(example.split()).config.run.name == "demo"
