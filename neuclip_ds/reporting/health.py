@@ -129,9 +129,9 @@ class StepHealth:
         first = next((index for index in indices if index != self._samples.padding), None)
         where = "" if first is None else f", the first in {self._samples.place(first)}"
         words = (
-            f"step {step} waited {stall.waited:.1f} s for its batch, {stall.share:.0%} of the step, where a step "
-            f"usually takes {stall.usual:.2g} s (stall {self._stalled} of this start); {self._begin_with(indices)}{where}."
-            f" If it recurs: more data.workers (now {self._workers}), or a look at the disk, the network or the cache "
+            f"step {step} waited {stall.waited:.1f} s for its batch, {stall.share:.0%} of the step, where one usually "
+            f"takes {stall.usual:.2g} s (stall {self._stalled} of this start); {self._begin_with(indices)}{where}. "
+            f"If it recurs: more data.workers (now {self._workers}), or a look at the disk, the network or the cache "
             "(data.cache_dir, data.cache_gb)."
         )
         self._events.add(step, stall.kind, words, indices, logging.WARNING if told else logging.DEBUG)

@@ -1,8 +1,8 @@
 """Is this loss far above where the loss has been? Robust statistics of the last steps, which a spike does not move.
 
 The level is the median of a window, the deviation 1.4826 times the median distance from it (the standard deviation,
-were the losses normal). A spike begins above `level + 8 deviations`: about never by chance, also for tails that are
-heavier than normal, while a loss that diverges passes it within a few steps. A falling loss lies below its median.
+were the losses normal). A spike begins above `level + 10 deviations`: never by chance where losses are normal, once in
+60,000 steps where their tails are exponential. A falling loss lies below its median.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from statistics import median
 from typing import NamedTuple
 
 _WINDOW, _LEAST = 100, 50  # steps that the level is of, and that must have been seen
-_BEGIN, _END = 8.0, 4.0  # deviations above the level
+_BEGIN, _END = 10.0, 5.0  # deviations above the level
 _CALM = 20  # steps in a row below the end, after which a spike is over: one warning per so many steps at most
 _SMALLEST = 1e-3  # deviation, as a share of the level: losses that hardly move have none of their own
 
