@@ -28,7 +28,8 @@ def require_wandb() -> None:
     Raises:
         UserError: wandb is not installed.
     """
-    if importlib.util.find_spec("wandb") is None:
+    found = importlib.util.find_spec("wandb")
+    if found is None or found.origin is None:  # a folder wandb/ that offline runs have left passes for a package
         raise UserError("run.wandb needs the library wandb, which is not installed: pip install wandb, or drop it.")
 
 

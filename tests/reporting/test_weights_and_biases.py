@@ -100,7 +100,10 @@ def test_a_start_that_fails_is_told_once(
     ]
 
 
-def test_asked_for_but_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+@pytest.mark.parametrize("with_folder", [False, True])
+def test_asked_for_but_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_folder: bool) -> None:
+    if with_folder:
+        (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(UserError, match="pip install wandb"):
         require_wandb()
