@@ -34,7 +34,7 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """How many of the newest checkpoints stay on disk."""
     log_every: int = Field(10, ge=1)
-    """Steps between lines of metrics.jsonl and TensorBoard points."""
+    """Steps between lines of metrics.jsonl, and between points of TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training; 0 evaluates at the end only."""
     evaluate_start: bool = False
@@ -44,6 +44,8 @@ class RunConfig(Section):
     `evaluate_start`, which meets a name that no evaluation gives before the first step."""
     report: bool = True
     """Write FOLDER/NAME/report.html and plots/ at the end."""
+    wandb: str | None = None
+    """Weights & Biases project, or ENTITY/PROJECT, that the metrics go to as well; needs `pip install wandb`."""
     sample_log: bool = False
     """Write the sample indices of every step to FOLDER/NAME/samples/, one file a rank."""
     normalizer_anchors: int = Field(0, ge=0)

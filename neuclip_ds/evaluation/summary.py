@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.suite import Metrics
@@ -35,9 +35,37 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str |
             note += f", mean of these {_percent(average.partial)}"
         lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
     lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
-    if setting is not None:
-        lines += ["", *_beside_published(setting, {name: average.value for name, average in found.items()})]
+    values = {name: average.value for name, average in found.items()}
+    for table in beside_published(setting, values) if setting is not None else ():
+        rule = "|---" * len(table.header) + "|"
+        lines += ["", f"{table.title}:", "", _row(table.header), rule, _row(table.scores)]
     return "\n".join(lines)
+
+
+class Comparison(NamedTuple):
+    """A model's average beside those that a source prints, in percent."""
+
+    title: str
+    header: list[str]
+    scores: list[str]
+
+
+def beside_published(setting: str, values: Mapping[str, float | None]) -> list[Comparison]:
+    """One table for each source that has scores of a setting.
+
+    Args:
+        setting: a setting of published.yaml.
+        values: average -> of the model at hand, in [0, 1]; None where it has none.
+    """
+    return [
+        Comparison(
+            f"{entry.average} in percent, {setting}: {entry.source}",
+            [*entry.percent[setting], "this model"],
+            [*(f"{score:.2f}" for score in entry.percent[setting].values()), _percent(values.get(entry.average))],
+        )
+        for entry in published_scores()
+        if setting in entry.percent
+    ]
 
 
 def setting_of(name: str) -> str | None:
@@ -47,18 +75,11 @@ def setting_of(name: str) -> str | None:
 
 def settings() -> list[str]:
     """Those that the papers have scores of."""
-    return list(dict.fromkeys(name for by_setting in published_scores().values() for name in by_setting))
+    return list(dict.fromkeys(name for entry in published_scores() for name in entry.percent))
 
 
-def _beside_published(setting: str, values: Mapping[str, float | None]) -> list[str]:
-    lines = []
-    for average, by_setting in published_scores().items():
-        scores = by_setting.get(setting, {})
-        columns = [*scores, "this model"]
-        lines += [f"| {setting}: {average} | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
-        row = [f"{score:.2f}" for score in scores.values()] + [_percent(values[average])]
-        lines.append(f"| percent, as printed | {' | '.join(row)} |")
-    return lines
+def _row(cells: list[str]) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _percent(value: float | None) -> str:

@@ -104,6 +104,17 @@ def load_tasks() -> TaskList:
     return TaskList.model_validate(yaml.safe_load((_FILES / "datacomp.yaml").read_text(encoding="utf-8")))
 
 
-def published_scores() -> dict[str, dict[str, dict[str, float]]]:
-    """What the papers print: average -> setting -> method -> percent."""
-    return yaml.safe_load((_FILES / "published.yaml").read_text(encoding="utf-8"))
+class Published(BaseModel):
+    """An entry of published.yaml: what one source prints of an average."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    source: str
+    average: str
+    percent: dict[str, dict[str, float]]  # setting -> method -> score
+
+
+def published_scores() -> list[Published]:
+    """All that published.yaml has."""
+    entries = yaml.safe_load((_FILES / "published.yaml").read_text(encoding="utf-8"))
+    return [Published.model_validate(entry) for entry in entries]

@@ -1,1 +1,1 @@
-"""What a run tells its user: the log, the progress line, and metrics.jsonl with its TensorBoard twin."""
+"""What a run tells its user: the log, the progress line, the metrics and trouble in words."""

@@ -26,7 +26,7 @@ def write_page(found: Sequence[Table], plots: Sequence[str], path: Path, heading
     text = "\n\n".join(_markdown(table) for table in found)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     images = (f'<p><img src="{name}"></p>' for name in plots)
-    write_html(path.with_suffix(".html"), heading, [*map(_html, found), *images])
+    write_html(path.with_suffix(".html"), heading, [*map(section, found), *images])
 
 
 def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:
@@ -44,10 +44,11 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
+def section(table: Table) -> str:
+    """A table under its title."""
+    return f"<h2>{html.escape(table.title)}</h2>" + html_table(table.header, table.rows)
+
+
 def _markdown(table: Table) -> str:
     lines = ["| " + " | ".join(row) + " |" for row in [table.header, ["---"] * len(table.header), *table.rows]]
     return f"## {table.title}\n\n" + "\n".join(lines)
-
-
-def _html(table: Table) -> str:
-    return f"<h2>{html.escape(table.title)}</h2>" + html_table(table.header, table.rows)

@@ -1,4 +1,4 @@
-"""report.html of a run, in one file that can be sent on: plots, last values, config and environment.
+"""report.html of a run, in one file that can be sent on: plots, what went wrong, last values, config, environment.
 
 The plots also lie in the run's folder `plots/` as PNG files.
 """
@@ -8,23 +8,29 @@ from __future__ import annotations
 import base64
 import html
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import yaml
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.figures import PANELS, Series, collect, draw, draw_histogram
 from neuclip_ds.reporting.metrics import read_metrics
-from neuclip_ds.reporting.page import html_table, write_html
+from neuclip_ds.reporting.page import Table, html_table, section, write_html
+
+_EVENTS = 200  # listed; more are counted
 
 
-def write_report(run: Path, histograms: Mapping[str, Mapping[str, list[float]]] | None = None) -> Path:
+def write_report(
+    run: Path, histograms: Mapping[str, Mapping[str, list[float]]] | None = None, tables: Sequence[Table] = ()
+) -> Path:
     """Writes RUN/report.html and RUN/plots/.
 
     Args:
         run: a run's folder.
         histograms: title -> column -> values, for distributions that metrics.jsonl does not hold.
+        tables: what else is to be in it.
 
     Returns:
         The page.
@@ -36,7 +42,8 @@ def write_report(run: Path, histograms: Mapping[str, Mapping[str, list[float]]] 
     plots = {panel.title: draw(panel, {run.name: series}) for panel in PANELS}
     plots |= {title: draw_histogram(title, columns) for title, columns in (histograms or {}).items()}
     config = (run / "config.yaml").read_text(encoding="utf-8")
-    sections = [_images(plots, run / "plots"), _last_values({run.name: series}), _environment(run)]
+    sections = [_images(plots, run / "plots"), _events(run), *map(section, tables)]
+    sections += [_last_values({run.name: series}), _environment(run)]
     sections.append(f"<h2>Config</h2><pre>{html.escape(config)}</pre>")
     method = yaml.safe_load(config)["objective"]["method"]
     return write_html(run / "report.html", f"{run.name}: {method}", sections)
@@ -79,6 +86,17 @@ def _images(plots: Mapping[str, bytes | None], folder: Path) -> str:
             data = base64.b64encode(image).decode()
             cells.append(f'<img alt="{html.escape(title)}" src="data:image/png;base64,{data}">')
     return f'<div class="plots">{"".join(cells)}</div>'
+
+
+def _events(run: Path) -> str:
+    """What went wrong, in words; nothing where nothing did."""
+    found = list(read_events(run))
+    if not found:
+        return ""
+    rows = [[str(event.step), str(event.rank), event.kind, event.words] for event in found[:_EVENTS]]
+    beyond = len(found) - _EVENTS
+    more = f"<p>and {beyond} more in events.jsonl</p>" if beyond > 0 else ""
+    return section(Table("Events", ["step", "rank", "kind", "in words"], rows)) + more
 
 
 def _last_values(runs: Mapping[str, Series]) -> str:

@@ -16,6 +16,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
+from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.memory import Subject, account, advice, count_towers, smallest_that_fits
@@ -43,6 +44,8 @@ def print_plan(
     engine = load_engine_config(config, world_size)
     rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     find_method(config.objective.method)
+    if config.run.wandb is not None:
+        require_wandb()
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")

@@ -1,4 +1,5 @@
-"""The report of a run, with what only its live objective knows: how u and individual temperatures are distributed."""
+"""The report of a run, with what the rooms below do not know of each other: the live objective's distributions of u and
+individual temperatures, and the papers' scores beside the run's."""
 
 from __future__ import annotations
 
@@ -8,14 +9,17 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from neuclip_ds.evaluation.summary import beside_published, setting_of
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.reporting.run_report import write_report
+from neuclip_ds.reporting.page import Table
+from neuclip_ds.reporting.run_report import read_run, write_report
 from neuclip_ds.state.sample_store import columns
 
 log = logging.getLogger(__name__)
 
 _TITLES = {"samples": "u of samples, logarithm", "temperatures": "individual temperatures"}
 _DRAWN = 200_000  # samples, evenly spaced
+_AVERAGE = "average/"  # what the evaluator's names of averages begin with
 
 
 def report_run(folder: Path, objective: Objective) -> None:
@@ -26,7 +30,19 @@ def report_run(folder: Path, objective: Objective) -> None:
         for table, title in _TITLES.items()
         if table in tables
     }
-    log.info("report: %s", write_report(folder, histograms))
+    log.info("report: %s", write_report(folder, histograms, _beside_published(folder)))
+
+
+def _beside_published(folder: Path) -> list[Table]:
+    """The run's last averages beside the papers', where it has averages and its setting is published."""
+    averages = {
+        name.removeprefix(_AVERAGE): values[-1]
+        for name, (_, values) in read_run(folder).items()
+        if name.startswith(_AVERAGE)
+    }
+    setting = setting_of(folder.name)
+    found = beside_published(setting, averages) if setting and averages else []
+    return [Table(table.title, table.header, [table.scores]) for table in found]
 
 
 def _drawn(column: Tensor) -> list[float]:

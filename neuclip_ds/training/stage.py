@@ -7,10 +7,10 @@ checkpoints, metrics, bad samples and, if asked for, its log of samples.
 from __future__ import annotations
 
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,14 +23,18 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import TrainingDiverged, UserError
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.profiling.recorder import Recorder
+from neuclip_ds.reporting.events import EventLog
+from neuclip_ds.reporting.health import StepHealth
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.checkpoint import Best, Checkpoints
 from neuclip_ds.training.data_position import DataPosition, resume
+from neuclip_ds.training.monitoring import is_rest, open_metrics, samples_of_steps
+from neuclip_ds.training.signals import stop_signals
 from neuclip_ds.training.sources import prefetching
 from neuclip_ds.training.step import TrainStep
 
@@ -113,8 +117,11 @@ class Stage:
         done = self._resume()
         self._announce(done)
         run = self._parts.config.run
-        opened = MetricsLog(self._folder, done or None) if self._parts.communicator.rank == 0 else nullcontext()
-        with opened as metrics, self._sample_log(done) as samples, _signals(self._ask_to_stop):
+        with (
+            open_metrics(self._parts.config, self._folder, self._parts.communicator.rank, done) as metrics,
+            self._sample_log(done) as samples,
+            stop_signals(self._ask_to_stop),
+        ):
             if done == 0 and (run.evaluate_start or run.best_metric is not None):
                 self._measure(0, metrics)
             if done < self._total and not self._loop(done, metrics, samples):
@@ -139,6 +146,9 @@ class Stage:
         """Steps from `done` to the end; False when a signal ended it early, after a checkpoint."""
         config, run, communicator = self._parts.config, self._parts.config.run, self._parts.communicator
         bad_samples = BadSampleLog(self._folder, config.data.max_bad_fraction, writes=metrics is not None)
+        events = EventLog(self._folder, communicator.rank, done)
+        samples_of = samples_of_steps(self._parts.order, self._parts.manifest, self._position)
+        health = StepHealth(events, samples_of, communicator.rank, config.data.workers)
         rate = SlidingRate()
         waited, since, talked = 0.0, time.perf_counter(), communicator.seconds()
         with (
@@ -152,14 +162,18 @@ class Stage:
                     began = time.perf_counter()
                     advance(number)
                     batch = next(batches)
-                    waited += time.perf_counter() - began
+                    wait = time.perf_counter() - began
+                    waited += wait
                     bad_samples.record(batch)
                     if samples is not None:
                         samples.write(number + 1, batch.index.tolist())
-                    gradients = self._step(batch, self._place(number))
+                    gradients = self._take_step(batch, number, health)
                 speed = rate.update((number + 1) * config.data.batch_size)
                 loss, tau = float(gradients.loss), float(gradients.metrics["tau"])
                 progress.update(number + 1, loss=loss, tau=tau, samples_per_second=speed)
+                health.check_times(number + 1, wait, time.perf_counter() - began, batch.index.tolist())
+                if not is_rest(self._parts.order, self._position, number):
+                    health.check_loss(number + 1, loss, partial(self._record, gradients, number))
                 last = number + 1 == self._total
                 logs, saves = (last or (number + 1) % every == 0 for every in (run.log_every, run.checkpoint_every))
                 if logs or saves:
@@ -175,16 +189,33 @@ class Stage:
                         metrics.write(number + 1, record)
                     waited, since, talked = 0.0, time.perf_counter(), communicator.seconds()
                     if self._stop_together():
+                        events.settle(communicator.gather_objects)
                         self._save(number + 1)
                         log.warning(
                             "stopped by a signal after step %d; the same command goes on from there", number + 1
                         )
                         return False
                 if saves:
+                    events.settle(communicator.gather_objects)
                     self._save(number + 1)
                 if run.evaluate_every and (number + 1) % run.evaluate_every == 0 and not last:
                     self._measure(number + 1, metrics)
         return True
+
+    def _take_step(self, batch: Batch, number: int, health: StepHealth) -> FeatureGradients:
+        """
+        Raises:
+            TrainingDiverged: on all ranks; its words are in events.jsonl.
+        """
+        engine = self._parts.engine
+        try:
+            gradients = self._step(batch, self._place(number))
+            norm = engine.get_global_grad_norm()
+            health.check_update(number + 1, None if norm is None else float(norm), engine.was_step_applied())
+        except TrainingDiverged as error:
+            health.diverged(number + 1, error)
+            raise
+        return gradients
 
     def _measure(self, step: int, metrics: MetricsLog | None) -> dict[str, float]:
         """Evaluates after `step` steps, and keeps a checkpoint where it is the best so far."""
@@ -262,21 +293,3 @@ class Stage:
             self._facts["method"], manifest.n_used, manifest.n_shards, self._facts["parameters"],
             world_size, self._parts.config.data.batch_size, self._total, done,
         )  # fmt: skip
-
-
-@contextmanager
-def _signals(handler: Callable[[], None]) -> Iterator[None]:
-    """SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) and one Ctrl-C ask for a checkpoint and an end."""
-
-    def ask(number: int, frame: object) -> None:
-        handler()
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # the second one does not wait
-
-    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-    before = [signal.signal(number, ask) for number in numbers]
-    try:
-        yield
-    finally:
-        for number, old in zip(numbers, before, strict=True):
-            signal.signal(number, old)

@@ -122,10 +122,11 @@ class TrainStep:
         loss, norm = float(gradients.loss), float(gradients.metrics["feature_grad_norm"])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingDiverged(
-                f"step {step.number}: loss {loss} and feature-gradient norm {norm} are not finite at temperature "
-                f"{float(gradients.metrics['tau']):.4g}; the weights are those before this step. Rank "
-                f"{self._communicator.rank}'s samples begin with indices {batch.index[:8].tolist()}. Lower "
-                "optimizer.lr, or objective.npn.lr where the log warned of the NPN, and go on from the checkpoint."
+                f"step {step.number + 1}: loss {loss} and feature-gradient norm {norm} are not finite at temperature "
+                f"{float(gradients.metrics['tau']):.4g}, learning rate {step.lr:.4g}; this step has left the weights "
+                f"as they were. Rank {self._communicator.rank}'s samples begin with {batch.index[:8].tolist()}, "
+                "events.jsonl has all. Lower optimizer.lr, or objective.npn.lr where the log warned of the NPN, and go "
+                "on from the checkpoint."
             )
 
 

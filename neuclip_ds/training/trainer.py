@@ -23,6 +23,7 @@ from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.log import configure_logging
+from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.environment_record import record_environment
@@ -62,6 +63,8 @@ def train(config: Config, environment: RankEnvironment) -> None:
 def _prepare(folder: Path, config: Config) -> None:
     if config.run.resume == "never" and any((folder / "checkpoints").glob("step_*")):
         raise UserError(f"{folder} holds checkpoints and run.resume=never: choose another --run.name, or delete it.")
+    if config.run.wandb is not None:
+        require_wandb()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
 

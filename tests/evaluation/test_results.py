@@ -10,7 +10,7 @@ import pytest
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.results import FILE, Results, averages
 from neuclip_ds.evaluation.suite import Metrics
-from neuclip_ds.evaluation.summary import summary_text, summary_tree
+from neuclip_ds.evaluation.summary import beside_published, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import load_tasks
 
 TASKS = load_tasks()
@@ -84,6 +84,18 @@ def test_a_missing_task_is_named_and_leaves_no_average() -> None:
 
 
 def test_table_beside_the_papers() -> None:
-    lines = summary_text(TASKS, scores(), "dfn14m").splitlines()[-3:]
-    assert lines[0] == "| dfn14m: datacomp | openclip | fastclip | siglip | amorlip | neuclip | this model |"
-    assert lines[2] == "| percent, as printed | 37.78 | 38.45 | 37.23 | 37.53 | 39.16 | 18.50 |"
+    lines = summary_text(TASKS, scores(), "dfn14m").splitlines()[-5:]
+    assert lines[0] == "datacomp in percent, dfn14m: NeuCLIP (ICLR 2026), Table 1:"
+    assert lines[2] == "| openclip | fastclip | siglip | amorlip | neuclip | this model |"
+    assert lines[4] == "| 37.78 | 38.45 | 37.23 | 37.53 | 39.16 | 18.50 |"
+
+
+def test_every_source_of_a_setting_has_its_table() -> None:
+    found = beside_published("vitb32", {"datacomp": 0.5, "retrieval": None})
+    assert [table.title.split(" in percent")[0] for table in found] == [
+        "datacomp",
+        "imagenet_and_variants",
+        "retrieval",
+    ]
+    assert found[0].header == ["checkpoint", "this model"]
+    assert [table.scores for table in found] == [["52.45", "50.00"], ["50.64", "-"], ["54.56", "-"]]

@@ -62,10 +62,11 @@ def test_folder_by_either_name(tmp_path: Path) -> None:
 
 def test_published_scores_belong_to_averages_and_recipes() -> None:
     recipes = [path.stem for path in (Path(__file__).parents[2] / "neuclip_ds/recipes").glob("*.yaml")]
-    for average, by_setting in published_scores().items():
-        assert average in TASKS.averages
-        for setting, scores in by_setting.items():
+    for entry in published_scores():
+        assert entry.average in TASKS.averages
+        for setting, scores in entry.percent.items():
             assert [r for r in recipes if setting_of(r) == setting]
             assert all(0 < score < 100 for score in scores.values())
     assert setting_of("dfn1b_neuclip") == "dfn1b"
+    assert setting_of("laion_vitb32_tuneclip") == "laion_vitb32"
     assert setting_of("demo") is None

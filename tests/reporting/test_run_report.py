@@ -14,6 +14,7 @@ from PIL import Image
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.figures import PANELS, collect, draw
+from neuclip_ds.reporting.page import Table
 from neuclip_ds.reporting.run_report import write_comparison, write_report
 
 CONFIG = "objective:\n  method: {method}\noptimizer:\n  lr: {lr}\n"
@@ -83,3 +84,23 @@ def test_a_browser_shows_it(tmp_path: Path) -> None:
     colours = Image.open(shot).convert("RGB").getcolors(1 << 24)
     assert colours is not None
     assert len(colours) > 50, "curves and text, not a blank page"
+
+
+def test_events_are_listed_in_order_and_as_text(tmp_path: Path) -> None:
+    run = a_run(tmp_path / "one")
+    assert "Events" not in write_report(run).read_text()
+    events = [
+        {"step": 30, "rank": 1, "kind": "data_stall", "words": "waited for <00001.tar>", "indices": [5]},
+        {"step": 20, "rank": 0, "kind": "loss_spike", "words": "far above", "indices": [1, 2]},
+    ]
+    (run / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    page = write_report(run).read_text()
+    assert "<h2>Events</h2>" in page
+    assert page.index("far above") < page.index("waited for &lt;00001.tar&gt;")
+
+
+def test_further_tables_are_in_it(tmp_path: Path) -> None:
+    table = Table("average in percent: a paper", ["theirs", "ours"], [["25.08", "25.10"]])
+    page = write_report(a_run(tmp_path / "one"), tables=[table]).read_text()
+    assert "<h2>average in percent: a paper</h2>" in page
+    assert "<td>25.08</td><td>25.10</td>" in page

@@ -1,0 +1,23 @@
+"""The numbers of a run as TensorBoard points, in RUN/tensorboard/."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch.utils.tensorboard import SummaryWriter
+
+
+class TensorBoard:
+    """One point a metric and step; points from `first_new_step` on that are there already are hidden."""
+
+    def __init__(self, folder: Path, first_new_step: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=first_new_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
