@@ -71,6 +71,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
     from neuclip_ds.training.plan import StandInTokenizer
     from neuclip_ds.training.precision import wire_dtype
     from neuclip_ds.training.step import TrainStep
+    from neuclip_ds.training.step_work import forward_flops
 
     config = case.config()
     with connected(dump(config)) as communicator:
@@ -103,7 +104,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
             "predicted": found.peak + (0 if on_gpu else found.host),
             "parts": found.lines(),
             "seconds": min(seconds[1:]),
-            "flops": 3 * _forward_flops(subject) * rows,
+            "flops": 3 * sum(forward_flops(source, tokenizer)) * rows,
             "loss": loss,
             "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
         }
@@ -129,20 +130,6 @@ def _resident(field: str) -> int:
     """Bytes of a line of /proc/self/status."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def _forward_flops(subject: Any) -> int:
-    """Of one pair through both towers; a step's are three times those, recomputation not counted."""
-    from torch.utils.flop_counter import FlopCounterMode
-
-    with torch.device("meta"):
-        model = subject.source.build(subject.tokenizer)
-        size = subject.source.pixels.size
-        image = torch.empty(1, 3, size, size, dtype=torch.uint8)
-        tokens = torch.empty(1, subject.tokenizer.context_length, dtype=torch.int64)
-        with FlopCounterMode(display=False) as counter, torch.no_grad():
-            model(image, tokens)
-    return counter.get_total_flops()
 
 
 def run(case: Case, steps: int) -> list[dict[str, Any]]:

@@ -16,34 +16,23 @@ Example: python tools/profile_communication.py --methods openclip_reference open
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from neuclip_ds.cli import exit_on_mistake
-from neuclip_ds.config import Config
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.base import Context, Objective
-from neuclip_ds.objectives.openclip_reference import OpenClipReference
+from neuclip_ds.objectives.openclip_reference import REFERENCES
 from neuclip_ds.profiling.recorder import BREAKDOWN
 from neuclip_ds.profiling.report import write
 from neuclip_ds.recipe import dump, parse
-
-Build = Callable[[Config, Context, torch.dtype], Objective]
-REFERENCES: dict[str, Build] = {
-    "openclip_reference": functools.partial(OpenClipReference, local_loss=True),
-    "openclip_reference_full": functools.partial(OpenClipReference, local_loss=False),
-}
 
 
 def main() -> None:

@@ -7,7 +7,8 @@ every rank computes the whole (B, B) loss. Gradients and temperature are those o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import functools
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch.nn.functional import cross_entropy
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.temperature import LearnableTemperature
 
@@ -96,3 +97,10 @@ class OpenClipReference(NoState):
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._temperature.load_replicated_state(state)
+
+
+REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {
+    "openclip_reference": functools.partial(OpenClipReference, local_loss=True),
+    "openclip_reference_full": functools.partial(OpenClipReference, local_loss=False),
+}
+"""What is measured and planned beside the methods."""

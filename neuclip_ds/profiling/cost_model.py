@@ -59,7 +59,7 @@ class Compute:
     update_rate: float  # elements that the optimizer updates
     skew: float = 0.0  # share of the busy time that a rank waits for others
     cores: int | None = None  # that the ranks of a node share, one each as long as there are enough
-    overlaps_engine: bool = False  # DeepSpeed's collectives beside the backward pass
+    overlaps_engine: bool = False  # whether DeepSpeed's collectives can run beside the backward pass
 
     def slowdown(self, ranks_per_node: int) -> float:
         return 1.0 if self.cores is None else max(1.0, ranks_per_node / self.cores)
@@ -73,6 +73,7 @@ class Work(NamedTuple):
     objective_flops: float
     updated: float  # elements of weights
     calls: Sequence[Call]
+    overlaps: bool = False  # whether the engine's config asks for collectives beside the backward pass
 
 
 class StepTime(NamedTuple):
@@ -119,7 +120,7 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
         by_window["nothing"] += (call.times - hidden) * seconds
     windows = {
         "image tower": _FORWARD * work.image_share * towers,
-        "engine": (1 - _FORWARD) * towers if compute.overlaps_engine else 0.0,
+        "engine": (1 - _FORWARD) * towers if compute.overlaps_engine and work.overlaps else 0.0,
         "nothing": 0.0,
     }
     exposed = sum(max(0.0, seconds - windows[name]) for name, seconds in by_window.items())

@@ -148,7 +148,7 @@ def account(subject: Subject, towers: Towers) -> MemoryAccount:
     config, world_size = subject.config, subject.world_size
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
-    on_device, on_host = _objective_state(subject)
+    on_device, on_host = objective_state(subject)
     return MemoryAccount(
         engine=engine_memory(
             engine, config.optimizer.name, towers.parameters, world_size, subject.device, rows > micro
@@ -230,7 +230,7 @@ def _similarities(subject: Subject) -> int:
     return kept + _BLOCK_COPIES * 4 * rows * min(batch, objective.chunk or _GPU_BLOCK)
 
 
-def _objective_state(subject: Subject) -> tuple[int, int]:
+def objective_state(subject: Subject) -> tuple[int, int]:
     """Bytes on the device and on the host of what the objective keeps, by building it without memory."""
     with FakeTensorMode():
         ranks = cast(Communicator, _Ranks(subject.world_size, torch.device("cpu")))

@@ -19,12 +19,14 @@ from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.profiling.recorder import Recorder
+from neuclip_ds.recipe import dump
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.training.plan import StandInTokenizer
 from neuclip_ds.training.precision import wire_dtype
 from neuclip_ds.training.step import TrainStep
 
+CONFIG = "config.yaml"  # beside the breakdown
 _BATCHES = 100  # of the data set that the indices are drawn from
 _LR = 1e-4
 
@@ -66,6 +68,9 @@ def rehearse(
     samples = _BATCHES * config.data.batch_size
     objective = build(config, Context(config.model.embed_dim, samples, communicator), wire_dtype(config, engine_config))
     step = TrainStep(engine, objective, communicator, config.micro_batch(communicator.world_size), config.run.seed)
+    if communicator.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(dump(config), encoding="utf-8")
     after, steps = config.run.profile_after, config.run.profile_steps
     with Recorder(folder, communicator, steps, after, facts) as recorder:
         for number in range(after + steps):
