@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 import gzip
 import json
-from collections.abc import Callable
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,12 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.openclip_reference import OpenClipReference
+from neuclip_ds.objectives.openclip_reference import REFERENCES
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
+from neuclip_ds.recipe import parse
+from neuclip_ds.training.rehearsal import CONFIG
+from neuclip_ds.training.step_work import count_model, step_work
 
 RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
@@ -57,7 +59,6 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
 QUICK = ("fastclip_v3", "neuclip", "openclip_reference")
 TREE: dict[str, Any] = {
     "run": {"profile_steps": STEPS, "profile_after": 2},
-    "data": {"batch_size": RANKS * ROWS},
     "model": {
         "vision": {
             "name": "vit_tiny_patch16_224",
@@ -71,17 +72,23 @@ TREE: dict[str, Any] = {
 }
 
 
-def profiles(communicator: Communicator, folder: Path, combinations: list[tuple[str, int]]) -> None:
+def profiles(
+    communicator: Communicator,
+    folder: Path,
+    combinations: list[tuple[str, int]],
+    precision: str = "fp32",
+    micro: int = ROWS,
+) -> None:
     import deepspeed
 
     from neuclip_ds.training.rehearsal import rehearse
 
     deepspeed.init_distributed("gloo", verbose=False)
-    reference: Callable[..., Any] = functools.partial(OpenClipReference, local_loss=True)
     for name, stage in combinations:
-        own = {} if name == "openclip_reference" else {"method": name}
-        tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_fp32"}
-        build = build_objective if own else reference
+        own = {} if name in REFERENCES else {"method": name}
+        tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}
+        tree["data"] = {"batch_size": communicator.world_size * ROWS, "micro_batch": micro}
+        build = REFERENCES.get(name, build_objective)
         rehearse(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
 
 
@@ -107,6 +114,7 @@ def test_bytes_of_the_other_methods(tmp_path: Path) -> None:
     run_ranks(RANKS, profiles, tmp_path, [(name, 1) for name in others])
     for name in others:
         check_bytes(tmp_path, name)
+        check_collectives(tmp_path, name, 1)
 
 
 def check_bytes(folder: Path, name: str) -> None:
@@ -119,6 +127,32 @@ def check_bytes(folder: Path, name: str) -> None:
     }
     received = {purpose: of["bytes_received"] for purpose, of in found["purposes"].items()}
     assert received == {**PREDICTED[name], **engine}
+
+
+@pytest.mark.parametrize(("name", "stage"), [*((name, 1) for name in QUICK), ("fastclip_v3", 3)])
+def test_collectives_are_those_of_the_cost_model(folder: Path, name: str, stage: int) -> None:
+    check_collectives(folder, name, stage)
+
+
+def check_collectives(folder: Path, name: str, stage: int) -> None:
+    """Purpose, operation, size and number of every one."""
+    found = breakdown_of(folder, name, stage)
+    config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
+    build = REFERENCES.get(name, build_objective)
+    predicted: Counter[tuple[str, str, int]] = Counter()
+    for call in step_work(config, count_model(config), found["world_size"], build).calls:
+        predicted[call.purpose, call.op, call.size] += call.times
+    assert {(one["purpose"], one["op"], one["size"]): one["calls"] for one in found["collectives"]} == predicted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(("ranks", "micro"), [(2, ROWS), (2, ROWS // 2), (3, ROWS)])
+def test_collectives_of_every_stage(tmp_path: Path, precision: str, ranks: int, micro: int) -> None:
+    stages = [("neuclip", stage) for stage in range(4)]
+    run_ranks(ranks, profiles, tmp_path, stages, precision, micro)
+    for name, stage in stages:
+        check_collectives(tmp_path, name, stage)
 
 
 @pytest.mark.parametrize(("name", "stage"), [("neuclip", 1), ("fastclip_v3", 3)])
