@@ -1,0 +1,298 @@
+"""Measures whole training steps against a plain DDP loop and open_clip's own program, on the same towers and shards.
+
+Part `speed`, a table of samples/s and ratios for each number of ranks. The programs are
+
+    here: METHOD    train.py (with --data random: its step on one batch of noise)
+    plain DDP       a loop of DistributedDataParallel and OpenCLIP's loss, this project's towers, webdataset's loader
+    open_clip       its program open_clip_train.main, on the same timm trunk and its own text tower of the same size
+
+in fresh processes, in turns (ABCABC), on the same seed, batch, pixels, tokenizer, AdamW and number of loader processes
+and threads. All write a TensorBoard point each --log-every steps; these points' wall times are what is measured.
+
+Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
+objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
+
+Options of the run, such as --data.decoder=simplejpeg or --model.embed_dim=256, are passed on.
+
+Examples:
+    python tools/benchmark_step.py
+    python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
+    python tools/benchmark_step.py --share-rows 2 --repeats 1 --recipe models/vitb16 --precision bf16 --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.config import Config
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.dataset import iter_captions
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.objectives import find_method
+from neuclip_ds.recipe import dump, parse
+from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
+
+PEERS = Path(__file__).parent / "peers"
+PARTS = ("speed", "shares")
+RANDOM = "random"
+_CACHE = Path(".cache")
+_CAPTIONS = 20_000  # that the tokenizer is trained on
+_METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
+_PAPER_BATCH, _PAPER_RANKS = 5120, 8
+
+
+class Setting(NamedTuple):
+    """What all programs are told at one number of ranks."""
+
+    arguments: argparse.Namespace
+    overrides: Sequence[str]
+    source: str  # shards, or `random`
+    tokenizer: tuple[Path, int] | None  # folder and number of tokens
+    ranks: int
+
+    @property
+    def threads(self) -> int:
+        return self.arguments.threads or max(1, (os.cpu_count() or 1) // self.ranks)
+
+    @property
+    def rows(self) -> int:
+        """Of the global batch."""
+        return int(self.arguments.rows) * self.ranks
+
+    def config(self, *more: str) -> Config:
+        """The run as train.py would have it."""
+        asked = self.arguments
+        own = [f"--data.batch_size={self.rows}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
+        own += [
+            f"--deepspeed=zero{asked.zero}_{asked.precision}",
+            "--data.tail=drop",
+            "--data.val=",
+            "--data.zero_shot=",
+        ]
+        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000", "--run.report=false"]
+        if self.source != RANDOM:
+            own.append(f"--data.train={self.source}")
+        if self.tokenizer is not None:
+            folder, size = self.tokenizer
+            own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
+        return parse([asked.recipe, *own, *self.overrides, *more]).config
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
+    parser.add_argument("--recipe", default="demo", help="that model and optimizer are taken from (demo)")
+    parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (demo:train)")
+    parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="of ours (openclip neuclip)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=int, default=64, help="pairs a rank (64)")
+    parser.add_argument("--steps", type=int, default=20, help="that count (20)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them; NeuCLIP's until it predicts (10)")
+    parser.add_argument("--log-every", type=int, default=5, help="steps between two points (5)")
+    parser.add_argument("--repeats", type=int, default=2, help="turns (2)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes a rank (1)")
+    parser.add_argument("--threads", type=int, help="of each rank (cores / ranks)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage here; peers replicate (1)")
+    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile, in all programs")
+    parser.add_argument("--share-model", default="models/vitb16", help="recipe of the part shares (models/vitb16)")
+    parser.add_argument("--share-rows", type=int, default=16, help="pairs of its real steps (16)")
+    parser.add_argument("--share-steps", type=int, default=2, help="of these after the first (2)")
+    parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch ({_PAPER_BATCH})")
+    parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
+    arguments, overrides = parser.parse_known_args()
+    exit_on_mistake(lambda: measure(arguments, overrides))
+
+
+def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    for method in arguments.methods:
+        find_method(method)
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, no GPU"
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    print(f"{platform.machine()}, {device}, torch {torch.__version__}, {arguments.precision}, {load}", flush=True)
+    if "speed" in arguments.parts:
+        for source in arguments.data:
+            compare(arguments, overrides, source)
+    if "shares" in arguments.parts:
+        print_shares(arguments, overrides)
+
+
+def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> None:
+    """Prints the table of one data source."""
+    if source != RANDOM:
+        demo = source.startswith("demo:")
+        source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
+    tokenizer = None if source == RANDOM else make_tokenizer(arguments, overrides, source)
+    found: dict[int, Speeds] = {}
+    absent: dict[str, str] = {}
+    for ranks in arguments.ranks:
+        setting = Setting(arguments, overrides, source, tokenizer, ranks)
+        listed = programs(setting)
+        speeds: dict[str, list[float]] = {program.name: [] for program in listed}
+        absent.update({program.name: program.absent for program in listed})
+        for turn in range(arguments.repeats):
+            for program in listed:
+                if not program.absent:
+                    speeds[program.name].append(run(program, setting, turn))
+                    said(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speeds[program.name][-1]:,.1f} samples/s")
+        found[ranks] = speeds
+    kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes a rank"
+    print(f"\n{arguments.recipe}, {arguments.rows} pairs a rank, {kind}\n")
+    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
+    print_sizes(arguments.out, setting)
+
+
+def make_tokenizer(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> tuple[Path, int] | None:
+    """One for all programs, trained on the captions; None where the recipe names its own."""
+    text = parse([arguments.recipe, *overrides]).config.model.text
+    if text.tokenizer is not None:
+        return None
+    manifest = open_manifest(source, arguments.out / "manifests")
+    tokenizer = train_bpe(iter_captions(manifest, _CAPTIONS), text.vocab_size, text.context_length)
+    tokenizer.save(arguments.out / "tokenizer")
+    return arguments.out / "tokenizer", tokenizer.vocab_size
+
+
+def ours(method: str) -> str:
+    return f"here: {method}"
+
+
+def programs(setting: Setting) -> list[Program]:
+    """In the order in which they take turns; their configs are written beside their folders."""
+    asked = setting.arguments
+    alike = [*(["--random"] if setting.source == RANDOM else []), *(["--compile"] if asked.compile else [])]
+    listed = []
+    for method in asked.methods:
+        warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
+        path = write_config(setting, method, warmup)
+        listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
+    theirs = [*alike, *(["--bf16"] if asked.precision == "bf16" else [])]
+    path = write_config(setting, "openclip", asked.warmup)
+    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *theirs), "loss", asked.warmup))
+    missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
+    absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
+    script = PEERS / "open_clip_program.py"
+    listed.append(Program("open_clip", script, (path, *theirs), "train/loss", asked.warmup, absent))
+    return listed
+
+
+def warmup_of(config: Config, asked: argparse.Namespace) -> int:
+    """NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes."""
+    uses_network = "npn" in find_method(config.objective.method).sections
+    until = math.ceil(config.objective.npn.prototypes / config.data.batch_size) + 1 if uses_network else 0
+    return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
+
+
+def write_config(setting: Setting, method: str, warmup: int) -> str:
+    asked = setting.arguments
+    steps = warmup + asked.steps + asked.log_every  # a point of the peers comes a step late
+    config = setting.config(f"--objective.method={method}", f"--budget.steps={steps}")
+    path = asked.out / f"{method}_{setting.ranks}ranks_{warmup}.yaml"
+    path.write_text(dump(config), encoding="utf-8")
+    return str(path)
+
+
+def run(program: Program, setting: Setting, turn: int) -> float:
+    """Samples a second of one turn; of the folder that it leaves only output and points are kept."""
+    name = "".join(letter if letter.isalnum() else "_" for letter in program.name)
+    folder = setting.arguments.out / f"{name}_{setting.ranks}ranks_turn{turn}"
+    shutil.rmtree(folder, ignore_errors=True)
+    config, *options = program.options
+    start(program.script, [config, str(folder), *options], setting.ranks, folder, setting.threads)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.rows)
+
+
+def print_sizes(out: Path, setting: Setting) -> None:
+    """How many parameters the two kinds of towers have."""
+    from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
+    from neuclip_ds.training.plan import StandInTokenizer
+
+    model = setting.config().model
+    model.text.tokenizer = None  # the embedding's rows are those of vocab_size, read from it
+    stand_in = StandInTokenizer(model.text)
+    with torch.device("meta"):
+        count = parameter_count(build_dual_encoder(model, stand_in))  # type: ignore[arg-type]
+    notes = sorted(out.glob("open_clip_*/facts.json"))
+    theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
+    print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
+
+
+def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Prints the objective's share of a step, by method."""
+    threads = [] if torch.cuda.is_available() else [1]  # processor time of one core
+    arguments = argparse.Namespace(**{**vars(arguments), "recipe": arguments.share_model, "log_every": 1})
+    arguments.threads = threads[0] if threads else arguments.threads
+    small = Setting(argparse.Namespace(**{**vars(arguments), "rows": arguments.share_rows}), overrides, RANDOM, None, 1)
+    pair = towers_seconds(small)
+    paper_ranks = arguments.paper_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else _PAPER_RANKS)
+    asked = argparse.Namespace(**{**vars(arguments), "rows": arguments.paper_batch // paper_ranks})
+    paper = Setting(asked, overrides, RANDOM, None, paper_ranks)
+    npn = small.config().objective.npn
+    print(f"\nObjective's share of a step, {arguments.share_model}, T_u = {npn.updates}, m = {npn.prototypes}\n")
+    print("| B | K | method | objective ms | of it NPN ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
+    for setting, mark in ((small, ""), (paper, " (computed)")):
+        towers = pair * setting.arguments.rows
+        for method, alone, network in objective_seconds(setting):
+            share = alone / (alone + towers)
+            print(
+                f"| {setting.rows:,} | {setting.ranks} | {method} | {1e3 * alone:,.1f} | {1e3 * network:,.1f} "
+                f"| {1e3 * towers:,.0f}{mark} | {share:.2%} |",
+                flush=True,
+            )
+
+
+def towers_seconds(setting: Setting) -> float:
+    """Of a pair in a step of towers and optimizer, from real steps of OpenCLIP's method on one rank."""
+    asked = setting.arguments
+    config = setting.config("--objective.method=openclip", f"--budget.steps={1 + asked.share_steps}")
+    path, folder = asked.out / "towers.yaml", asked.out / "towers"
+    path.write_text(dump(config), encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    said(f"{1 + asked.share_steps} steps of {setting.rows} pairs")
+    options = [str(path), str(folder), "--random", *(["--compile"] if asked.compile else [])]
+    start(PEERS / "ours.py", options, setting.ranks, folder, setting.threads)
+    whole = 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.rows)
+    _, alone, _ = next(objective_seconds(setting))
+    return whole - alone / setting.rows
+
+
+def objective_seconds(setting: Setting) -> Iterator[tuple[str, float, float]]:
+    """Method, seconds of its objective, and what of these is its network's: the difference from OpenCLIP's."""
+    asked = setting.arguments
+    path, folder = asked.out / f"objective_{setting.ranks}ranks.yaml", asked.out / f"objective_{setting.ranks}ranks"
+    path.write_text(dump(setting.config()), encoding="utf-8")
+    said(f"the objective alone, {setting.ranks} ranks of {asked.rows} pairs")
+    options = [str(path), str(folder), f"--repeats={asked.repeats}", "--methods", *_METHODS_OF_SHARES]
+    start(PEERS / "objective_alone.py", options, setting.ranks, folder, setting.threads)
+    seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    for method, found in seconds.items():
+        uses_network = "npn" in find_method(method).sections
+        yield method, found, found - seconds[_METHODS_OF_SHARES[0]] if uses_network else 0.0
+
+
+def said(text: str) -> None:
+    """Progress, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()
