@@ -51,7 +51,8 @@ def start(script: Path, options: Sequence[str], ranks: int, folder: Path, thread
         ).returncode
     if code:
         rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
-        end = "\n".join(rank_said.splitlines()[-_SHOWN:])
+        lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
+        end = "\n".join(lines[-_SHOWN:])
         raise UserError(f"{script.name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 
 

@@ -1,12 +1,15 @@
 """One rank of open_clip's own training program for tools/benchmark_step.py, on a config of this project.
 
-open_clip's `open_clip_train.main` runs as it is. It is told of a model whose image tower is this project's timm trunk
-and whose text tower is open_clip's own in the same dimensions; random pairs come from outside, in place of its loader.
+open_clip's `open_clip_train.main` runs as it is, but for what it cannot do by itself: it is told of a model whose image
+tower is this project's timm trunk and whose text tower is open_clip's own of the same size; random pairs come in place
+of its loader; on CPUs its DistributedDataParallel, which it gives a device, which only GPUs may have, gets none; and
+webdataset 1.0 leaves out its marks at the end of shards, which open_clip, made for 0.2, stumbles over.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -15,9 +18,11 @@ from typing import Any
 import open_clip
 import timm
 import torch
+from open_clip_train import data as loading
 from open_clip_train import main as program
-from open_clip_train.data import DataInfo
 from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+from webdataset.tariterators import tar_file_expander
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
@@ -42,6 +47,9 @@ def main() -> None:
     environment = read_environment()
     if arguments.random:
         program.get_data = lambda *_, **__: {"train": random_pairs(config, config.rank_batch(environment.world_size))}
+    if not torch.cuda.is_available():
+        torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
+    loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
     facts = arguments.out / FACTS if environment.rank == 0 else None
     make = program.create_model_and_transforms
     program.create_model_and_transforms = lambda *args, **options: _noted(make(*args, **options), facts)
@@ -124,7 +132,7 @@ class _Again(list[Any]):
     num_batches = num_samples = 0
 
 
-def random_pairs(config: Config, rows: int) -> DataInfo:
+def random_pairs(config: Config, rows: int) -> loading.DataInfo:
     """One batch, as often as the run has steps."""
     size, text = config.model.vision.image_size, config.model.text
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
@@ -132,7 +140,11 @@ def random_pairs(config: Config, rows: int) -> DataInfo:
     steps = config.budget.steps or 0
     loader = _Again([(torch.randn(rows, 3, size, size), tokens)] * steps)
     loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
-    return DataInfo(loader)
+    return loading.DataInfo(loader)
+
+
+def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **options)
 
 
 def _noted(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -84,7 +83,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
     _, loss_of = peer_loss(environment.rank, environment.world_size)
     rows = config.rank_batch(environment.world_size)
-    loaded = random_pairs(config, rows) if arguments.random else batches(config, rows, tokenizer)
+    loaded = random_pairs(config, rows) if arguments.random else batches(config, rows, tokenizer, environment.rank)
     writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
     for number, (image, tokens) in enumerate(itertools.islice(loaded, config.budget.steps)):
         image, tokens = image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
@@ -116,8 +115,8 @@ def random_pairs(config: Config, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
     return itertools.repeat((torch.randn(rows, 3, size, size), tokens))
 
 
-def batches(config: Config, rows: int, tokenizer: CaptionTokenizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end; every rank and every worker has shards of its own."""
+def batches(config: Config, rows: int, tokenizer: CaptionTokenizer, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Without end; every rank and every worker draws shards of its own, as open_clip's --dataset-resampled."""
     vision, data = config.model.vision, config.data
     transform = transforms.Compose(
         [
@@ -129,7 +128,7 @@ def batches(config: Config, rows: int, tokenizer: CaptionTokenizer) -> Iterator[
         ]
     )
     pipeline = wds.DataPipeline(
-        wds.ResampledShards(resolve_shards(data.train), seed=config.run.seed + int(os.environ.get("RANK", "0"))),
+        wds.ResampledShards(resolve_shards(data.train), seed=rank, deterministic=True),
         wds.tarfile_to_samples(),
         wds.shuffle(_SHUFFLED, initial=_SHUFFLED_AT_FIRST),
         wds.decode("pilrgb"),
