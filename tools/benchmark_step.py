@@ -30,9 +30,9 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -61,36 +61,36 @@ class Setting(NamedTuple):
 
     arguments: argparse.Namespace
     overrides: Sequence[str]
-    source: str  # shards, or `random`
-    tokenizer: tuple[Path, int] | None  # folder and number of tokens
+    recipe: str
     ranks: int
+    rows: int  # pairs of a rank
+    threads: int
+    source: str = RANDOM  # or shards
+    tokenizer: tuple[Path, int] | None = None  # folder and number of tokens
 
     @property
-    def threads(self) -> int:
-        return self.arguments.threads or max(1, (os.cpu_count() or 1) // self.ranks)
-
-    @property
-    def rows(self) -> int:
-        """Of the global batch."""
-        return int(self.arguments.rows) * self.ranks
+    def batch(self) -> int:
+        return self.rows * self.ranks
 
     def config(self, *more: str) -> Config:
         """The run as train.py would have it."""
         asked = self.arguments
-        own = [f"--data.batch_size={self.rows}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
-        own += [
-            f"--deepspeed=zero{asked.zero}_{asked.precision}",
-            "--data.tail=drop",
-            "--data.val=",
-            "--data.zero_shot=",
-        ]
+        own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
+        own += ["--data.tail=drop", "--data.val=", "--data.zero_shot="]
         own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000", "--run.report=false"]
+        own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
         if self.source != RANDOM:
             own.append(f"--data.train={self.source}")
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return parse([asked.recipe, *own, *self.overrides, *more]).config
+        return parse([self.recipe, *own, *self.overrides, *more]).config
+
+    def write(self, name: str, *more: str) -> Path:
+        """The config in a file."""
+        path: Path = self.arguments.out / f"{name}_{self.ranks}ranks.yaml"
+        path.write_text(dump(self.config(*more)), encoding="utf-8")
+        return path
 
 
 def main() -> None:
@@ -144,7 +144,8 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str
     found: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
-        setting = Setting(arguments, overrides, source, tokenizer, ranks)
+        threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
+        setting = Setting(arguments, overrides, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
         listed = programs(setting)
         speeds: dict[str, list[float]] = {program.name: [] for program in listed}
         absent.update({program.name: program.absent for program in listed})
@@ -182,15 +183,14 @@ def programs(setting: Setting) -> list[Program]:
     listed = []
     for method in asked.methods:
         warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
-        path = write_config(setting, method, warmup)
+        path = write_config(setting, ours(method), method, warmup)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
-    theirs = [*alike, *(["--bf16"] if asked.precision == "bf16" else [])]
-    path = write_config(setting, "openclip", asked.warmup)
-    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", (path, *theirs), "loss", asked.warmup))
+    path = write_config(setting, "peers", asked.methods[0], asked.warmup)
+    theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
+    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
-    script = PEERS / "open_clip_program.py"
-    listed.append(Program("open_clip", script, (path, *theirs), "train/loss", asked.warmup, absent))
+    listed.append(Program("open_clip", PEERS / "open_clip_program.py", theirs, "train/loss", asked.warmup, absent))
     return listed
 
 
@@ -201,24 +201,24 @@ def warmup_of(config: Config, asked: argparse.Namespace) -> int:
     return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
 
 
-def write_config(setting: Setting, method: str, warmup: int) -> str:
+def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
     asked = setting.arguments
-    steps = warmup + asked.steps + asked.log_every  # a point of the peers comes a step late
-    config = setting.config(f"--objective.method={method}", f"--budget.steps={steps}")
-    path = asked.out / f"{method}_{setting.ranks}ranks_{warmup}.yaml"
-    path.write_text(dump(config), encoding="utf-8")
-    return str(path)
+    steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
+    return str(setting.write(as_name(program), f"--objective.method={method}", f"--budget.steps={steps}"))
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
     """Samples a second of one turn; of the folder that it leaves only output and points are kept."""
-    name = "".join(letter if letter.isalnum() else "_" for letter in program.name)
-    folder = setting.arguments.out / f"{name}_{setting.ranks}ranks_turn{turn}"
+    folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
     shutil.rmtree(folder, ignore_errors=True)
     config, *options = program.options
     start(program.script, [config, str(folder), *options], setting.ranks, folder, setting.threads)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
-    return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.rows)
+    return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.batch)
+
+
+def as_name(program: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in program)
 
 
 def print_sizes(out: Path, setting: Setting) -> None:
@@ -227,10 +227,10 @@ def print_sizes(out: Path, setting: Setting) -> None:
     from neuclip_ds.training.plan import StandInTokenizer
 
     model = setting.config().model
-    model.text.tokenizer = None  # the embedding's rows are those of vocab_size, read from it
-    stand_in = StandInTokenizer(model.text)
+    model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
+    stand_in: Any = StandInTokenizer(model.text)
     with torch.device("meta"):
-        count = parameter_count(build_dual_encoder(model, stand_in))  # type: ignore[arg-type]
+        count = parameter_count(build_dual_encoder(model, stand_in))
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
@@ -238,55 +238,49 @@ def print_sizes(out: Path, setting: Setting) -> None:
 
 def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Prints the objective's share of a step, by method."""
-    threads = [] if torch.cuda.is_available() else [1]  # processor time of one core
-    arguments = argparse.Namespace(**{**vars(arguments), "recipe": arguments.share_model, "log_every": 1})
-    arguments.threads = threads[0] if threads else arguments.threads
-    small = Setting(argparse.Namespace(**{**vars(arguments), "rows": arguments.share_rows}), overrides, RANDOM, None, 1)
-    pair = towers_seconds(small)
-    paper_ranks = arguments.paper_ranks or (torch.cuda.device_count() if torch.cuda.is_available() else _PAPER_RANKS)
-    asked = argparse.Namespace(**{**vars(arguments), "rows": arguments.paper_batch // paper_ranks})
-    paper = Setting(asked, overrides, RANDOM, None, paper_ranks)
+    gpus = torch.cuda.device_count()
+    threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
+    small = Setting(arguments, overrides, arguments.share_model, 1, arguments.share_rows, threads)
+    ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
+    paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.npn
-    print(f"\nObjective's share of a step, {arguments.share_model}, T_u = {npn.updates}, m = {npn.prototypes}\n")
+    alone = [objective_seconds(setting) for setting in (small, paper)]
+    pair = step_seconds(small) - alone[0]["openclip"] / small.rows
+    print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.updates}, m = {npn.prototypes}\n")
     print("| B | K | method | objective ms | of it NPN ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
-    for setting, mark in ((small, ""), (paper, " (computed)")):
-        towers = pair * setting.arguments.rows
-        for method, alone, network in objective_seconds(setting):
-            share = alone / (alone + towers)
+    for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
+        towers = pair * setting.rows
+        for method, seconds in found.items():
+            network = seconds - found["openclip"] if "npn" in find_method(method).sections else 0.0
             print(
-                f"| {setting.rows:,} | {setting.ranks} | {method} | {1e3 * alone:,.1f} | {1e3 * network:,.1f} "
-                f"| {1e3 * towers:,.0f}{mark} | {share:.2%} |",
-                flush=True,
+                f"| {setting.batch:,} | {setting.ranks} | {method} | {1e3 * seconds:,.1f} | {1e3 * network:,.1f} "
+                f"| {1e3 * towers:,.0f}{how} | {seconds / (seconds + towers):.2%} |"
             )
 
 
-def towers_seconds(setting: Setting) -> float:
-    """Of a pair in a step of towers and optimizer, from real steps of OpenCLIP's method on one rank."""
+def step_seconds(setting: Setting) -> float:
+    """Of a pair in whole steps of OpenCLIP's method."""
     asked = setting.arguments
-    config = setting.config("--objective.method=openclip", f"--budget.steps={1 + asked.share_steps}")
-    path, folder = asked.out / "towers.yaml", asked.out / "towers"
-    path.write_text(dump(config), encoding="utf-8")
+    steps = 1 + asked.share_steps
+    path = setting.write("towers", "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1")
+    folder = asked.out / "towers"
     shutil.rmtree(folder, ignore_errors=True)
-    said(f"{1 + asked.share_steps} steps of {setting.rows} pairs")
+    said(f"{steps} steps of {setting.rows} pairs")
     options = [str(path), str(folder), "--random", *(["--compile"] if asked.compile else [])]
     start(PEERS / "ours.py", options, setting.ranks, folder, setting.threads)
-    whole = 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.rows)
-    _, alone, _ = next(objective_seconds(setting))
-    return whole - alone / setting.rows
+    return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
-def objective_seconds(setting: Setting) -> Iterator[tuple[str, float, float]]:
-    """Method, seconds of its objective, and what of these is its network's: the difference from OpenCLIP's."""
+def objective_seconds(setting: Setting) -> dict[str, float]:
+    """By method, of a step of the objective alone on each rank."""
     asked = setting.arguments
-    path, folder = asked.out / f"objective_{setting.ranks}ranks.yaml", asked.out / f"objective_{setting.ranks}ranks"
-    path.write_text(dump(setting.config()), encoding="utf-8")
-    said(f"the objective alone, {setting.ranks} ranks of {asked.rows} pairs")
+    path = setting.write("objective")
+    folder = path.with_suffix("")
+    said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [str(path), str(folder), f"--repeats={asked.repeats}", "--methods", *_METHODS_OF_SHARES]
     start(PEERS / "objective_alone.py", options, setting.ranks, folder, setting.threads)
-    seconds = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
-    for method, found in seconds.items():
-        uses_network = "npn" in find_method(method).sections
-        yield method, found, found - seconds[_METHODS_OF_SHARES[0]] if uses_network else 0.0
+    found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    return found
 
 
 def said(text: str) -> None:

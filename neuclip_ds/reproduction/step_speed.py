@@ -94,8 +94,9 @@ def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mappin
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
     for ranks, speeds in found.items():
         for name, turns in speeds.items():
-            cells = [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
-            if turns:
+            if not turns:
+                cells = [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
+            else:
                 ratios = [_ratio(speeds[reference], turns) for reference in references]
                 spread = f"{min(turns):,.1f} - {max(turns):,.1f}"
                 cells = [f"{statistics.median(turns):,.1f}", spread, *(f"{ratio:.2f}" for ratio in ratios)]
