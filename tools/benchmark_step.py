@@ -17,7 +17,7 @@ Options of the run, such as --data.decoder=simplejpeg or --model.embed_dim=256, 
 Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
-    python tools/benchmark_step.py --share-rows 2 --repeats 1 --recipe models/vitb16 --precision bf16 --compile
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
 """
 
 from __future__ import annotations
