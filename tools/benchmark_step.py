@@ -1,0 +1,292 @@
+"""Measures whole training steps against a plain DDP loop and open_clip's own program, on the same towers and shards.
+
+Part `speed`, a table of samples/s and ratios for each number of ranks. The programs are
+
+    here: METHOD    train.py (with --data random: its step on one batch of noise)
+    plain DDP       a loop of DistributedDataParallel and OpenCLIP's loss, this project's towers, webdataset's loader
+    open_clip       its program open_clip_train.main, on the same timm trunk and its own text tower of the same size
+
+in fresh processes, in turns (ABCABC), on the same seed, batch, pixels, tokenizer, AdamW and number of loader processes
+and threads. All write a TensorBoard point each --log-every steps; these points' wall times are what is measured.
+
+Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
+objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
+
+Options of the run, such as --data.decoder=simplejpeg or --model.embed_dim=256, are passed on.
+
+Examples:
+    python tools/benchmark_step.py
+    python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import math
+import os
+import platform
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.config import Config
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.dataset import iter_captions
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.objectives import find_method
+from neuclip_ds.recipe import dump, parse
+from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
+
+PEERS = Path(__file__).parent / "peers"
+PARTS = ("speed", "shares")
+RANDOM = "random"
+_CACHE = Path(".cache")
+_CAPTIONS = 20_000  # that the tokenizer is trained on
+_METHODS_OF_SHARES = ("openclip", "fastclip_v3", "neuclip")
+_PAPER_BATCH, _PAPER_RANKS = 5120, 8
+
+
+class Setting(NamedTuple):
+    """What all programs are told at one number of ranks."""
+
+    arguments: argparse.Namespace
+    overrides: Sequence[str]
+    recipe: str
+    ranks: int
+    rows: int  # pairs of a rank
+    threads: int
+    source: str = RANDOM  # or shards
+    tokenizer: tuple[Path, int] | None = None  # folder and number of tokens
+
+    @property
+    def batch(self) -> int:
+        return self.rows * self.ranks
+
+    def config(self, *more: str) -> Config:
+        """The run as train.py would have it."""
+        asked = self.arguments
+        own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
+        own += ["--data.tail=drop", "--data.val=", "--data.zero_shot="]
+        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000", "--run.report=false"]
+        own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
+        if self.source != RANDOM:
+            own.append(f"--data.train={self.source}")
+        if self.tokenizer is not None:
+            folder, size = self.tokenizer
+            own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
+        return parse([self.recipe, *own, *self.overrides, *more]).config
+
+    def write(self, name: str, *more: str) -> Path:
+        """The config in a file."""
+        path: Path = self.arguments.out / f"{name}_{self.ranks}ranks.yaml"
+        path.write_text(dump(self.config(*more)), encoding="utf-8")
+        return path
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=["speed"])
+    parser.add_argument("--recipe", default="demo", help="that model and optimizer are taken from (demo)")
+    parser.add_argument("--data", nargs="+", default=["demo:train"], help="shards, or `random` (demo:train)")
+    parser.add_argument("--methods", nargs="+", default=["openclip", "neuclip"], help="of ours (openclip neuclip)")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--rows", type=int, default=64, help="pairs a rank (64)")
+    parser.add_argument("--steps", type=int, default=20, help="that count (20)")
+    parser.add_argument("--warmup", type=int, default=10, help="steps before them; NeuCLIP's until it predicts (10)")
+    parser.add_argument("--log-every", type=int, default=5, help="steps between two points (5)")
+    parser.add_argument("--repeats", type=int, default=2, help="turns (2)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes a rank (1)")
+    parser.add_argument("--threads", type=int, help="of each rank (cores / ranks)")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
+    parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage here; peers replicate (1)")
+    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile, in all programs")
+    parser.add_argument("--share-model", default="models/vitb16", help="recipe of the part shares (models/vitb16)")
+    parser.add_argument("--share-rows", type=int, default=16, help="pairs of its real steps (16)")
+    parser.add_argument("--share-steps", type=int, default=2, help="of these after the first (2)")
+    parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch ({_PAPER_BATCH})")
+    parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
+    parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
+    arguments, overrides = parser.parse_known_args()
+    exit_on_mistake(lambda: measure(arguments, overrides))
+
+
+def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    for method in arguments.methods:
+        find_method(method)
+    arguments.out = arguments.out.resolve()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"{os.cpu_count()} cores, no GPU"
+    load = f"load {os.getloadavg()[0]:.1f} before"
+    print(f"{platform.machine()}, {device}, torch {torch.__version__}, {arguments.precision}, {load}", flush=True)
+    if "speed" in arguments.parts:
+        for source in arguments.data:
+            compare(arguments, overrides, source)
+    if "shares" in arguments.parts:
+        print_shares(arguments, overrides)
+
+
+def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> None:
+    """Prints the table of one data source."""
+    if source != RANDOM:
+        demo = source.startswith("demo:")
+        source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
+    tokenizer = None if source == RANDOM else make_tokenizer(arguments, overrides, source)
+    found: dict[int, Speeds] = {}
+    absent: dict[str, str] = {}
+    for ranks in arguments.ranks:
+        threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
+        setting = Setting(arguments, overrides, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+        listed = programs(setting)
+        speeds: dict[str, list[float]] = {program.name: [] for program in listed}
+        absent.update({program.name: program.absent for program in listed})
+        for turn in range(arguments.repeats):
+            for program in listed:
+                if not program.absent:
+                    speeds[program.name].append(run(program, setting, turn))
+                    said(f"{ranks} ranks, turn {turn + 1}, {program.name}: {speeds[program.name][-1]:,.1f} samples/s")
+        found[ranks] = speeds
+    kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes a rank"
+    print(f"\n{arguments.recipe}, {arguments.rows} pairs a rank, {kind}\n")
+    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
+    print_sizes(arguments.out, setting)
+
+
+def make_tokenizer(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> tuple[Path, int] | None:
+    """One for all programs, trained on the captions; None where the recipe names its own."""
+    text = parse([arguments.recipe, *overrides]).config.model.text
+    if text.tokenizer is not None:
+        return None
+    manifest = open_manifest(source, arguments.out / "manifests")
+    tokenizer = train_bpe(iter_captions(manifest, _CAPTIONS), text.vocab_size, text.context_length)
+    tokenizer.save(arguments.out / "tokenizer")
+    return arguments.out / "tokenizer", tokenizer.vocab_size
+
+
+def ours(method: str) -> str:
+    return f"here: {method}"
+
+
+def programs(setting: Setting) -> list[Program]:
+    """In the order in which they take turns; their configs are written beside their folders."""
+    asked = setting.arguments
+    alike = [*(["--random"] if setting.source == RANDOM else []), *(["--compile"] if asked.compile else [])]
+    listed = []
+    for method in asked.methods:
+        warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
+        path = write_config(setting, ours(method), method, warmup)
+        listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
+    path = write_config(setting, "peers", asked.methods[0], asked.warmup)
+    theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
+    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
+    missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
+    absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
+    listed.append(Program("open_clip", PEERS / "open_clip_program.py", theirs, "train/loss", asked.warmup, absent))
+    return listed
+
+
+def warmup_of(config: Config, asked: argparse.Namespace) -> int:
+    """NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes."""
+    uses_network = "npn" in find_method(config.objective.method).sections
+    until = math.ceil(config.objective.npn.prototypes / config.data.batch_size) + 1 if uses_network else 0
+    return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
+
+
+def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
+    asked = setting.arguments
+    steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
+    return str(setting.write(as_name(program), f"--objective.method={method}", f"--budget.steps={steps}"))
+
+
+def run(program: Program, setting: Setting, turn: int) -> float:
+    """Samples a second of one turn; of the folder that it leaves only output and points are kept."""
+    folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
+    shutil.rmtree(folder, ignore_errors=True)
+    config, *options = program.options
+    start(program.script, [config, str(folder), *options], setting.ranks, folder, setting.threads)
+    shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+    return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.batch)
+
+
+def as_name(program: str) -> str:
+    return "".join(letter if letter.isalnum() else "_" for letter in program)
+
+
+def print_sizes(out: Path, setting: Setting) -> None:
+    """How many parameters the two kinds of towers have."""
+    from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
+    from neuclip_ds.training.plan import StandInTokenizer
+
+    model = setting.config().model
+    model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
+    stand_in: Any = StandInTokenizer(model.text)
+    with torch.device("meta"):
+        count = parameter_count(build_dual_encoder(model, stand_in))
+    notes = sorted(out.glob("open_clip_*/facts.json"))
+    theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
+    print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
+
+
+def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Prints the objective's share of a step, by method."""
+    gpus = torch.cuda.device_count()
+    threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
+    small = Setting(arguments, overrides, arguments.share_model, 1, arguments.share_rows, threads)
+    ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
+    paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
+    npn = small.config().objective.npn
+    alone = [objective_seconds(setting) for setting in (small, paper)]
+    pair = step_seconds(small) - alone[0]["openclip"] / small.rows
+    print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.updates}, m = {npn.prototypes}\n")
+    print("| B | K | method | objective ms | of it NPN ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
+    for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
+        towers = pair * setting.rows
+        for method, seconds in found.items():
+            network = seconds - found["openclip"] if "npn" in find_method(method).sections else 0.0
+            print(
+                f"| {setting.batch:,} | {setting.ranks} | {method} | {1e3 * seconds:,.1f} | {1e3 * network:,.1f} "
+                f"| {1e3 * towers:,.0f}{how} | {seconds / (seconds + towers):.2%} |"
+            )
+
+
+def step_seconds(setting: Setting) -> float:
+    """Of a pair in whole steps of OpenCLIP's method."""
+    asked = setting.arguments
+    steps = 1 + asked.share_steps
+    path = setting.write("towers", "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1")
+    folder = asked.out / "towers"
+    shutil.rmtree(folder, ignore_errors=True)
+    said(f"{steps} steps of {setting.rows} pairs")
+    options = [str(path), str(folder), "--random", *(["--compile"] if asked.compile else [])]
+    start(PEERS / "ours.py", options, setting.ranks, folder, setting.threads)
+    return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
+
+
+def objective_seconds(setting: Setting) -> dict[str, float]:
+    """By method, of a step of the objective alone on each rank."""
+    asked = setting.arguments
+    path = setting.write("objective")
+    folder = path.with_suffix("")
+    said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
+    options = [str(path), str(folder), f"--repeats={asked.repeats}", "--methods", *_METHODS_OF_SHARES]
+    start(PEERS / "objective_alone.py", options, setting.ranks, folder, setting.threads)
+    found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
+    return found
+
+
+def said(text: str) -> None:
+    """Progress, apart from the tables."""
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

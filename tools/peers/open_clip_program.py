@@ -1,0 +1,159 @@
+"""One rank of open_clip's own training program for tools/benchmark_step.py, on a config of this project.
+
+open_clip's `open_clip_train.main` runs as it is, but for what it cannot do by itself: it is told of a model whose image
+tower is this project's timm trunk and whose text tower is open_clip's own of the same size; random pairs come in place
+of its loader; on CPUs its DistributedDataParallel, which it gives a device, which only GPUs may have, gets none; and
+webdataset 1.0 leaves out its marks at the end of shards, which open_clip, made for 0.2, stumbles over.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import timm
+import torch
+from open_clip_train import data as loading
+from open_clip_train import main as program
+from torch import nn
+from torch.nn.parallel.distributed import DistributedDataParallel
+from webdataset.tariterators import tar_file_expander
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.recipe import load_recipe, validate
+
+FACTS = "facts.json"
+_NAME = "benchmark_dual_encoder"
+_EOS = 1  # of tokenizers that this project trains, and of random tokens
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path, help="a run's config")
+    parser.add_argument("out", type=Path, help="the program's folder")
+    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
+    parser.add_argument("--bf16", action="store_true", help="its amp_bf16")
+    parser.add_argument("--compile", action="store_true", help="its --torchcompile")
+    arguments = parser.parse_args()
+    config = validate(load_recipe(str(arguments.config)))
+    environment = read_environment()
+    if arguments.random:
+        program.get_data = lambda *_, **__: {"train": random_pairs(config, config.rank_batch(environment.world_size))}
+    if not torch.cuda.is_available():
+        torch.nn.parallel.DistributedDataParallel = _without_device  # type: ignore[misc,assignment]
+    loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
+    facts = arguments.out / FACTS if environment.rank == 0 else None
+    make = program.create_model_and_transforms
+    program.create_model_and_transforms = lambda *args, **options: _noted(make(*args, **options), facts)
+    with tempfile.TemporaryDirectory() as folder:
+        add_model(config, Path(folder))
+        program.main(command_line(config, arguments, environment.world_size))
+
+
+def add_model(config: Config, folder: Path) -> None:
+    """Tells open_clip of the model under the name `benchmark_dual_encoder`."""
+    tower = VisionTower(config.model.vision, config.model.embed_dim)
+
+    def benchmark_vision(pretrained: bool = False, **_: Any) -> nn.Module:
+        torch.manual_seed(config.run.seed)
+        return VisionTower(config.model.vision, config.model.embed_dim).trunk
+
+    timm.models.register_model(benchmark_vision)
+    vision, text = config.model.vision, config.model.text
+    description = {
+        "embed_dim": config.model.embed_dim,
+        "quick_gelu": "quickgelu" in vision.name,
+        "vision_cfg": {
+            "timm_model_name": benchmark_vision.__name__,
+            "timm_pool": "",
+            "timm_proj": "linear" if isinstance(tower.projection, nn.Linear) else "",
+            "image_size": vision.image_size,
+        },
+        "text_cfg": {
+            "context_length": text.context_length,
+            "vocab_size": text.vocab_size,
+            "width": text.width,
+            "heads": text.heads,
+            "layers": text.layers,
+            "hf_tokenizer_name": text.tokenizer,
+            "pool_type": "eos",
+            "eos_id": _EOS,
+        },
+    }
+    path = folder / f"{_NAME}.json"
+    path.write_text(json.dumps(description), encoding="utf-8")
+    open_clip.add_model_config(path)
+
+
+def command_line(config: Config, arguments: argparse.Namespace, world_size: int) -> list[str]:
+    """open_clip's options for the config; its pass over the data is as long as the run."""
+    data, optimizer, steps = config.data, config.optimizer, config.budget.steps or 0
+    options: dict[str, Any] = {
+        "model": _NAME,
+        "name": arguments.out.name,
+        "logs": arguments.out.parent,
+        "dataset-type": "webdataset",
+        "train-data": "synthetic" if arguments.random else "::".join(resolve_shards(data.train)),
+        "train-num-samples": steps * data.batch_size,
+        "batch-size": config.rank_batch(world_size),
+        "workers": data.workers,
+        "epochs": 1,
+        "lr": optimizer.lr,
+        "wd": optimizer.weight_decay,
+        "beta1": optimizer.betas[0],
+        "beta2": optimizer.betas[1],
+        "eps": optimizer.eps,
+        "warmup": optimizer.warmup_steps,
+        "precision": "amp_bf16" if arguments.bf16 else "fp32",
+        "device": "cuda" if torch.cuda.is_available() else "cpu",
+        "seed": config.run.seed,
+        "log-every-n-steps": config.run.log_every,
+        "report-to": "tensorboard",
+        "aug-cfg": f"scale=({data.crop_scale},1.0)",
+    }
+    if optimizer.clip_norm:
+        options["grad-clip-norm"] = optimizer.clip_norm
+    flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
+    flags += ["--torchcompile"] if arguments.compile else []
+    return [*flags, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
+
+
+class _Again(list[Any]):
+    """A loader's batches with what open_clip asks of a loader."""
+
+    num_batches = num_samples = 0
+
+
+def random_pairs(config: Config, rows: int) -> loading.DataInfo:
+    """One batch, as often as the run has steps."""
+    size, text = config.model.vision.image_size, config.model.text
+    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
+    tokens[:, 0], tokens[:, -1] = 0, _EOS
+    steps = config.budget.steps or 0
+    loader = _Again([(torch.randn(rows, 3, size, size), tokens)] * steps)
+    loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
+    return loading.DataInfo(loader)
+
+
+def _without_device(model: nn.Module, device_ids: Any, **options: Any) -> DistributedDataParallel:
+    return DistributedDataParallel(model, **options)
+
+
+def _noted(made: tuple[Any, ...], facts: Path | None) -> tuple[Any, ...]:
+    """Notes the size of the model that open_clip has made."""
+    if facts is not None:
+        count = sum(parameter.numel() for parameter in made[0].parameters())
+        facts.write_text(json.dumps({"parameters": count}), encoding="utf-8")
+    return made
+
+
+if __name__ == "__main__":
+    main()

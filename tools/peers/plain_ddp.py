@@ -1,0 +1,154 @@
+"""One rank of a plain training loop for tools/benchmark_step.py: DistributedDataParallel and OpenCLIP's loss.
+
+The towers are this project's; webdataset loads as in open_clip: torchvision's transforms on PIL images, float32 pixels.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import webdataset as wds
+from benchmark_objective import peer_loss
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.tensorboard import SummaryWriter
+from torchvision import transforms
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.distributed.environment import RankEnvironment, read_environment
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.recipe import load_recipe, validate
+from neuclip_ds.training.optimizers import parameter_groups
+from neuclip_ds.training.plan import StandInTokenizer
+
+_SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples, as in open_clip
+_LARGEST_SCALE = math.log(100)
+
+
+class FloatTowers(nn.Module):
+    """The towers as fed by torchvision, and the temperature beside them."""
+
+    def __init__(self, towers: DualEncoder) -> None:
+        super().__init__()
+        self.vision, self.text = towers.vision, towers.text
+        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+
+    def forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(b, 3, H, W) normalised pixels and (b, T) ids -> (b, d) image and text features, scale of the logits."""
+        vision: Any = self.vision
+        image_features = normalize(vision.projection(vision.trunk(image)), dim=-1)
+        return image_features, normalize(self.text(tokens), dim=-1), self.logit_scale.exp()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("config", type=Path, help="a run's config")
+    parser.add_argument("out", type=Path, help="folder for TensorBoard")
+    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
+    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile")
+    arguments = parser.parse_args()
+    environment = read_environment()
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", environment.local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    if environment.world_size > 1:
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+    train(arguments, environment, device)
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def train(arguments: argparse.Namespace, environment: RankEnvironment, device: torch.device) -> None:
+    config = validate(load_recipe(str(arguments.config)))
+    tokenizer = open_tokenizer(config)
+    torch.manual_seed(config.run.seed)
+    towers = FloatTowers(build_dual_encoder(config.model, tokenizer)).to(device)
+    model: Any = DistributedDataParallel(towers) if environment.world_size > 1 else towers
+    if arguments.compile:
+        model = torch.compile(model)
+    constants = config.optimizer
+    groups = parameter_groups(towers, constants.weight_decay)
+    optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
+    _, loss_of = peer_loss(environment.rank, environment.world_size)
+    rows = config.rank_batch(environment.world_size)
+    loaded = random_pairs(config, rows) if arguments.random else batches(config, rows, tokenizer, environment.rank)
+    writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
+    for number, (image, tokens) in enumerate(itertools.islice(loaded, config.budget.steps)):
+        image, tokens = image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
+        optimizer.zero_grad()
+        with torch.autocast(device.type, torch.bfloat16, enabled=arguments.bf16):
+            loss = loss_of(*model(image, tokens))
+        loss.backward()
+        if constants.clip_norm:
+            nn.utils.clip_grad_norm_(towers.parameters(), constants.clip_norm)
+        optimizer.step()
+        with torch.no_grad():
+            towers.logit_scale.clamp_(0, _LARGEST_SCALE)
+        if writer is not None and (number + 1) % config.run.log_every == 0:
+            writer.add_scalar("loss", loss.item(), number + 1)
+    if writer is not None:
+        writer.close()
+
+
+def open_tokenizer(config: Config) -> Any:
+    text = config.model.text
+    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else StandInTokenizer(text)
+
+
+def random_pairs(config: Config, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """One batch without end."""
+    size, text = config.model.vision.image_size, config.model.text
+    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
+    tokens[:, 0], tokens[:, -1] = 0, 1
+    return itertools.repeat((torch.randn(rows, 3, size, size), tokens))
+
+
+def batches(config: Config, rows: int, tokenizer: CaptionTokenizer, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """Without end; every rank and every worker draws shards of its own, as open_clip's --dataset-resampled."""
+    vision, data = config.model.vision, config.data
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(
+                vision.image_size, (data.crop_scale, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
+            ),
+            transforms.ToTensor(),
+            transforms.Normalize(vision.mean, vision.std),
+        ]
+    )
+    pipeline = wds.DataPipeline(
+        wds.ResampledShards(resolve_shards(data.train), seed=rank, deterministic=True),
+        wds.tarfile_to_samples(),
+        wds.shuffle(_SHUFFLED, initial=_SHUFFLED_AT_FIRST),
+        wds.decode("pilrgb"),
+        wds.rename(image="jpg;png;jpeg;webp", text="txt"),
+        wds.map_dict(image=transform, text=lambda text: tokenizer([text])[0]),
+        wds.to_tuple("image", "text"),
+        wds.batched(rows, partial=False),
+    )
+    on_gpu = torch.cuda.is_available()
+    workers = data.workers
+    return iter(
+        wds.WebLoader(
+            pipeline,
+            batch_size=None,
+            num_workers=workers,
+            prefetch_factor=data.prefetch if workers else None,
+            pin_memory=on_gpu,
+        )
+    )
+
+
+if __name__ == "__main__":
+    main()
