@@ -73,15 +73,20 @@ def engine_calls(engine: dict[str, Any], shapes: TrainedShapes, world_size: int,
     bucket = int(zero["reduce_bucket_size"])
     norms = [Call(_NORM, "all_reduce", size, count) for count, size in _NORMS[stage, bf16]]
     if stage == 0:
-        return [*_buckets("all_reduce", shapes.sizes, weight, _ALL_REDUCE, 1), *norms]
+        clips = engine.get("gradient_clipping", 0) > 0  # what else would ask for the norm
+        return [*_buckets("all_reduce", shapes.sizes, weight, _ALL_REDUCE, 1), *(norms if clips else [])]
     if stage == 3:
         padded = [_up(size, world_size) for size in shapes.sizes]
         reduced = _buckets("reduce_scatter", padded, sent, bucket, micro_batches)
         return [*reduced, *_weights_of_stage_3(zero, shapes, world_size, weight, micro_batches), *norms]
     one_buffer = stage == 1 and bf16 and engine.get("data_types", {}).get("grad_accum_dtype") == "fp32"
     passes = 1 if stage == 1 else micro_batches  # stage 2 reduces the gradients of each pass
-    reduced = _buckets("all_reduce", shapes.sizes, sent, _ALL_REDUCE if one_buffer else bucket, passes)
-    shares = [_up(sum(group), _ALIGNMENT * world_size) // world_size for group in shapes.groups]
+    padded = [_up(sum(group), _ALIGNMENT * world_size) for group in shapes.groups]
+    if one_buffer:
+        reduced = _buckets("all_reduce", padded, sent, _ALL_REDUCE, 1)
+    else:
+        reduced = _buckets("all_reduce", shapes.sizes, sent, bucket, passes)
+    shares = [size // world_size for size in padded]
     return [*reduced, *(Call(_GATHER, "all_gather", weight * share) for share in shares), *norms]
 
 

@@ -151,6 +151,7 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change() -> None:
     model = build_dual_encoder(config_of("openclip").model, TOKENS)  # type: ignore[arg-type]
     before = [value.clone() for value in model.parameters()]
     engine: Any = model
+    object.__setattr__(engine, "module", model)  # itself, and not one of its layers
     engine.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     step = TrainStep(engine, _Explodes(), Communicator(), ROWS, seed=0)  # type: ignore[arg-type]
     with pytest.raises(TrainingDiverged, match=r"step 4.*begin with \[7, 8"):

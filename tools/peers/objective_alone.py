@@ -75,8 +75,9 @@ def random_features(rows: int, dim: int, communicator: Communicator) -> Features
     generator = torch.Generator().manual_seed(communicator.rank)
     image, text = (normalize(torch.randn(rows, dim, generator=generator), dim=1) for _ in range(2))
     index = torch.arange(rows) + communicator.rank * rows
-    parts = (image, text, index, torch.ones(rows, dtype=torch.bool))
-    return Features(*(part.to(communicator.device) for part in parts))
+    device = communicator.device
+    valid = torch.ones(rows, dtype=torch.bool, device=device)
+    return Features(image.to(device), text.to(device), index.to(device), valid)
 
 
 def timed(objective: Objective, features: Features, number: int, communicator: Communicator) -> float:
