@@ -69,16 +69,16 @@ class TrainStep:
             gradients = self._feature_gradients(
                 Features(features[0].detach(), features[1].detach(), index, valid, gather), step
             )
-            self._check_finite(gradients, batch, step)
             self._backward(features, gradients, rows[0], last=True)
         else:
             gradients = self._feature_gradients(
                 Features(*self._first_pass(image, tokens, rows, step, gather), index, valid, gather), step
             )
-            self._check_finite(gradients, batch, step)
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
                 self._backward(self._forward(image[part], tokens[part]), gradients, part, last=part is rows[-1])
+        # not before the backward pass: a look at a number makes the host wait for the GPU
+        self._check_finite(gradients, batch, step)
         with phase_range("optimizer"):
             self._engine.step()
         return gradients

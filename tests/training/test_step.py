@@ -153,6 +153,8 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change() -> None:
     engine: Any = model
     object.__setattr__(engine, "module", model)  # itself, and not one of its layers
     engine.optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    engine.step, engine.backward = engine.optimizer.step, torch.Tensor.backward
+    engine.set_gradient_accumulation_boundary = lambda last: None
     step = TrainStep(engine, _Explodes(), Communicator(), ROWS, seed=0)  # type: ignore[arg-type]
     with pytest.raises(TrainingDiverged, match=r"step 4.*begin with \[7, 8"):
         step(data(7), place(3))
