@@ -42,7 +42,7 @@ _STAGE_3: dict[str, tuple[Any, list[Any]]] = {
     "stage3_max_reuse_distance": (1_000_000_000, [0, 1_000_000_000]),
 }
 _REDUCE, _GATHER = "gradient reduce", "parameter gather"
-_REASON_LENGTH = 120
+_REASON_LINES, _REASON_LENGTH = 3, 120  # pydantic's words begin in the second line
 
 
 class Setting(NamedTuple):
@@ -177,8 +177,12 @@ def choose(found: Iterable[Measurement], base: Measurement) -> Measurement:
 
 def reason(output: str) -> str:
     """The words of the last error in a program's output."""
-    said = re.findall(r"^(?:\[rank\d+\]:\s*)?((?:[\w.]*(?:Error|Exception)|error)\b.*)$", output, re.MULTILINE)
-    text = " ".join(said[-1].split()) if said else "ended without a word"
+    error = re.compile(r"^(?:\[rank\d+\]:\s*)?(?:[\w.]+\.)?((?:\w*(?:Error|Exception)|error)\b.*)", re.MULTILINE)
+    found = list(error.finditer(output))
+    if not found:
+        return "ended without a word"
+    lines = [found[-1][1], *output[found[-1].end() :].splitlines()[1:_REASON_LINES]]
+    text = " ".join(" ".join(lines).split())
     return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 1] + "…"
 
 
