@@ -85,6 +85,8 @@ def main() -> None:
 def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Measures all variants, then the best together, and writes both tables and the choice."""
     config = run_config(arguments, overrides)
+    if config.model.pretrained:
+        raise UserError("Random pairs have no pretrained tokenizer: leave model.pretrained empty and name the towers.")
     load_engine_config(config, arguments.ranks)  # a mistake shows before any process starts
     plan = Plan(read_engine_file(config.deepspeed)[1], arguments, overrides)
     single = list(map(parse_setting, arguments.variants)) if arguments.variants else variants(plan.base)
