@@ -74,6 +74,7 @@ def options_of(tool: Path) -> set[str]:
 
 OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {"train.py": TRAIN_OPTIONS}
 OPTIONS["profile_communication.py"] |= TRAIN_OPTIONS  # it hands them on
+OPTIONS["tune_engine.py"] |= TRAIN_OPTIONS
 
 
 def named_options(text: str) -> Iterator[str]:

@@ -22,7 +22,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     Raises:
         UserError: the file is missing or no JSON, or contradicts the recipe.
     """
-    path, engine = _read(config.deepspeed)
+    path, engine = read_engine_file(config.deepspeed)
     rank_batch = config.rank_batch(world_size)
     ours = {
         # the engine must not average over micro-batches: the feature gradients are already those of the whole batch
@@ -66,7 +66,12 @@ def zero_stage(engine: dict[str, Any]) -> int:
     return int(engine.get("zero_optimization", {}).get("stage", 0))
 
 
-def _read(name: str) -> tuple[Path, dict[str, Any]]:
+def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
+    """The JSON of that name or path, as the user has written it, and where it is.
+
+    Raises:
+        UserError: it is missing or no JSON object.
+    """
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:
