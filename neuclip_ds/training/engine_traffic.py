@@ -68,13 +68,13 @@ def engine_calls(engine: dict[str, Any], shapes: TrainedShapes, world_size: int,
         return []
     stage, bf16 = zero_stage(engine), is_bf16(engine)
     weight = 2 if bf16 else 4
-    sent = 4 if engine.get("communication_data_type") == "fp32" else weight
+    sent = {"fp32": 4, "bf16": 2}.get(engine.get("communication_data_type", ""), weight)
     zero = {**_DEFAULTS, **engine.get("zero_optimization", {})}
     bucket = int(zero["reduce_bucket_size"])
     norms = [Call(_NORM, "all_reduce", size, count) for count, size in _NORMS[stage, bf16]]
     if stage == 0:
         clips = engine.get("gradient_clipping", 0) > 0  # what else would ask for the norm
-        return [*_buckets("all_reduce", shapes.sizes, weight, _ALL_REDUCE, 1), *(norms if clips else [])]
+        return [*_buckets("all_reduce", shapes.sizes, sent, _ALL_REDUCE, 1), *(norms if clips else [])]
     if stage == 3:
         padded = [_up(size, world_size) for size in shapes.sizes]
         reduced = _buckets("reduce_scatter", padded, sent, bucket, micro_batches)
