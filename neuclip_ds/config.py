@@ -146,6 +146,8 @@ class ModelConfig(Section):
     """Width d of the joint feature space."""
     activation_checkpointing: bool = False
     """Recompute the towers' activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Towers go through torch.compile, which needs a C++ compiler; the first steps then take minutes."""
 
 
 class TemperatureConfig(Section):

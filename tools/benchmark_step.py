@@ -12,12 +12,13 @@ and threads. All write a TensorBoard point each --log-every steps; these points'
 Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
 objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
 
-Options of the run, such as --data.decoder=simplejpeg or --model.embed_dim=256, are passed on.
+Options of the run, such as --data.decoder=simplejpeg or --model.compile=true (in all programs), are passed on.
 
 Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
-    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 \\
+        --model.compile=true
 """
 
 from __future__ import annotations
@@ -109,7 +110,6 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage here; peers replicate (1)")
-    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile, in all programs")
     parser.add_argument("--share-model", default="models/vitb16", help="recipe of the part shares (models/vitb16)")
     parser.add_argument("--share-rows", type=int, default=16, help="pairs of its real steps (16)")
     parser.add_argument("--share-steps", type=int, default=2, help="of these after the first (2)")
@@ -179,7 +179,7 @@ def ours(method: str) -> str:
 def programs(setting: Setting) -> list[Program]:
     """In the order in which they take turns; their configs are written beside their folders."""
     asked = setting.arguments
-    alike = [*(["--random"] if setting.source == RANDOM else []), *(["--compile"] if asked.compile else [])]
+    alike = ["--random"] if setting.source == RANDOM else []
     listed = []
     for method in asked.methods:
         warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
@@ -266,8 +266,7 @@ def step_seconds(setting: Setting) -> float:
     folder = asked.out / "towers"
     shutil.rmtree(folder, ignore_errors=True)
     said(f"{steps} steps of {setting.rows} pairs")
-    options = [str(path), str(folder), "--random", *(["--compile"] if asked.compile else [])]
-    start(PEERS / "ours.py", options, setting.ranks, folder, setting.threads)
+    start(PEERS / "ours.py", [str(path), str(folder), "--random"], setting.ranks, folder, setting.threads)
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 

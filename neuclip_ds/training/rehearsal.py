@@ -64,6 +64,8 @@ def rehearse(
         "embed_dim": config.model.embed_dim,
         "parameters": parameter_count(model),
     }
+    if config.model.compile:
+        model.compile_towers()
     engine = start_engine(model, config.optimizer, engine_config, communicator)
     samples = _BATCHES * config.data.batch_size
     objective = build(config, Context(config.model.embed_dim, samples, communicator), wire_dtype(config, engine_config))

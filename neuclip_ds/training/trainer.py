@@ -97,6 +97,8 @@ class Run:
         model, logits = source.load(tokenizer)
         communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
         parameters = parameter_count(model)  # before ZeRO 3 takes them apart
+        if config.model.compile:
+            model.compile_towers()
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         self._wire = wire_dtype(config, engine_config)
         self._context = Context(

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 from ranks import run_ranks
+from small_runs import call
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.openclip_reference import REFERENCES
+from neuclip_ds.profiling.cost_model import from_json
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
 from neuclip_ds.recipe import parse
@@ -140,9 +142,19 @@ def check_collectives(folder: Path, name: str, stage: int) -> None:
     config = parse([str(folder / f"{name}{stage}" / CONFIG)]).config
     build = REFERENCES.get(name, build_objective)
     predicted: Counter[tuple[str, str, int]] = Counter()
-    for call in step_work(config, count_model(config), found["world_size"], build).calls:
-        predicted[call.purpose, call.op, call.size] += call.times
+    for sent in step_work(config, count_model(config), found["world_size"], build).calls:
+        predicted[sent.purpose, sent.op, sent.size] += sent.times
     assert {(one["purpose"], one["op"], one["size"]): one["calls"] for one in found["collectives"]} == predicted
+
+
+def test_the_cost_model_is_fitted_to_profiles(folder: Path, tmp_path: Path) -> None:
+    done = call("tools/plan.py", "fit", str(folder), "--cores", "2", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    rows = [line.split("|") for line in done.stdout.splitlines() if "ZeRO" in line]
+    assert len(rows) == len(QUICK) + 1 and all(row[-2].strip() == "yes" for row in rows)
+    compute, network = from_json(json.loads((tmp_path / "machine.json").read_text()))
+    assert compute.cores == 2 and network.inner_bandwidth > 0
+    assert (tmp_path / "fit.png").read_bytes()[1:4] == b"PNG"
 
 
 @pytest.mark.slow

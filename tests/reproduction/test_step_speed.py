@@ -61,7 +61,7 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     assert parameter_count(theirs) == parameter_count(ours) + 1, "the temperature"
     captions = ["a dog and a cat", "dog"]
     assert open_clip.get_tokenizer("benchmark_dual_encoder")(captions).tolist() == tokenizer(captions).tolist()
-    arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False, compile=False)
+    arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False)
     given = open_clip_program.command_line(config, arguments, 2)
     assert given[given.index("--batch-size") + 1] == "32"
     assert given[given.index("--train-num-samples") + 1] == "192"

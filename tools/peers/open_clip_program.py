@@ -41,7 +41,6 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="the program's folder")
     parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
     parser.add_argument("--bf16", action="store_true", help="its amp_bf16")
-    parser.add_argument("--compile", action="store_true", help="its --torchcompile")
     arguments = parser.parse_args()
     config = validate(load_recipe(str(arguments.config)))
     environment = read_environment()
@@ -122,7 +121,7 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
     if optimizer.clip_norm:
         options["grad-clip-norm"] = optimizer.clip_norm
     flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
-    flags += ["--torchcompile"] if arguments.compile else []
+    flags += ["--torchcompile"] if config.model.compile else []
     return [*flags, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
 
 

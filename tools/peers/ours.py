@@ -10,14 +10,12 @@ from typing import Any
 import torch
 
 from neuclip_ds import cli
-from neuclip_ds.config import Config, OptimizerConfig
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.config import Config
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.recipe import dump, load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
-from neuclip_ds.training import trainer
 from neuclip_ds.training.engine import start_engine
 from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.launch import connected
@@ -34,23 +32,11 @@ def main() -> None:
     parser.add_argument("config", type=Path, help="a run's config")
     parser.add_argument("out", type=Path, help="its folder")
     parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
-    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile")
     arguments = parser.parse_args()
     if arguments.random:
         cli.exit_on_mistake(lambda: random_steps(arguments))
         return
-    if arguments.compile:
-        trainer.start_engine = start_compiled
     cli.main([str(arguments.config), f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"])
-
-
-def start_compiled(
-    model: Any, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
-) -> Any:
-    """As `start_engine`, the towers compiled in place."""
-    model.vision.compile()
-    model.text.compile()
-    return start_engine(model, config, engine_config, communicator)
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
@@ -58,8 +44,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
     config = validate(load_recipe(str(arguments.config)))
     with connected(dump(config)) as communicator:
         engine_config = load_engine_config(config, communicator.world_size)
-        start = start_compiled if arguments.compile else start_engine
-        engine = start(build_towers(config), config.optimizer, engine_config, communicator)
+        engine = start_engine(build_towers(config), config.optimizer, engine_config, communicator)
         samples = _EPOCH * config.data.batch_size
         context = Context(config.model.embed_dim, samples, communicator)
         objective = build_objective(config, context, wire_dtype(config, engine_config))
@@ -76,7 +61,10 @@ def build_towers(config: Config) -> DualEncoder:
     """With random weights, for tokens of a tokenizer that is never made."""
     torch.manual_seed(config.run.seed)
     stand_in: Any = StandInTokenizer(config.model.text)
-    return build_dual_encoder(config.model, stand_in)
+    model = build_dual_encoder(config.model, stand_in)
+    if config.model.compile:
+        model.compile_towers()
+    return model
 
 
 if __name__ == "__main__":

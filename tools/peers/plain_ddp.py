@@ -56,7 +56,6 @@ def main() -> None:
     parser.add_argument("out", type=Path, help="folder for TensorBoard")
     parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
     parser.add_argument("--bf16", action="store_true", help="autocast")
-    parser.add_argument("--compile", action="store_true", help="the towers by torch.compile")
     arguments = parser.parse_args()
     environment = read_environment()
     on_gpu = torch.cuda.is_available()
@@ -76,7 +75,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     torch.manual_seed(config.run.seed)
     towers = FloatTowers(build_dual_encoder(config.model, tokenizer)).to(device)
     model: Any = DistributedDataParallel(towers) if environment.world_size > 1 else towers
-    if arguments.compile:
+    if config.model.compile:
         model = torch.compile(model)
     constants = config.optimizer
     groups = parameter_groups(towers, constants.weight_decay)
