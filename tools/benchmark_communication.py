@@ -4,7 +4,7 @@
     gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form
     scalars       images' and texts' statistics, sums one by one, and each kind in one collective
     overlap       texts gathered after the image tower, and while it runs (a product of --tower-ms stands for the tower)
-    npn           gradients of replicated prototypes (2 m d, T_u times), and sums over partitioned ones (2B, T_u + 1 times)
+    npn           gradients of replicated prototypes (2 m d, T_u times), and sums over split ones (2B, T_u + 1 times)
     amorlip       log g gathered in every step, and where the nets are fitted (every T_online = 8 steps)
 
 Only what travels is timed, not what is computed with it. Bytes are those of the ring algorithms. That results are the
