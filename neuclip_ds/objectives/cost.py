@@ -1,21 +1,23 @@
 """What an objective costs a rank at any size: its collectives and its floating-point operations.
 
 Nothing here knows a method. The objective itself runs on a few rows of a `SimulatedRank`, at several sizes, and what it
-sends and multiplies is carried over: the size of a collective is bilinear in rows and width, operations are a sum of
-three terms of known degree. So a method that is added to the table needs no line here.
+sends and computes is carried over: the size of a collective is bilinear in rows and width, the operations are a
+polynomial of low degree in rows, width and prototypes. So a method that is added to the table needs no line here.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.nn.functional import normalize
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.simulated import Call, SimulatedRank
@@ -33,17 +35,15 @@ def _addmm_flops(total: torch.Size, left: torch.Size, right: torch.Size, **_: ob
 
 
 _IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}  # which torch's counter leaves out
+_BY_ROWS = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2}  # place of what is written
+_PRODUCTS = {*flop_registry, *_IN_PLACE}
 
 
-class ObjectiveFlops(NamedTuple):
-    """Floating-point operations of matrix products, per rank and step."""
+class ObjectiveWork(NamedTuple):
+    """What a rank computes in a step."""
 
-    pairs: float  # of own rows with all rows: b B d
-    networks: float  # of all rows with this rank's share of a network: B m/K d, or B d^2
-
-    @property
-    def total(self) -> float:
-        return self.pairs + self.networks
+    flops: float  # of matrix products
+    elements: float  # that all other operations write, which memory's speed limits
 
 
 class _Seen(NamedTuple):
@@ -51,6 +51,7 @@ class _Seen(NamedTuple):
 
     calls: list[Call]
     flops: float  # a step
+    elements: float  # a step
 
 
 def objective_calls(
@@ -89,23 +90,27 @@ def objective_calls(
     return [Call(*call, count / steps) for call, count in found.items()]
 
 
-def objective_flops(
+def objective_work(
     config: Config, world_size: int, rows: int, dim: int, wire: torch.dtype, build: Build = build_objective
-) -> ObjectiveFlops:
-    """Operations of an average step; arguments as for `objective_calls`."""
-    small, tall, wide, more = (
-        _run(config, world_size, r, d, wire, 1, build, columns).flops
-        for r, d, columns in ((2, _DIM, 1), (4, _DIM, 1), (2, 2 * _DIM, 1), (2, _DIM, 2))
-    )
-    pairs = (tall - 2 * small) / 2  # b B d grows fourfold with the rows, all others twofold
-    square = (wide - 2 * small) / 2  # B d^2 likewise with the width
-    column = more - small  # B d of one prototype; what is left is B d of the positives
-    by_rows, by_dim = rows / 2, dim / _DIM
+) -> ObjectiveWork:
+    """Operations of an average step; arguments as for `objective_calls`.
+
+    Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
+    """
+    sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
+    seen = [_run(config, world_size, b, d, wire, 1, build, c) for b, d, c in sizes]
+    terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)
+    counts = torch.tensor([[one.flops, one.elements] for one in seen], dtype=torch.float64)
+    coefficients = torch.linalg.lstsq(terms, counts).solution
     share = -(-config.objective.npn.prototypes // world_size)
-    return ObjectiveFlops(
-        pairs=pairs * by_rows**2 * by_dim,
-        networks=by_rows * (column * by_dim * share + square * by_dim**2),
-    )
+    wanted = torch.tensor(_terms(rows, dim, share), dtype=torch.float64)
+    flops, elements = (wanted @ coefficients).tolist()
+    return ObjectiveWork(flops, elements)
+
+
+def _terms(b: float, d: float, c: float) -> list[float]:
+    """Pairs, networks, features, prototypes and weights, and what each of their rows takes."""
+    return [b * b * d, b * c * d, b * d * d, b * b, b * d, b * c, c * d, d * d, b, d, c, 1.0]
 
 
 def _run(
@@ -127,17 +132,40 @@ def _run(
     image, text = normalize(torch.randn(2, rows, dim, generator=generator), dim=-1)
     index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
     steps = config.objective.amortized.online_every
-    with FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, _unheard():
+    elements = _Elements()
+    with _unheard(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
         for number in range(_WARM_UP + steps):
             if number == _WARM_UP:
                 rank.calls.clear()
-                before = counter.get_total_flops()
+                before, elements.written = counter.get_total_flops(), 0
             gather = objective.begin(index, valid)
             if gather is not None:
                 _send(gather.add_text, text, micro_batches)
                 _send(gather.add_image, image, micro_batches)
             objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
-    return _Seen(rank.calls, (counter.get_total_flops() - before) / steps)
+    return _Seen(rank.calls, (counter.get_total_flops() - before) / steps, elements.written / steps)
+
+
+class _Elements(TorchDispatchMode):
+    """Counts the elements that operations other than views and matrix products write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view and func.overloadpacket not in _PRODUCTS:
+            outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            # an operation on a list in place returns nothing; one on some rows returns them all
+            if not outputs:
+                outputs = [leaf for leaf in tree_leaves(args[:1]) if isinstance(leaf, torch.Tensor)]
+            elif func.overloadpacket in _BY_ROWS:
+                outputs = [args[_BY_ROWS[func.overloadpacket]]]
+            self.written += sum(tensor.numel() for tensor in outputs)
+        return result
 
 
 @contextmanager

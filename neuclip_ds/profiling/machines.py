@@ -44,7 +44,9 @@ def find_machine(name: str, network: str) -> Machine:
         overhead=assumed["overhead_ms"] * 1e-3,
         tower_rate=gpu["tower_tflops"] * _TERA * assumed["utilisation"],
         objective_rate=gpu["objective_tflops"] * _TERA * assumed["objective_utilisation"],
+        element_rate=gpu["memory_gb_per_s"] * _GB / assumed["bytes_an_element"],
         update_rate=gpu["memory_gb_per_s"] * _GB / assumed["bytes_an_update"],
+        hook_rate=1 / (assumed["hook_us"] * _MICRO),
         skew=assumed["skew"],
         overlaps_engine=True,
     )

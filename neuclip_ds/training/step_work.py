@@ -12,7 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
-from neuclip_ds.objectives.cost import objective_calls, objective_flops
+from neuclip_ds.objectives.cost import objective_calls, objective_work
 from neuclip_ds.profiling.cost_model import Work
 from neuclip_ds.training.engine_config import load_engine_config, zero_stage
 from neuclip_ds.training.engine_traffic import TrainedShapes, engine_calls
@@ -74,13 +74,15 @@ def step_work(
     engine = load_engine_config(config, world_size)
     wire, pieces = wire_dtype(config, engine), rows // micro
     passes = 3 + (pieces > 1) + config.model.activation_checkpointing
-    flops = objective_flops(config, world_size, rows, model.dim, wire, build)
+    objective = objective_work(config, world_size, rows, model.dim, wire, build)
     calls = objective_calls(config, world_size, rows, model.dim, wire, pieces, build) if world_size > 1 else []
     return Work(
         tower_flops=passes * rows * (model.image_flops + model.text_flops),
         image_share=model.image_flops / (model.image_flops + model.text_flops),
-        objective_flops=flops.total,
+        objective_flops=objective.flops,
+        objective_elements=objective.elements,
         updated=model.shapes.total / (world_size if zero_stage(engine) else 1),
+        hooks=len(model.shapes.sizes) if zero_stage(engine) == 3 else 0,
         calls=[*calls, *engine_calls(engine, model.shapes, world_size, pieces)],
         overlaps=engine.get("zero_optimization", {}).get("overlap_comm", zero_stage(engine) == 3),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -24,29 +25,32 @@ from neuclip_ds.profiling.cost_model import (
 )
 from neuclip_ds.profiling.machines import find_machine, network_names
 
-COMPUTE = Compute(0.02, 4e10, 1e10, 5e7, skew=0.1, cores=2)
+COMPUTE = Compute(0.02, 4e10, 1e10, 5e8, 5e7, 1e4, skew=0.1, cores=2, sharing=0.4)
 NETWORK = Network(start=1e-3, inner_latency=2e-4, inner_bandwidth=5e8)
 
 
-def work(rows: int, ranks: int) -> Work:
+def work(rows: int, ranks: int, stage_3: int = 0) -> Work:
     """Grows with rows and ranks as that of a method does, and differs enough that every rate shows."""
     calls = [
         Call("features", "all_gather", 4096 * rows, 2),
         Call("normalizer", "all_reduce", 16 * rows * ranks, 11),
         Call("gradient reduce", "all_reduce", 2_000_000),
     ]
-    return Work(3e7 * rows, 0.7, 2e3 * rows**2 * ranks, 4e6 / ranks, calls if ranks > 1 else [])
+    return Work(
+        1e9 * rows, 0.7, 2e3 * rows**2 * ranks, 1e5 * rows * ranks, 4e6 / ranks, stage_3, calls if ranks > 1 else []
+    )
 
 
-def observed(rows: int, ranks: int) -> Observation:
-    cluster = Cluster(1, ranks, NETWORK)
-    time = step_time(work(rows, ranks), COMPUTE, cluster)
-    transfers = [(call, collective_seconds(call.op, call.size, cluster)) for call in work(rows, ranks).calls]
-    return Observation(work(rows, ranks), ranks, time.total, time.computation, transfers)
+def observed(rows: int, ranks: int, stage_3: int = 0) -> Observation:
+    cluster, done = Cluster(1, ranks, NETWORK), work(rows, ranks, stage_3)
+    time, slow = step_time(done, COMPUTE, cluster), COMPUTE.slowdown(ranks)
+    transfers = [(call, slow * collective_seconds(call.op, call.size, cluster)) for call in done.calls]
+    return Observation(done, ranks, time.total, transfers)
 
 
 def test_a_known_machine_is_found_again() -> None:
-    found, network = fit([observed(rows, ranks) for rows in (16, 64, 256) for ranks in (1, 2, 4)], cores=2)
+    cases = [(rows, ranks, 0) for rows in (16, 64, 256) for ranks in (1, 2, 4)] + [(64, 1, 50), (64, 2, 50)]
+    found, network = fit([observed(*case) for case in cases], cores=2)
     for wanted, fitted in ((COMPUTE, found), (NETWORK, network)):
         for name in wanted.__dataclass_fields__:
             assert getattr(fitted, name) == pytest.approx(getattr(wanted, name), rel=1e-3), name
@@ -54,15 +58,15 @@ def test_a_known_machine_is_found_again() -> None:
 
 def test_nothing_is_fitted_below_zero() -> None:
     """Times that fall with the work give no negative rate."""
-    slow = [observed(rows, 1)._replace(busy=1.0 / rows, total=1.0 / rows) for rows in (16, 64, 256)]
+    slow = [observed(rows, 1)._replace(total=1.0 / rows) for rows in (16, 64, 256)]
     found, network = fit(slow, cores=2)
     assert min(found.overhead, found.tower_rate, found.objective_rate, found.update_rate) >= 0
     assert network.start == 0, "one rank shows no network"
 
 
 def test_ranks_beyond_the_cores_slow_each_other_down() -> None:
-    two, four = (step_time(work(64, 2), COMPUTE, Cluster(1, ranks, NETWORK)).computation for ranks in (2, 4))
-    assert four == pytest.approx(2 * two)
+    one, two, four = (step_time(work(64, 2), COMPUTE, Cluster(1, ranks, NETWORK)).computation for ranks in (1, 2, 4))
+    assert two - 0.02 == pytest.approx(1.4 * (one - 0.02)) and four == pytest.approx(2 * two)
 
 
 def test_the_ring_crosses_nodes_at_their_bandwidth() -> None:
@@ -85,19 +89,19 @@ def test_what_travels_under_computation_is_not_exposed() -> None:
     """Features but the last of the images under the image tower; the engine's where device and config allow it."""
     cluster = Cluster(1, 4, NETWORK)
     slow = work(64, 4)
-    fast = Compute(0.02, math.inf, 1e10, 5e7)
+    fast = replace(COMPUTE, tower_rate=math.inf)
     hidden, exposed = (step_time(slow, compute, cluster).exposed for compute in (COMPUTE, fast))
-    one = collective_seconds("all_gather", 4096 * 64, cluster)
-    window = 0.7 / 3 * 2 * 3e7 * 64 / 4e10  # two ranks a core
+    one = 2 * collective_seconds("all_gather", 4096 * 64, cluster)  # two ranks a core
+    window = 0.7 / 3 * 2 * 1.4 * 1e9 * 64 / 4e10
     assert exposed - hidden == pytest.approx(min(one, window))
-    beside = Compute(0.02, 4e8, 1e10, 5e7, overlaps_engine=True)
+    beside = Compute(0.02, 4e8, 1e10, 5e8, 5e7, 1e4, overlaps_engine=True)
     reduction = collective_seconds("all_reduce", 2_000_000, cluster)
     times = [step_time(slow._replace(overlaps=overlaps), beside, cluster).exposed for overlaps in (False, True)]
     assert times[0] - times[1] == pytest.approx(reduction)
 
 
 def test_a_machine_survives_json() -> None:
-    compute = Compute(0.02, math.inf, 1e10, math.inf, skew=0.1, cores=2)
+    compute = Compute(0.02, math.inf, 1e10, 5e8, math.inf, 1e4, skew=0.1, cores=2)
     assert from_json(json.loads(json.dumps(to_json(compute, NETWORK)))) == (compute, NETWORK)
 
 
