@@ -73,8 +73,8 @@ def options_of(tool: Path) -> set[str]:
 
 
 OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {"train.py": TRAIN_OPTIONS}
-OPTIONS["profile_communication.py"] |= TRAIN_OPTIONS  # it hands them on
-OPTIONS["tune_engine.py"] |= TRAIN_OPTIONS
+for tool in ("profile_communication.py", "tune_engine.py", "benchmark_step.py", "plan.py"):
+    OPTIONS[tool] |= TRAIN_OPTIONS  # which they hand on
 
 
 def named_options(text: str) -> Iterator[str]:
