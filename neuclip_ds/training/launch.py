@@ -43,7 +43,7 @@ def connected(task: str) -> Iterator[Communicator]:
     environment = read_environment()
     _choose_device(environment.local_rank)
     if environment.world_size == 1:
-        communicator = _join()
+        communicator = join()
         try:
             yield communicator
         finally:
@@ -51,12 +51,13 @@ def connected(task: str) -> Iterator[Communicator]:
         return
     store = meet(environment, _facts(task))
     with Lifeline(environment, store):
-        communicator = _join()
+        communicator = join()
         yield communicator
         communicator.close()
 
 
-def _join() -> Communicator:
+def join() -> Communicator:
+    """Joins the launcher's process group, or the one that there is, for DeepSpeed as well."""
     # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     accelerator = get_accelerator()

@@ -34,9 +34,9 @@ Case = tuple[str, str]  # optimizer, name in ds_configs/
 
 def build(case: Case, communicator: Communicator, seed: int, embedding: int = 5) -> Any:
     """An engine around matrices and vectors whose sizes two and three ranks do not divide, one frozen, and buffers."""
-    import deepspeed
+    from neuclip_ds.training.launch import join
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    join()
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Embedding(embedding, 3), nn.Linear(3, 5), nn.BatchNorm1d(4), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False)

@@ -43,9 +43,9 @@ SMALL = [
 
 def small_engine(name: str, communicator: Communicator, optimizer: str = "adamw") -> tuple[Any, EngineMemory]:
     """An engine whose sizes two ranks divide, and its account."""
-    import deepspeed
+    from neuclip_ds.training.launch import join
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    join()
     net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
     ranks = communicator.world_size
     config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": name})

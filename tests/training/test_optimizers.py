@@ -149,7 +149,9 @@ def plain(name: str) -> list[Tensor]:
 def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str, str], list[Tensor]]:
     import deepspeed
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    from neuclip_ds.training.launch import join
+
+    join()
     rows = slice(*(ROWS // communicator.world_size * edge for edge in (communicator.rank, communicator.rank + 1)))
     results = {}
     for name in NAMES:

@@ -76,7 +76,9 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
 def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     import deepspeed
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    from neuclip_ds.training.launch import join
+
+    join()
     results = {}
     for family, name in product(FAMILIES, ENGINES):
         config = config_of(folder / family, name)

@@ -90,7 +90,9 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
 def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
     import deepspeed
 
-    deepspeed.init_distributed("gloo", verbose=False)
+    from neuclip_ds.training.launch import join
+
+    join()
     results = []
     for name in engines:
         config = config_of(method, name)
