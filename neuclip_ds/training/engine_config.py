@@ -56,7 +56,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
         raise UserError(f"{path} sets zero_optimization.stage={stage!r}; it must be 0, 1, 2 or 3.")
     if stage == 3 and config.model.compile:
         raise UserError(
-            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights within the modules: leave one away."
+            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights within modules: leave one away."
         )
     return {**engine, **ours, "zero_allow_untested_optimizer": True}
 
