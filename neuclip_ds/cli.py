@@ -41,7 +41,7 @@ def _run(arguments: Sequence[str]) -> None:
         return
     environment = read_environment()
     if invocation.dry_run:
-        from neuclip_ds.training.plan import print_plan
+        from neuclip_ds.planning.dry_run import print_plan
 
         print_plan(invocation.config, environment, invocation.hostfile, invocation.gpu_memory)
         return

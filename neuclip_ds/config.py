@@ -90,7 +90,7 @@ class DataConfig(Section):
     """Size of that folder at most, in GB; best twice the shards of one shuffle block in each of a node's slots."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest area share of the random resized crop; 1 turns augmentation off."""
-    slots: int | None = Field(None, ge=1)
+    shard_streams: int | None = Field(None, ge=1)
     """Streams that a batch is mixed from; must divide the batch. Default: the largest divisor <= number of shards."""
     shuffle_block: int = Field(80_000, ge=1)
     """Samples that are shuffled together within a slot."""
@@ -265,7 +265,7 @@ class ObjectiveConfig(Section):
     """Columns of the similarity matrix that are worked on at once; absent: 1024 on a CPU, 8192 on a GPU."""
     similarity_budget_mb: float = Field(1024, ge=0)
     """Similarities are kept between the two passes up to this many MB a rank, recomputed beyond."""
-    wire: Literal["auto", "float32", "bfloat16"] = "auto"
+    comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features travel between ranks; `auto` is the towers' precision."""
     scale: Literal["paper", "released_code"] = "paper"
     """Leading factor of losses with constant or individual tau: tau in the papers, 1 in FastCLIP's released code."""

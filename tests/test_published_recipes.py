@@ -17,8 +17,8 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
+from neuclip_ds.planning.dry_run import print_plan
 from neuclip_ds.recipe import RECIPES, load_recipe, merge, parse, recipe_names
-from neuclip_ds.training.plan import print_plan
 
 FILES = sorted(RECIPES.rglob("*.yaml"))
 

@@ -1,6 +1,6 @@
 """Measures what each saving of communication saves: bytes and time before and after, alternately, on real ranks.
 
-    wire          features in float32, and in bf16
+    comm_dtype          features in float32, and in bf16
     gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form
     scalars       images' and texts' statistics, sums one by one, and each kind in one collective
     overlap       texts gathered after the image tower, and while it runs (a product of --tower-ms stands for the tower)
@@ -56,9 +56,9 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> list
     rows, dim = image.shape
     values, batch = image.new_ones(rows, 1), rows * world_size
 
-    def gather(communicator: Communicator, wire: torch.dtype) -> None:
+    def gather(communicator: Communicator, comm_dtype: torch.dtype) -> None:
         for x in (image, text):
-            communicator.all_gather(x.to(wire), "features").to(x.dtype)
+            communicator.all_gather(x.to(comm_dtype), "features").to(x.dtype)
 
     def back_and_forth(communicator: Communicator) -> None:
         gather(communicator, torch.float32)
@@ -87,7 +87,7 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> list
     gradient = image.new_ones(2, _PROTOTYPES, dim)
     sums = torch.ones(2, batch, dtype=torch.float64)
     return [
-        Saving("wire", lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
+        Saving("comm_dtype", lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
         Saving("gradients", back_and_forth, lambda c: gather(c, torch.float32)),
         Saving("scalars", one_by_one, together),
         Saving("overlap", texts_after, texts_meanwhile),
@@ -153,9 +153,9 @@ def _difference_of_bf16(image: Tensor, text: Tensor, rank: int, tau: float) -> f
     features = Features(image, text, index, torch.ones(len(image), dtype=torch.bool))
     tree = {"objective": {"method": "openclip", "temperature": {"initial": tau}}}
     found = []
-    for wire in (torch.float32, torch.bfloat16):
+    for comm_dtype in (torch.float32, torch.bfloat16):
         context = Context(image.shape[1], len(image), Communicator())
-        objective = build_objective(Config.model_validate(tree), context, wire)
+        objective = build_objective(Config.model_validate(tree), context, comm_dtype)
         gradients = objective(features, Step(0, 0, 0.0, 1.0))
         found.append(torch.cat([gradients.image, gradients.text]))
     return float((found[1] - found[0]).norm() / found[0].norm())
@@ -188,7 +188,9 @@ def main() -> None:
         print(f"| {name} | {' | '.join([*cells, *ratios])} |")
     for tau in differences[0]:
         change = max(rank[tau] for rank in differences)
-        print(f"\nbf16 on the wire changes OpenCLIP's feature gradients at tau = {tau} by {change:.2e} of their norm.")
+        print(
+            f"\nfeatures sent in bf16 change OpenCLIP's feature gradients at tau = {tau} by {change:.2e} of their norm."
+        )
 
 
 if __name__ == "__main__":

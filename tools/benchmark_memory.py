@@ -61,17 +61,17 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.engine.config import load_engine_config
+    from neuclip_ds.engine.precision import resolve_comm_dtype
+    from neuclip_ds.engine.start import start_engine
     from neuclip_ds.models.source import locate_model, open_source
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.objectives.base import Context, Step
-    from neuclip_ds.training.engine import start_engine
-    from neuclip_ds.training.engine_config import load_engine_config
-    from neuclip_ds.training.launch import connected
-    from neuclip_ds.training.memory import Subject, account, count_towers
-    from neuclip_ds.training.plan import StandInTokenizer
-    from neuclip_ds.training.precision import wire_dtype
+    from neuclip_ds.planning.dry_run import StandInTokenizer
+    from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
+    from neuclip_ds.planning.step_work import forward_flops
     from neuclip_ds.training.step import TrainStep
-    from neuclip_ds.training.step_work import forward_flops
 
     config = case.config()
     with connected(dump(config)) as communicator:
@@ -81,15 +81,15 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
         stand_in: Any = StandInTokenizer(config.model.text)
         tokenizer = source.tokenizer(lambda: stand_in)
         rows, samples = config.rank_batch(case.ranks), 10 * config.data.batch_size
-        subject = Subject(config, source, tokenizer, case.ranks, samples, device.type, place)
-        towers = count_towers(subject)
-        found = account(subject, towers)
+        query = MemoryQuery(config, source, tokenizer, case.ranks, samples, device.type, place)
+        towers = count_towers(query)
+        found = account(query, towers)
 
         before = _resident("VmRSS")
         engine_config = load_engine_config(config, case.ranks)
         engine = start_engine(source.build(tokenizer), config.optimizer, engine_config, communicator)
         context = Context(source.embed_dim, samples, communicator)
-        objective = build_objective(config, context, wire_dtype(config, engine_config))
+        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
         step = TrainStep(engine, objective, communicator, case.micro, seed=0)
         batch = _random_batch(rows, source.pixels.size, tokenizer.context_length, rank)
         _reset_peaks(device)

@@ -224,7 +224,7 @@ def as_name(program: str) -> str:
 def print_sizes(out: Path, setting: Setting) -> None:
     """How many parameters the two kinds of towers have."""
     from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
-    from neuclip_ds.training.plan import StandInTokenizer
+    from neuclip_ds.planning.dry_run import StandInTokenizer
 
     model = setting.config().model
     model.text.tokenizer = None  # the embedding's rows are then those of vocab_size

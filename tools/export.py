@@ -23,7 +23,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(run: Path, form: str, out: Path, best: bool) -> None:
-    from neuclip_ds.training.export import export_run  # torch and deepspeed take seconds to import
+    from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
     checkpoint = export_run(run, form, out, best)
     print(f"Wrote {checkpoint} to {out} in the format of {form}.")

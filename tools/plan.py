@@ -6,7 +6,7 @@
     scale RECIPE         tables of step time, communication, memory of a rank, traffic of u, checkpoint, loading and GPU
                          hours for --nodes x --gpus, methods and networks; --out gets scale.md, scale.json and scale.png
 
-A machine is a name of neuclip_ds/profiling/machines.yaml, whose rates are partly assumed, or a fitted machine.json.
+A machine is a name of neuclip_ds/planning/machines.yaml, whose rates are partly assumed, or a fitted machine.json.
 
 Examples:
     python tools/profile_communication.py --methods openclip neuclip --world-sizes 1 2 4 --rows 64 --recipe miniature --out runs/cost/64
@@ -26,12 +26,12 @@ from typing import Any
 
 from neuclip_ds.cli import exit_on_mistake
 from neuclip_ds.config import Config
-from neuclip_ds.distributed.simulated import Call
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.openclip_reference import REFERENCES
-from neuclip_ds.profiling.cost_model import Cluster, Observation, fit, step_time, to_json
-from neuclip_ds.profiling.cost_report import Fitted, write_fit, write_scaling
-from neuclip_ds.profiling.machines import find_machine, network_names
+from neuclip_ds.planning.cost_model import Cluster, Observation, fit, step_time, to_json
+from neuclip_ds.planning.cost_report import Fitted, write_fit, write_scaling
+from neuclip_ds.planning.machines import find_machine, network_names
+from neuclip_ds.planning.openclip_reference import REFERENCES
+from neuclip_ds.planning.simulated_rank import Call
 from neuclip_ds.profiling.recorder import BREAKDOWN
 
 
@@ -94,9 +94,9 @@ def fit_all(arguments: argparse.Namespace) -> None:
 
 def observe(path: Path) -> Observation:
     """A profiled configuration and the work that is predicted for it."""
+    from neuclip_ds.planning.step_work import count_model, step_work
+    from neuclip_ds.planning.synthetic_profile import CONFIG
     from neuclip_ds.recipe import parse
-    from neuclip_ds.training.rehearsal import CONFIG
-    from neuclip_ds.training.step_work import count_model, step_work
 
     found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config = parse([str(path.with_name(CONFIG))]).config
@@ -111,12 +111,14 @@ def observe(path: Path) -> Observation:
 
 def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Predicts every combination."""
+    from neuclip_ds.planning.memory import Towers
+    from neuclip_ds.planning.scaling import ClusterAssumptions, count_activated, predict
+    from neuclip_ds.planning.step_work import count_model
     from neuclip_ds.recipe import parse
-    from neuclip_ds.training.memory import Towers
-    from neuclip_ds.training.scaling import Surroundings, count_activated, predict
-    from neuclip_ds.training.step_work import count_model
 
-    around = Surroundings(int(arguments.samples), arguments.sample_kb * 1e3, arguments.disk_gb * 1e9, arguments.seen)
+    around = ClusterAssumptions(
+        int(arguments.samples), arguments.sample_kb * 1e3, arguments.disk_gb * 1e9, arguments.seen
+    )
     methods = arguments.methods or [parse([arguments.recipe, *overrides]).config.objective.method]
     model, found = None, []
     towers: dict[int, Towers] = {}  # by micro-batch

@@ -29,7 +29,7 @@ from neuclip_ds.cli import exit_on_mistake
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective, find_method
-from neuclip_ds.objectives.openclip_reference import REFERENCES
+from neuclip_ds.planning.openclip_reference import REFERENCES
 from neuclip_ds.profiling.recorder import BREAKDOWN
 from neuclip_ds.profiling.report import write
 from neuclip_ds.recipe import dump, parse
@@ -101,8 +101,8 @@ def run(
 
 def work(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """One rank of one combination."""
-    from neuclip_ds.training.launch import connected
-    from neuclip_ds.training.rehearsal import rehearse
+    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.planning.synthetic_profile import run_synthetic_profile
 
     (name,), (stage,) = arguments.methods, arguments.stages
     batch = arguments.rows * read_environment().world_size
@@ -116,7 +116,7 @@ def work(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     seen = math.ceil(config.objective.npn.prototypes / batch) + 2 if "npn" in sections else 3
     config.run.profile_after = max(3, seen)
     with connected(dump(config)) as communicator:
-        rehearse(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))
+        run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))
 
 
 if __name__ == "__main__":

@@ -138,7 +138,7 @@ def cold_start_plan(arguments: argparse.Namespace) -> cold_start.Plan:
 
 def export(run_folder: Path, model: Path) -> None:
     """The pretrained model as transformers has it, as a user would hand it on."""
-    from neuclip_ds.training.export import export_run  # torch and deepspeed take seconds to import
+    from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
     if not model.is_dir():
         export_run(run_folder, "transformers", model)
@@ -146,8 +146,8 @@ def export(run_folder: Path, model: Path) -> None:
 
 def differences_of_recoveries(plan: cold_start.Plan, seeds: int) -> list[dict[str, float]]:
     """Of the cached recovery from the full one, a row a seed."""
-    from neuclip_ds.training.checkpoint import complete_checkpoints
-    from neuclip_ds.training.recovery_difference import recovery_difference
+    from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
+    from neuclip_ds.reproduction.recovery_difference import recovery_difference
 
     found = []
     for seed in range(1, seeds + 1):

@@ -31,14 +31,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.cli import exit_on_mistake
 from neuclip_ds.config import Config
+from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
-from neuclip_ds.profiling.recorder import BREAKDOWN
-from neuclip_ds.recipe import dump, parse
-from neuclip_ds.reporting.page import write_page
-from neuclip_ds.training.engine_config import load_engine_config, read_engine_file
-from neuclip_ds.training.engine_tuning import (
+from neuclip_ds.planning.engine_tuning import (
     Measurement,
     best_together,
     changed,
@@ -48,7 +46,9 @@ from neuclip_ds.training.engine_tuning import (
     table,
     variants,
 )
-from neuclip_ds.training.fragments import WEIGHT, EngineFiles
+from neuclip_ds.profiling.recorder import BREAKDOWN
+from neuclip_ds.recipe import dump, parse
+from neuclip_ds.reporting.page import write_page
 
 _WARM = 2  # steps of a start that are not timed
 _PROFILED = 2
@@ -189,7 +189,7 @@ def ended(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, folder: Pat
 
 def compare(one: Measurement, folder: Path, base: Path) -> None:
     """The weights at the end beside the base's."""
-    own, theirs, before = EngineFiles(folder / _END), EngineFiles(base / _END), EngineFiles(base / _START)
+    own, theirs, before = StateFiles(folder / _END), StateFiles(base / _END), StateFiles(base / _START)
     largest = apart = way = 0.0
     for name in theirs.names():
         weight = theirs.read(name, WEIGHT).double()
@@ -202,16 +202,16 @@ def compare(one: Measurement, folder: Path, base: Path) -> None:
 
 def work(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """One rank of a start: timed steps, then, in the first round, weights and a profile."""
+    from neuclip_ds.checkpoint.engine_state import save_engine
+    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.engine.precision import resolve_comm_dtype
+    from neuclip_ds.engine.start import start_engine
     from neuclip_ds.models.dual_encoder import build_dual_encoder
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.objectives.base import Context, Step
+    from neuclip_ds.planning.dry_run import StandInTokenizer
+    from neuclip_ds.planning.synthetic_profile import random_batch
     from neuclip_ds.profiling.recorder import Recorder
-    from neuclip_ds.training.engine import start_engine
-    from neuclip_ds.training.engine_state import save_engine
-    from neuclip_ds.training.launch import connected
-    from neuclip_ds.training.plan import StandInTokenizer
-    from neuclip_ds.training.precision import wire_dtype
-    from neuclip_ds.training.rehearsal import random_batch
     from neuclip_ds.training.step import TrainStep
 
     folder, config = arguments.worker, run_config(arguments, overrides)
@@ -223,7 +223,7 @@ def work(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         samples = _BATCHES * config.data.batch_size
         context = Context(config.model.embed_dim, samples, communicator)
-        objective = build_objective(config, context, wire_dtype(config, engine_config))
+        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
         step = TrainStep(engine, objective, communicator, config.micro_batch(communicator.world_size), config.run.seed)
 
         def run_step(number: int) -> float:

@@ -68,7 +68,7 @@ class LoaderOptions(NamedTuple):
     pin_memory: bool = False
 
 
-class Shares(ABC):
+class RankSampler(ABC):
     """A rank's share of every batch."""
 
     @abstractmethod
@@ -84,7 +84,7 @@ class Shares(ABC):
         """Name of the batch `number` for messages."""
 
 
-class TrainShares(Shares):
+class TrainSampler(RankSampler):
     """A rank's share of `steps` global batches from (epoch, step) on, across epochs."""
 
     def __init__(self, order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> None:
@@ -111,7 +111,7 @@ class TrainShares(Shares):
         return divmod(self._first + number, self._order.steps_per_epoch)
 
 
-class EvalShares(Shares):
+class EvalSampler(RankSampler):
     """Rank r's contiguous part [r c, (r + 1) c), c = ceil(n / world_size), of the n samples that are in use, padded to
     equally many full batches."""
 
@@ -157,7 +157,7 @@ def train_loader(
         UserError: the batch does not divide by the ranks, a shard has changed, or again and again no batch comes
             within `options.timeout` or a worker dies.
     """
-    shares = TrainShares(order, rank, world_size, epoch, step, steps)
+    shares = TrainSampler(order, rank, world_size, epoch, step, steps)
     return _batches(_dataset(manifest, transform, tokenize, order.seed, options), shares, options)
 
 
@@ -175,7 +175,7 @@ def eval_loader(
 
     All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
     """
-    shares = EvalShares(manifest, rank, world_size, batch_size)
+    shares = EvalSampler(manifest, rank, world_size, batch_size)
     return _batches(_dataset(manifest, transform, tokenize, 0, options), shares, options)
 
 
@@ -209,7 +209,7 @@ class _CarryUserErrors(Dataset[Batch | UserError]):
 class _From(Sampler[Items]):
     """The shares from batch `first` on."""
 
-    def __init__(self, shares: Shares, first: int) -> None:
+    def __init__(self, shares: RankSampler, first: int) -> None:
         self._shares, self._first = shares, first
 
     def __iter__(self) -> Iterator[Items]:
@@ -220,7 +220,7 @@ class _Mishap(Exception):
     """A worker died or does not answer; the message says which and what helps."""
 
 
-def _batches(dataset: PairDataset, shares: Shares, options: LoaderOptions) -> Iterator[Batch]:
+def _batches(dataset: PairDataset, shares: RankSampler, options: LoaderOptions) -> Iterator[Batch]:
     """All batches; at a mishap the workers are started again at the batch that was due."""
     number = mishaps = 0
     while number < len(shares):
@@ -238,7 +238,9 @@ def _batches(dataset: PairDataset, shares: Shares, options: LoaderOptions) -> It
                 log.warning("%s; the loader processes are replaced (%d of %d)", error, mishaps, options.restarts)
 
 
-def _start(dataset: PairDataset, shares: Shares, first: int, options: LoaderOptions) -> Iterator[Batch | UserError]:
+def _start(
+    dataset: PairDataset, shares: RankSampler, first: int, options: LoaderOptions
+) -> Iterator[Batch | UserError]:
     workers = options.workers
     return iter(
         DataLoader(

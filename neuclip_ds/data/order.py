@@ -1,8 +1,8 @@
 """The order of samples: a pure function of (manifest, seed, epoch, step), whatever ranks and workers there are.
 
 In each epoch the shards are permuted and laid end to end, which gives every sample a position 0 ... n - 1. The
-positions are split into S slots of n/S (sizes differ by one at most); within a slot, blocks of `shuffle_block`
-positions are shuffled. A batch of B takes the next B/S positions of every slot. Nothing of size n is ever built:
+positions are split into S streams of n/S (sizes differ by one at most); within a stream, blocks of `shuffle_block`
+positions are shuffled. A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built:
 the shuffle of a block is a keyed permutation evaluated where it is needed, so that a start anywhere is cheap.
 """
 
@@ -17,9 +17,9 @@ from numpy.typing import ArrayLike, NDArray
 from neuclip_ds.data.hashing import hash64, mix64
 from neuclip_ds.errors import UserError
 
-_MAX_SLOTS = 1024
+_MAX_STREAMS = 1024
 _ROUNDS = 6
-_LOOKED_AT = 1024  # positions of a block, in each slot, for which `shards_ahead` is exact
+_LOOKED_AT = 1024  # positions of a block, in each stream, for which `shards_ahead` is exact
 _SHARDS, _SAMPLES = 0, 1  # keep the two uses of the hash apart
 
 
@@ -55,7 +55,7 @@ class GlobalOrder:
         batch_size: int,
         seed: int = 0,
         *,
-        slots: int | None = None,
+        streams: int | None = None,
         shuffle_block: int = 80_000,
         tail: Literal["pad", "drop"] = "pad",
     ) -> None:
@@ -65,13 +65,13 @@ class GlobalOrder:
             shard_sizes: (n_shards,) samples in each shard.
             batch_size: global batch B.
             seed: non-negative.
-            slots: S, a divisor of B; by default the largest that is <= n_shards and <= 1024.
-            shuffle_block: positions that are shuffled together within a slot.
+            streams: S, a divisor of B; by default the largest that is <= n_shards and <= 1024.
+            shuffle_block: positions that are shuffled together within a stream.
             tail: `pad` takes every sample exactly once an epoch and fills the last batch with -1; `drop` leaves out
                 n mod B samples, other ones in every epoch.
 
         Raises:
-            UserError: fewer than 2 samples, fewer than a batch under `drop`, or slots that do not divide the batch.
+            UserError: fewer than 2 samples, fewer than a batch under `drop`, or streams that do not divide the batch.
         """
         self.batch_size, self.seed, self.tail = batch_size, seed, tail
         self._starts = np.asarray(shard_starts, dtype=np.int64)
@@ -83,10 +83,12 @@ class GlobalOrder:
             raise UserError(
                 f"data.tail=drop leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or use tail=pad."
             )
-        if slots is not None and (slots < 1 or batch_size % slots):
-            raise UserError(f"data.slots={slots} does not divide data.batch_size={batch_size}; choose a divisor.")
-        self.slots = slots or _largest_divisor(batch_size, min(len(self._sizes), _MAX_SLOTS))
-        self._bounds = self.n * np.arange(self.slots + 1) // self.slots  # (S + 1,) where slots start and end
+        if streams is not None and (streams < 1 or batch_size % streams):
+            raise UserError(
+                f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor."
+            )
+        self.streams = streams or _largest_divisor(batch_size, min(len(self._sizes), _MAX_STREAMS))
+        self._bounds = self.n * np.arange(self.streams + 1) // self.streams  # (S + 1,) where streams start and end
         self._block = shuffle_block
         self._layout: _Layout | None = None
 
@@ -98,23 +100,23 @@ class GlobalOrder:
     @property
     def last_batch_size(self) -> int:
         """Samples in an epoch's last batch, which may have empty rows under `pad`."""
-        before = (self.steps_per_epoch - 1) * (self.batch_size // self.slots)  # positions of a slot
-        return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.slots).sum())
+        before = (self.steps_per_epoch - 1) * (self.batch_size // self.streams)  # positions of a stream
+        return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.streams).sum())
 
     def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """(B,) global indices of a step of an epoch, -1 where a slot has ended; IndexError beyond the epoch."""
+        """(B,) global indices of a step of an epoch, -1 where a stream has ended; IndexError beyond the epoch."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch}")
-        lane = self.batch_size // self.slots
-        slot = np.arange(self.slots)[:, None]  # (S, 1)
+        lane = self.batch_size // self.streams
+        stream = np.arange(self.streams)[:, None]  # (S, 1)
         length = np.diff(self._bounds)[:, None]  # (S, 1)
-        within = step * lane + np.arange(lane)[None, :]  # (1, B/S) positions within each slot
+        within = step * lane + np.arange(lane)[None, :]  # (1, B/S) positions within each stream
         present = within < length  # (S, B/S)
         block_number = within // self._block
         block_start = block_number * self._block
         block_size = np.clip(length - block_start, 1, self._block)  # (S, B/S)
         offset = np.where(present, within - block_start, 0)
-        key = hash64(self.seed, _SAMPLES, epoch, slot, block_number)
+        key = hash64(self.seed, _SAMPLES, epoch, stream, block_number)
         position = self._bounds[:-1, None] + block_start + permute(offset, block_size, key)
         # Absent rows are computed like the others, at a position that may lie beyond the end, and blanked here.
         return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1).ravel()
@@ -122,7 +124,7 @@ class GlobalOrder:
     def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[Need]:
         """The shards that these rows of the batches are read from, from `step` of `epoch` on, without end.
 
-        In order of first need, once for each block of the shuffle (all slots come to their next block in the same
+        In order of first need, once for each block of the shuffle (all streams come to their next block in the same
         step), so that a shard comes again where it is needed again. No sample is looked at before it is asked for,
         and few are then: `first` may be early, and a shard needless, where a block is larger than 1024 positions;
         `last` is where the block ends. None is missing, and none is late.
@@ -132,29 +134,29 @@ class GlobalOrder:
             rows: of the global batch, with start and stop: those of all ranks of a node.
         """
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
-        lane = self.batch_size // self.slots
-        slots = np.arange(rows.start // lane, -(-rows.stop // lane))
-        length = np.minimum(np.diff(self._bounds)[slots], self.steps_per_epoch * lane)
-        if np.all(length <= np.maximum(rows.start - slots * lane, 0)):
+        lane = self.batch_size // self.streams
+        streams = np.arange(rows.start // lane, -(-rows.stop // lane))
+        length = np.minimum(np.diff(self._bounds)[streams], self.steps_per_epoch * lane)
+        if np.all(length <= np.maximum(rows.start - streams * lane, 0)):
             return  # fewer samples than rows: these ones are always empty
         while True:
             for block in range(step * lane // self._block, -(-int(length.max()) // self._block)):
-                yield from self._needs(epoch, step, rows, slots, block)
+                yield from self._needs(epoch, step, rows, streams, block)
             epoch, step = epoch + 1, 0
 
-    def _needs(self, epoch: int, step: int, rows: slice, slots: NDArray[np.int64], block: int) -> Iterator[Need]:
-        """The needs of one block of each of `slots`, (s,), from `step` on."""
-        lane, layout = self.batch_size // self.slots, self._layout_of(epoch)
-        begin = self._bounds[slots] + block * self._block  # (s,) positions
-        size = np.clip(self._bounds[slots + 1] - begin, 0, self._block)
-        end = np.minimum(block * self._block + size, self.steps_per_epoch * lane)  # (s,) within each slot, as below
+    def _needs(self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int) -> Iterator[Need]:
+        """The needs of one block of each of `streams`, (s,), from `step` on."""
+        lane, layout = self.batch_size // self.streams, self._layout_of(epoch)
+        begin = self._bounds[streams] + block * self._block  # (s,) positions
+        size = np.clip(self._bounds[streams + 1] - begin, 0, self._block)
+        end = np.minimum(block * self._block + size, self.steps_per_epoch * lane)  # (s,) within each stream, as below
         within = np.arange(max(block * self._block, step * lane), (block + 1) * self._block)[
             None, :_LOOKED_AT
         ]  # (1, m)
-        row = slots[:, None] * lane + within % lane  # (s, m)
+        row = streams[:, None] * lane + within % lane  # (s, m)
         needed = (within < end[:, None]) & (row >= rows.start) & (row < rows.stop)
         offset = np.where(needed, within - block * self._block, 0)
-        key = hash64(self.seed, _SAMPLES, epoch, slots, block)[:, None]
+        key = hash64(self.seed, _SAMPLES, epoch, streams, block)[:, None]
         position = begin[:, None] + permute(offset, np.maximum(size, 1)[:, None], key)
         first = np.broadcast_to(within // lane, needed.shape)
         # What has not been looked at may be in any shard of its block.

@@ -1,6 +1,6 @@
 """All collectives of the objectives, the normalisers and the per-sample state, counted by purpose.
 
-Bytes are those of the ring algorithms (what one rank puts on and takes off the wire), so that they can be
+Bytes are those of the ring algorithms (what one rank puts on and takes off the comm_dtype), so that they can be
 compared between methods whatever the backend does inside.
 """
 

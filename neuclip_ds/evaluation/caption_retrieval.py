@@ -20,7 +20,7 @@ from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 from neuclip_ds.evaluation.metrics import hit_probability
 from neuclip_ds.evaluation.retrieval import ABSENT, count_rivals, inner_products
-from neuclip_ds.evaluation.rounds import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, rounds
 
 _ANCHORS = 4096  # that are compared with a chunk of candidates at once
 

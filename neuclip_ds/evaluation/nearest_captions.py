@@ -23,7 +23,7 @@ from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.caption_retrieval import captions_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.rounds import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, rounds
 
 _THUMBNAIL = 192  # pixels
 

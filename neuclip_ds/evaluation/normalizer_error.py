@@ -25,9 +25,9 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Communicator, Encode
 from neuclip_ds.evaluation.retrieval import PairBatch
 
-Estimate = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+NormalizerOutput = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """A method's answer for a batch: image features (b, d), text features (b, d), index (b,), valid (b,) of this rank's
-rows -> for the valid ones the log of the estimated g (2, own), -inf where there is none yet, and tau (2, own).
+rows -> for the valid ones the log of the estimated g (2, local), -inf where there is none yet, and tau (2, local).
 
 Direction 0 means image anchors, 1 text anchors. It holds collectives, so all ranks call it equally often.
 """
@@ -62,7 +62,7 @@ class _Anchors(NamedTuple):
 @torch.no_grad()
 def normalizer_error(
     encode: Encode,
-    estimate: Estimate,
+    estimate: NormalizerOutput,
     pair_loss: PairLoss,
     anchor_batches: Iterable[IndexedBatch],
     all_batches: Iterable[IndexedBatch],
@@ -74,7 +74,7 @@ def normalizer_error(
 
     Args:
         encode: gives the features of a batch; see `Encode`.
-        estimate: the method; see `Estimate`.
+        estimate: the method; see `NormalizerOutput`.
         pair_loss: its l.
         anchor_batches: this rank's share of batches of the training's size, equally many and equally shaped on every
             rank. What they hold beyond the anchors only completes the last batch.
@@ -110,7 +110,7 @@ def normalizer_error(
 
 
 def _encode_anchors(
-    encode: Encode, estimate: Estimate, batches: Iterable[IndexedBatch], communicator: Communicator, limit: int
+    encode: Encode, estimate: NormalizerOutput, batches: Iterable[IndexedBatch], communicator: Communicator, limit: int
 ) -> _Anchors:
     """The first `limit` valid rows of the batches, each batch being all ranks' rows in rank order."""
     all_rows, all_index = [], []

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Communicator
+from neuclip_ds.evaluation.accumulators import ClassCounts, GroupCounts
 from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
-from neuclip_ds.evaluation.counts import ClassCounts, GroupCounts
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
-from neuclip_ds.evaluation.rounds import together
+from neuclip_ds.evaluation.sharded_batches import together
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import GroupBy, ZeroShotSet, classify

@@ -20,12 +20,12 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Communicator
+from neuclip_ds.evaluation.accumulators import GroupCounts
 from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.counts import GroupCounts
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.rounds import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, rounds
 
 _SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 10**6)}
 

@@ -19,12 +19,12 @@ from torch.nn import functional
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Communicator, Encode
+from neuclip_ds.evaluation.accumulators import ClassCounts, GroupCounts
 from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.counts import ClassCounts, GroupCounts
 from neuclip_ds.evaluation.folder import LAYOUT, EvaluationFolder, Sample, read_lines
 from neuclip_ds.evaluation.metrics import ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.rounds import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, rounds
 
 PLACEHOLDER = "{c}"
 

@@ -16,11 +16,11 @@ from neuclip_ds.models.export.convert import clip_vision_config
 from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
+    CheckpointRef,
     Loaded,
     Logits,
     Package,
     Pixels,
-    Place,
     logit_tensors,
 )
 from neuclip_ds.models.pretrained.files import read_json
@@ -77,7 +77,7 @@ class ModelSource(Protocol):
         ...
 
 
-class Scratch:
+class FromConfig:
     """Random weights, a function of torch's seed."""
 
     def __init__(self, config: ModelConfig) -> None:
@@ -145,7 +145,7 @@ class Pretrained:
         return model
 
 
-def locate_model(config: ModelConfig, weights: bool = True) -> Place | None:
+def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
     """Finds the checkpoint that the config names, and downloads it where it is the hub's: for one rank to do.
 
     Args:
@@ -161,13 +161,13 @@ def locate_model(config: ModelConfig, weights: bool = True) -> Place | None:
     return locate(config.pretrained, weights) if config.pretrained else None
 
 
-def open_source(config: ModelConfig, place: Place | None) -> ModelSource:
+def open_source(config: ModelConfig, place: CheckpointRef | None) -> ModelSource:
     """The source that `locate_model` found.
 
     Raises:
         UserError: the checkpoint's config is missing or lacks something.
     """
-    return Scratch(config) if place is None else Pretrained(config, open_checkpoint(place))
+    return FromConfig(config) if place is None else Pretrained(config, open_checkpoint(place))
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
@@ -181,5 +181,5 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
         UserError: files are missing.
     """
     if not config.pretrained:
-        return Scratch(config), FROM_SCRATCH
+        return FromConfig(config), FROM_SCRATCH
     return open_source(config, locate(str(folder), weights=False)), Logits(**read_json(folder / _LOGITS))

@@ -12,7 +12,7 @@ import torch
 from neuclip_ds.config import Config, ObjectiveConfig, OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, Objective
-from neuclip_ds.objectives.composed import ContrastiveObjective, Scale, by_tau, half, one
+from neuclip_ds.objectives.composed import ContrastiveObjective, Scale, scale_half, scale_one, scale_tau
 from neuclip_ds.objectives.individual_temperature import IndividualTemperature
 from neuclip_ds.objectives.normalizers.amortized import AmortizedNormalizer
 from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
@@ -38,7 +38,7 @@ class Method(Protocol):
     @property
     def sections(self) -> tuple[str, ...]: ...
 
-    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective: ...
+    def build(self, config: Config, context: Context, comm_dtype: torch.dtype) -> Objective: ...
 
 
 class Contrastive(NamedTuple):
@@ -51,7 +51,7 @@ class Contrastive(NamedTuple):
     released_scale: Scale  # the same where the released code differs
     sections: tuple[str, ...]
 
-    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective:
+    def build(self, config: Config, context: Context, comm_dtype: torch.dtype) -> Objective:
         objective = config.objective
         return ContrastiveObjective(
             pair_loss=self.pair_loss(objective),
@@ -60,7 +60,7 @@ class Contrastive(NamedTuple):
             scale=self.scale if objective.scale == "paper" else self.released_scale,
             config=objective,
             context=context,
-            wire=wire,
+            comm_dtype=comm_dtype,
         )
 
 
@@ -69,14 +69,14 @@ class Sigmoid(NamedTuple):
 
     sections: tuple[str, ...] = ("siglip",)
 
-    def build(self, config: Config, context: Context, wire: torch.dtype) -> Objective:
-        return SigmoidObjective(config, context, wire)
+    def build(self, config: Config, context: Context, comm_dtype: torch.dtype) -> Objective:
+        return SigmoidObjective(config, context, comm_dtype)
 
 
 def _average(temperature: Callable[..., Temperature], scale: Scale, pair_loss: type[PairLoss] = Identity) -> Method:
     """SogCLR's family: a moving average under some rule for tau."""
     # one global learnable tau is a factor of the loss in the code as well
-    released = scale if temperature is RobustTemperature else one
+    released = scale if temperature is RobustTemperature else scale_one
     return Contrastive(pair_loss, MovingAverageNormalizer, temperature, scale, released, ("moving_average",))
 
 
@@ -90,18 +90,18 @@ def _npn(config: ObjectiveConfig, context: Context) -> Normalizer:
 
 
 METHODS: dict[str, Method] = {
-    "openclip": Contrastive(Identity, BatchNormalizer, LogTemperature, half, half, ()),
+    "openclip": Contrastive(Identity, BatchNormalizer, LogTemperature, scale_half, scale_half, ()),
     "siglip": Sigmoid(),
-    "sogclr": _average(ConstantTemperature, by_tau),
-    "isogclr": _average(IndividualTemperature, by_tau),
-    "fastclip_v0": _average(LogTemperature, one),
-    "fastclip_v1": _average(ConstantTemperature, by_tau),
-    "fastclip_v2": _average(IndividualTemperature, by_tau),
-    "fastclip_v3": _average(RobustTemperature, by_tau),
-    "amorlip": Contrastive(Identity, AmortizedNormalizer, RescaledTemperature, by_tau, by_tau, ("amortized",)),
-    "neuclip": Contrastive(Identity, _npn, RobustTemperature, by_tau, by_tau, ("npn",)),
-    "gcl": _average(ConstantTemperature, by_tau, OverBatch),
-    "tuneclip": _average(ConstantTemperature, by_tau, Hinge),
+    "sogclr": _average(ConstantTemperature, scale_tau),
+    "isogclr": _average(IndividualTemperature, scale_tau),
+    "fastclip_v0": _average(LogTemperature, scale_one),
+    "fastclip_v1": _average(ConstantTemperature, scale_tau),
+    "fastclip_v2": _average(IndividualTemperature, scale_tau),
+    "fastclip_v3": _average(RobustTemperature, scale_tau),
+    "amorlip": Contrastive(Identity, AmortizedNormalizer, RescaledTemperature, scale_tau, scale_tau, ("amortized",)),
+    "neuclip": Contrastive(Identity, _npn, RobustTemperature, scale_tau, scale_tau, ("npn",)),
+    "gcl": _average(ConstantTemperature, scale_tau, OverBatch),
+    "tuneclip": _average(ConstantTemperature, scale_tau, Hinge),
 }
 
 
@@ -118,12 +118,12 @@ def find_method(name: str) -> Method:
     return METHODS[name]
 
 
-def build_objective(config: Config, context: Context, wire: torch.dtype) -> Objective:
+def build_objective(config: Config, context: Context, comm_dtype: torch.dtype) -> Objective:
     """The objective that the config names.
 
     Args:
         config: the whole tree; the optimizer section gives the temperature's Adam its betas and epsilon.
         context: width, data set size, ranks.
-        wire: precision in which features travel.
+        comm_dtype: precision in which features travel.
     """
-    return find_method(config.objective.method).build(config, context, wire)
+    return find_method(config.objective.method).build(config, context, comm_dtype)

@@ -60,7 +60,7 @@ class Stateful(Protocol):
 class PerSample(Protocol):
     """May hold state by sample index, which is read while the encoders still run."""
 
-    def expect(self, padded_index: Tensor) -> None:
+    def prefetch(self, padded_index: Tensor) -> None:
         """Begins to read what the next call needs; (K b,) indices of the batch, -1 for rows that do not count."""
         ...
 
@@ -68,7 +68,7 @@ class PerSample(Protocol):
 class NoState:
     """Nothing to keep; a part that has some kinds of state overrides those."""
 
-    def expect(self, padded_index: Tensor) -> None:
+    def prefetch(self, padded_index: Tensor) -> None:
         """Without state of samples there is nothing to read."""
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -81,7 +81,7 @@ class NoState:
         return {}
 
 
-class Estimate(NamedTuple):
+class NormalizerOutput(NamedTuple):
     """A normaliser's answer for one batch.
 
     The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
@@ -89,21 +89,21 @@ class Estimate(NamedTuple):
     """
 
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
-    value: Tensor  # (2, own): per-anchor loss, whose mean over anchors the method reports
-    tau_term: Tensor  # (2, own): per-anchor part of d loss / d tau that is not the data term
+    value: Tensor  # (2, local): per-anchor loss, whose mean over anchors the method reports
+    tau_term: Tensor  # (2, local): per-anchor part of d loss / d tau that is not the data term
     metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
-    feature_grad: tuple[Tensor, Tensor] | None = None  # (own, d) image, (own, d) text; before the method's scale
-    own_metrics: Mapping[str, Tensor] = {}  # name -> (2, own): logged as their mean over all anchors
+    feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) image, (local, d) text; before the method's scale
+    local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local): logged as their mean over all anchors
 
 
 class Normalizer(Stateful, PerSample, Protocol):
     """An estimator of the anchors' normalisers, one a file in `objectives/normalizers/`."""
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """
         Args:
             batch: the gathered features.
-            log_g: (2, own), log of the batch's mean over negatives for this rank's anchors.
+            log_g: (2, local), log of the batch's mean over negatives for this rank's anchors.
             tau: temperature, 0-dim if shared by all anchors, else (2, B).
             step: where in the run.
         """
@@ -113,7 +113,7 @@ class Normalizer(Stateful, PerSample, Protocol):
         """The present estimate of g for this rank's anchors, changing no state; arguments as in the call.
 
         Returns:
-            (2, own): its logarithm, -inf where there is no estimate yet.
+            (2, local): its logarithm, -inf where there is no estimate yet.
         """
         ...
 
@@ -124,7 +124,7 @@ class Objective(Stateful, Protocol):
     Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
     """
 
-    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
+    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
         """What takes features of these rows ((b,) int64, (b,) bool) as they come, for `Features.gather`; None where
         the objective gathers by itself."""
         ...

@@ -22,17 +22,17 @@ Scale = Callable[[Tensor], Tensor]
 """The loss's leading factor, as a function of tau."""
 
 
-def half(tau: Tensor) -> Tensor:
+def scale_half(tau: Tensor) -> Tensor:
     """Scale of OpenCLIP's loss: the mean of its two directions."""
     return torch.full_like(tau, 0.5)
 
 
-def one(tau: Tensor) -> Tensor:
+def scale_one(tau: Tensor) -> Tensor:
     """Scale of FastCLIP-v0, whose loss has no leading tau."""
     return torch.ones_like(tau)
 
 
-def by_tau(tau: Tensor) -> Tensor:
+def scale_tau(tau: Tensor) -> Tensor:
     """Scale of the global contrastive losses: tau itself."""
     return tau
 
@@ -48,7 +48,7 @@ class ContrastiveObjective:
         scale: Scale,
         config: ObjectiveConfig,
         context: Context,
-        wire: torch.dtype,
+        comm_dtype: torch.dtype,
     ) -> None:
         self._pair_loss = pair_loss
         self._normalizer = normalizer
@@ -56,14 +56,14 @@ class ContrastiveObjective:
         self._scale = scale
         self._config = config
         self._communicator = context.communicator
-        self._wire = wire
+        self._comm_dtype = comm_dtype
 
-    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self._wire, self._expect)
+    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
+        return FeatureGather(index, valid, self._communicator, self._comm_dtype, self._prefetch)
 
-    def _expect(self, padded_index: Tensor) -> None:
-        self._temperature.expect(padded_index)
-        self._normalizer.expect(padded_index)
+    def _prefetch(self, padded_index: Tensor) -> None:
+        self._temperature.prefetch(padded_index)
+        self._normalizer.prefetch(padded_index)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
@@ -72,7 +72,7 @@ class ContrastiveObjective:
         Raises:
             UserError: fewer than two rows of the batch count, so that no anchor has a negative.
         """
-        batch = GatheredFeatures(features, self._communicator, self._wire, self._expect)
+        batch = GatheredFeatures(features, self._communicator, self._comm_dtype, self._prefetch)
         if batch.size < 2:
             raise UserError(
                 f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
@@ -89,30 +89,30 @@ class ContrastiveObjective:
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
-        own_tau, own_scale = (x if x.ndim == 0 else x[:, batch.own] for x in (tau, scale))
-        own_mean_logit = gradient.mean_logit / own_scale
+        local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
+        local_mean_logit = gradient.mean_logit / local_scale
         sums = torch.stack(
             [
-                (own_scale * estimate.value + self._temperature.rho(step) * own_tau).sum(),
+                (local_scale * estimate.value + self._temperature.rho(step) * local_tau).sum(),
                 # OpenCLIP's loss of the same batch and tau, comparable between methods
                 torch.logaddexp(log_g + math.log(pairs.divisor), torch.zeros_like(log_g)).sum() / 2,
-                own_mean_logit.sum(),
+                local_mean_logit.sum(),
                 estimate.tau_term.sum(),
                 gradient.mean_logit.sum(),
-                *(values.sum() for values in estimate.own_metrics.values()),
+                *(values.sum() for values in estimate.local_metrics.values()),
                 image.square().sum() + text.square().sum(),
             ]
         )
         *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
-        loss, batch_loss, mean_logit, tau_term, by_log, *means = (total / batch.size for total in totals)
-        signal = TemperatureSignal(mean_logit, tau_term, by_log, own_mean_logit, estimate.tau_term)
+        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.size for total in totals)
+        signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
         self._temperature.update(batch, signal, step)
         metrics = {
             "tau": tau.mean(),
             "batch_loss": batch_loss,
             "feature_grad_norm": square.sqrt(),
             **estimate.metrics,
-            **{name: mean / 2 for name, mean in zip(estimate.own_metrics, means, strict=True)},
+            **{name: mean / 2 for name, mean in zip(estimate.local_metrics, means, strict=True)},
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
@@ -127,15 +127,15 @@ class ContrastiveObjective:
         Features travel in their own precision, so that an error is the estimate's alone.
 
         Returns:
-            For this rank's valid rows (2, own) log of the estimated g, -inf where there is none, and (2, own) tau.
+            For this rank's valid rows (2, local) log of the estimated g, -inf where there is none, and (2, local) tau.
         """
-        batch = GatheredFeatures(features, self._communicator, features.image.dtype, self._expect)
+        batch = GatheredFeatures(features, self._communicator, features.image.dtype, self._prefetch)
         tau = self._temperature.of(batch)
-        own_tau = tau.expand(2, batch.size)[:, batch.own]
+        local_tau = tau.expand(2, batch.size)[:, batch.local]
         if batch.size < 2:  # no anchor has a negative
-            return torch.full_like(own_tau, -math.inf), own_tau
+            return torch.full_like(local_tau, -math.inf), local_tau
         pairs = PairSimilarities(PairGrid(batch, self._config.chunk, budget=0), self._pair_loss, tau)
-        return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), own_tau
+        return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), local_tau
 
     def replicated_state(self) -> dict[str, Tensor]:
         parts = {"normalizer": self._normalizer, "temperature": self._temperature}

@@ -24,16 +24,16 @@ from neuclip_ds.objectives.pair_loss import Identity, PairLoss
 class PairGradient(NamedTuple):
     """Gradient of L and what the temperature needs."""
 
-    image: Tensor  # (own, d)
-    text: Tensor  # (own, d)
-    mean_logit: Tensor  # (2, own): W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau; -tau dL/dtau is its mean
+    image: Tensor  # (local, d)
+    text: Tensor  # (local, d)
+    mean_logit: Tensor  # (2, local): W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau; -tau dL/dtau is its mean
 
 
 class PairSimilarities:
     """The similarities of one batch, visited twice: for the log-mean-exps, then for the gradient.
 
     Between the visits they are kept if they fit into the grid's budget, and computed again if not, so that memory is
-    O(own x block) + budget.
+    O(local rows x block) + budget.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
@@ -51,7 +51,7 @@ class PairSimilarities:
         self._pairs: _FactoredPairs | _GeneralPairs = _FactoredPairs(grid, tau) if factors else self._general()
 
     def log_mean_exp(self) -> Tensor:
-        """(2, own): log g of this rank's anchors."""
+        """(2, local): log g of this rank's anchors."""
         log_sum = self._pairs.log_sum_exp()
         if log_sum is None:
             self._pairs = self._general()
@@ -90,9 +90,9 @@ class _GeneralPairs:
             self._grid.positives(logit[0], block).fill_(-math.inf)
             row_sums = result[block.side, block.rows]
             row_sums.copy_(torch.logaddexp(row_sums, logit[0].logsumexp(dim=1)))
-            if block.own is not None:
+            if block.local is not None:
                 self._grid.positives(logit[1], block).fill_(-math.inf)
-                column_sums = result[1 - block.side, block.own]
+                column_sums = result[1 - block.side, block.local]
                 column_sums.copy_(torch.logaddexp(column_sums, logit[1].logsumexp(dim=0)))
         return result
 
@@ -108,7 +108,7 @@ class _GeneralPairs:
                 logits,
                 self._grid.anchors(log_share, block),
                 self._grid.anchors(self._inverse_tau, block),
-                ((block.side, block.rows, 1), (1 - block.side, block.own, 0)),
+                ((block.side, block.rows, 1), (1 - block.side, block.local, 0)),
                 strict=True,
             )
             for difference, logit, share, inverse_tau, (side, where, dim) in anchors:
@@ -161,14 +161,14 @@ class _FactoredPairs:
             self._total[block.side, block.rows] += exponential.sum(dim=1)
             moment = exponent.mul_(exponential)
             self._moment[block.side, block.rows] += moment.sum(dim=1)
-            if block.own is not None:
-                self._total[1 - block.side, block.own] += exponential.sum(dim=0)
-                self._moment[1 - block.side, block.own] += moment.sum(dim=0)
+            if block.local is not None:
+                self._total[1 - block.side, block.local] += exponential.sum(dim=0)
+                self._moment[1 - block.side, block.local] += moment.sum(dim=0)
         log_total = self._total.log()
         if not bool((log_total > -self._limit).all()):
             self._kept.clear()
             return None
-        return log_total + self._log_factor[self._grid.own]
+        return log_total + self._log_factor[self._grid.local]
 
     def gradient(self, log_share: Tensor) -> PairGradient | None:
         log_factor = log_share + self._log_factor
@@ -176,17 +176,17 @@ class _FactoredPairs:
             self._kept.clear()
             return None
         factor = log_factor.exp()  # (2, B)
-        by_similarity = factor / self._tau
+        grad_similarity = factor / self._tau
 
         def weight(block: Block) -> Tensor:
             exponential = self._kept.popleft() if self._kept else self._exponential(block)[1]
-            return torch.add(*self._grid.anchors(by_similarity, block)).mul_(exponential)
+            return torch.add(*self._grid.anchors(grad_similarity, block)).mul_(exponential)
 
-        own = self._grid.own
+        local = self._grid.local
         grads = self._grid.gradient(weight)
-        self._grid.add_positives(grads, -(by_similarity[:, own] * self._total).sum(dim=0))
+        self._grid.add_positives(grads, -(grad_similarity[:, local] * self._total).sum(dim=0))
         # y = (s_ij/tau - c) + (c - s_ii/tau)
-        mean_logit = factor[:, own] * (self._moment + self._log_factor[own] * self._total)
+        mean_logit = factor[:, local] * (self._moment + self._log_factor[local] * self._total)
         return PairGradient(*grads, mean_logit)
 
     def _exponential(self, block: Block) -> tuple[Tensor, Tensor]:

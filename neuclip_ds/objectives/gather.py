@@ -23,21 +23,21 @@ class FeatureGather:
         index: Tensor,
         valid: Tensor,
         communicator: Communicator,
-        wire: torch.dtype,
-        expect: Callable[[Tensor], None] | None = None,
+        comm_dtype: torch.dtype,
+        prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
         """
         Args:
             index: (b,) int64 global sample indices; b must be equal on all ranks.
             valid: (b,) bool, which rows count.
             communicator: the ranks.
-            wire: precision in which features travel. The rank's own rows are rounded to it as well, so that all ranks
+            comm_dtype: precision that features travel in. Local rows are rounded to it as well, so that all ranks
                 see the same numbers and K ranks compute what one would.
-            expect: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
+            prefetch: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
         """
-        self._communicator, self._wire = communicator, wire
+        self._communicator, self._comm_dtype = communicator, comm_dtype
         self._index = communicator.begin_all_gather(torch.where(valid, index, -1), "features")
-        self._expect = expect
+        self._prefetch = prefetch
         self._texts: list[Pending] = []
         self._images: list[Pending] = []
 
@@ -60,10 +60,10 @@ class FeatureGather:
         return image, text
 
     def _begin(self, rows: Tensor) -> Pending:
-        pending = self._communicator.begin_all_gather(rows.detach().to(self._wire), "features")
-        if self._expect is not None:
-            self._expect(self.padded_index)
-            self._expect = None
+        pending = self._communicator.begin_all_gather(rows.detach().to(self._comm_dtype), "features")
+        if self._prefetch is not None:
+            self._prefetch(self.padded_index)
+            self._prefetch = None
         return pending
 
     def _joined(self, pieces: list[Pending]) -> Tensor:
@@ -91,7 +91,7 @@ class GatheredFeatures:
     Attributes:
         image, text: (B, d) rows of the whole batch.
         index: (B,) int64 global sample indices.
-        own: which of the B rows are this rank's.
+        local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, as the sample store reads them.
     """
 
@@ -99,19 +99,19 @@ class GatheredFeatures:
         self,
         features: Features,
         communicator: Communicator,
-        wire: torch.dtype,
-        expect: Callable[[Tensor], None] | None = None,
+        comm_dtype: torch.dtype,
+        prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
         """
         Args:
             features: this rank's rows; b must be equal on all ranks.
-            communicator, wire, expect: as for `FeatureGather`, where none has been begun.
+            communicator, comm_dtype, prefetch: as for `FeatureGather`, where none has been begun.
         """
         self._communicator = communicator
         self._rows = features.index.shape[0]
         gather = features.gather
         if gather is None:
-            gather = FeatureGather(features.index, features.valid, communicator, wire, expect)
+            gather = FeatureGather(features.index, features.valid, communicator, comm_dtype, prefetch)
             gather.add_text(features.text)
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
@@ -121,11 +121,11 @@ class GatheredFeatures:
         # one look at the host's side: whole batches, by far the usual case, then need no compaction
         self._valid = None if bool(valid.all()) else valid
         if self._valid is None:
-            self.own = slice(start, start + self._rows)
+            self.local = slice(start, start + self._rows)
             self.index, self.image, self.text = self.padded_index, image, text
             return
-        before, own = int(valid[:start].sum()), int(valid[start : start + self._rows].sum())
-        self.own = slice(before, before + own)
+        before, count = int(valid[:start].sum()), int(valid[start : start + self._rows].sum())
+        self.local = slice(before, before + count)
         self.index, self.image, self.text = self.padded_index[valid], image[valid], text[valid]
 
     @property
@@ -134,12 +134,12 @@ class GatheredFeatures:
         return self.index.shape[0]
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
-        """(c, own) values of this rank's valid rows -> (c, B) of all ranks'."""
+        """(c, local) values of this rank's valid rows -> (c, B) of all ranks'."""
         padded = self.expand(values.T)
         return self.compact_all(self._communicator.all_gather(padded, purpose)).T.contiguous()
 
-    def sum_own(self, rows: Tensor, purpose: str) -> Tensor:
-        """(B, ...) partial rows of every rank -> (own, ...): this rank's rows of their sum over ranks."""
+    def sum_local(self, rows: Tensor, purpose: str) -> Tensor:
+        """(B, ...) partial rows of every rank -> (local, ...): this rank's rows of their sum over ranks."""
         if self._valid is not None:
             padded = rows.new_zeros((self._valid.shape[0], *rows.shape[1:]))
             padded[self._valid] = rows
@@ -151,18 +151,18 @@ class GatheredFeatures:
         return rows if self._valid is None else rows[self._valid]
 
     def compact(self, rows: Tensor) -> Tensor:
-        """(b, ...) rows of this rank's batch -> (own, ...) the valid ones."""
-        return rows if self._valid is None else rows[self._own_valid()]
+        """(b, ...) rows of this rank's batch -> (local, ...) the valid ones."""
+        return rows if self._valid is None else rows[self._local_valid()]
 
     def expand(self, rows: Tensor) -> Tensor:
-        """(own, ...) valid rows -> (b, ...) rows of this rank's batch, zeros where a row does not count."""
+        """(local, ...) valid rows -> (b, ...) rows of this rank's batch, zeros where a row does not count."""
         if self._valid is None:
             return rows
         padded = rows.new_zeros((self._rows, *rows.shape[1:]))
-        padded[self._own_valid()] = rows
+        padded[self._local_valid()] = rows
         return padded
 
-    def _own_valid(self) -> Tensor:
+    def _local_valid(self) -> Tensor:
         start = self._communicator.rank * self._rows
         assert self._valid is not None
         return self._valid[start : start + self._rows]

@@ -42,11 +42,11 @@ class IndividualTemperature(NoState):
         self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
         self._reading: Pending | None = None
 
-    def expect(self, padded_index: Tensor) -> None:
+    def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read_all(padded_index, count=2)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        assert self._reading is not None, "of follows expect"
+        assert self._reading is not None, "of follows prefetch"
         return batch.compact_all(self._reading.wait()).T.contiguous()
 
     def rho(self, step: Step) -> float:
@@ -54,7 +54,7 @@ class IndividualTemperature(NoState):
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         """Adam's step of the owners, who have moments and visits: only the gradients travel."""
-        own_gradient = signal.own_tau_term + self.rho(step) - signal.own_mean_logit
+        own_gradient = signal.local_tau_term + self.rho(step) - signal.local_mean_logit
         gradient = batch.gather(own_gradient, "temperature")
         tau, moment, square, visits = self._store.owned(batch.index).T.split((2, 2, 2, 1))
         (beta1, beta2), (correction1, correction2) = self._betas, self._corrections(visits + 1, step)

@@ -26,14 +26,14 @@ class Block(NamedTuple):
     side: int  # IMAGE: rows are images and columns texts; TEXT: the other way round
     rows: slice  # among this rank's rows
     columns: slice  # among the B rows of the batch
-    own: slice | None  # the columns among this rank's rows, None where they are another rank's
+    local: slice | None  # the columns among this rank's rows, None where they are another rank's
 
 
 class PairGrid:
     """Features of a batch of B >= 2 valid rows and the blocks of their similarities.
 
     Attributes:
-        own: which of the B rows are this rank's.
+        local: which of the B rows are this rank's.
         size: B.
         positive: (B,) s_ii.
         keeps: whether the similarities of all blocks fit into the budget.
@@ -47,10 +47,10 @@ class PairGrid:
             budget: bytes of similarities that may be kept between two visits.
         """
         self._features = (batch.image, batch.text)
-        self.own = batch.own
+        self.local = batch.local
         self.size = batch.size
         self.positive = torch.einsum("id,id->i", batch.image, batch.text)
-        self._count = self.own.stop - self.own.start
+        self._count = self.local.stop - self.local.start
         self.keeps = self._count * (2 * self.size - self._count) * batch.image.element_size() <= budget
         on_cpu = batch.image.device.type == "cpu"
         self._columns = columns or (_CPU_COLUMNS if on_cpu else _GPU_COLUMNS)
@@ -58,53 +58,53 @@ class PairGrid:
 
     def blocks(self) -> Iterator[Block]:
         """Own columns once, as image rows x text columns; columns of other ranks once for each side."""
-        start, stop = self.own.start, self.own.stop
+        start, stop = self.local.start, self.local.stop
         row_slices = [slice(low, min(low + self._rows, self._count)) for low in range(0, self._count, self._rows)]
         for first, last in ((start, stop), (0, start), (stop, self.size)):
             for low in range(first, last, self._columns):
                 columns = slice(low, min(low + self._columns, last))
-                is_own = first == start and low < stop
-                own = slice(columns.start - start, columns.stop - start) if is_own else None
-                for side in (IMAGE,) if is_own else (IMAGE, TEXT):
+                is_local = first == start and low < stop
+                local = slice(columns.start - start, columns.stop - start) if is_local else None
+                for side in (IMAGE,) if is_local else (IMAGE, TEXT):
                     for rows in row_slices:
-                        yield Block(side, rows, columns, own)
+                        yield Block(side, rows, columns, local)
 
     def similarity(self, block: Block) -> Tensor:
         """(rows, columns) similarities of a block."""
-        rows = self._features[block.side][self.own][block.rows]
+        rows = self._features[block.side][self.local][block.rows]
         return rows @ self._features[1 - block.side][block.columns].T
 
     def anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Values of a block's row anchors (rows, 1) and of its column anchors (1, columns), out of (2, B)."""
-        of_rows = values[block.side, self.own][block.rows]
+        of_rows = values[block.side, self.local][block.rows]
         return of_rows.unsqueeze(1), values[1 - block.side, block.columns].unsqueeze(0)
 
     def per_anchor(self, value: float) -> Tensor:
-        """(2, own) filled with `value`."""
+        """(2, local) filled with `value`."""
         return self.positive.new_full((2, self._count), value)
 
     def positives(self, x: Tensor, block: Block) -> Tensor:
         """View of those elements of a block where anchor and partner are one sample."""
-        if block.own is None:
+        if block.local is None:
             return x.new_empty(0)
-        return x.diagonal(offset=block.rows.start - block.own.start)
+        return x.diagonal(offset=block.rows.start - block.local.start)
 
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
-        """Feature gradient of a function of the similarities, this rank's (own, d) rows for images and texts.
+        """Feature gradient of a function of the similarities, this rank's (local, d) rows for images and texts.
 
         Args:
             weight: the (rows, columns) derivative by each similarity of a block.
         """
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():
-            by_similarity = weight(block)
-            grads[block.side][block.rows].addmm_(by_similarity, self._features[1 - block.side][block.columns])
-            if block.own is not None:
-                rows = self._features[block.side][self.own][block.rows]
-                grads[1 - block.side][block.own].addmm_(by_similarity.T, rows)
+            grad_similarity = weight(block)
+            grads[block.side][block.rows].addmm_(grad_similarity, self._features[1 - block.side][block.columns])
+            if block.local is not None:
+                rows = self._features[block.side][self.local][block.rows]
+                grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
         return grads[IMAGE], grads[TEXT]
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
-        """Adds to the (own, d) gradients those of a function of the positives s_ii with the given (own,) derivative."""
+        """Adds to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""
         for side, grad in enumerate(grads):
-            grad.addcmul_(by_positive.unsqueeze(1), self._features[1 - side][self.own])
+            grad.addcmul_(by_positive.unsqueeze(1), self._features[1 - side][self.local])

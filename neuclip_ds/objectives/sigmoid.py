@@ -25,11 +25,11 @@ from neuclip_ds.objectives.temperature import LearnableTemperature
 class SigmoidObjective(NoState):
     """Feature gradient of one batch, and one Adam step of temperature and bias."""
 
-    def __init__(self, config: Config, context: Context, wire: torch.dtype) -> None:
+    def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
         objective = config.objective
         self._config = objective
         self._communicator = context.communicator
-        self._wire = wire
+        self._comm_dtype = comm_dtype
         bias = context.bias if objective.siglip.bias is None else objective.siglip.bias
         if bias is None:
             raise UserError(
@@ -38,32 +38,32 @@ class SigmoidObjective(NoState):
             )
         self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=bias)
 
-    def begin(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self._wire)
+    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
+        return FeatureGather(index, valid, self._communicator, self._comm_dtype)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Gradient of the global loss with respect to this rank's features; updates temperature and bias."""
-        batch = GatheredFeatures(features, self._communicator, self._wire)
+        batch = GatheredFeatures(features, self._communicator, self._comm_dtype)
         tau, bias = self._logit.tau, self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk, budget=0)
         sums = grid.positive.new_zeros(3)  # of the loss, its derivative by theta = log(1/tau), and by the bias
 
-        def by_similarity(block: Block) -> Tensor:
+        def grad_similarity(block: Block) -> Tensor:
             scaled = grid.similarity(block).div_(tau)
             against = scaled + bias  # -z times the logit
             grid.positives(against, block).neg_()
-            by_logit = against.sigmoid().div_(batch.size)
-            grid.positives(by_logit, block).neg_()
+            grad_logit = against.sigmoid().div_(batch.size)
+            grid.positives(grad_logit, block).neg_()
             if block.side == IMAGE:
                 loss = softplus(against).sum() / batch.size
-                sums.add_(torch.stack([loss, (by_logit * scaled).sum(), by_logit.sum()]))
-            return by_logit.div_(tau)
+                sums.add_(torch.stack([loss, (grad_logit * scaled).sum(), grad_logit.sum()]))
+            return grad_logit.div_(tau)
 
-        image, text = grid.gradient(by_similarity)
+        image, text = grid.gradient(grad_similarity)
         square = image.square().sum() + text.square().sum()
-        loss, by_theta, by_bias, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
-        self._logit.descend(step, theta=by_theta, bias=by_bias)
+        loss, grad_theta, grad_bias, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
+        self._logit.descend(step, theta=grad_theta, bias=grad_bias)
         metrics = {"tau": tau, "bias": bias, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 

@@ -30,9 +30,9 @@ class TemperatureSignal(NamedTuple):
 
     mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks
     tau_term: Tensor  # 0-dim, likewise
-    by_log: Tensor  # 0-dim, gradient of the loss by log(1/tau) where its scale does not depend on tau
-    own_mean_logit: Tensor  # (2, own) of this rank's anchors
-    own_tau_term: Tensor  # (2, own)
+    grad_log_scale: Tensor  # 0-dim, gradient of the loss by log(1/tau) where its scale does not depend on tau
+    local_mean_logit: Tensor  # (2, local) of this rank's anchors
+    local_tau_term: Tensor  # (2, local)
 
 
 class Temperature(Stateful, PerSample, Protocol):
@@ -173,7 +173,7 @@ class LogTemperature(LearnableTemperature):
     """The gradient of the method's own loss: OpenCLIP, with 1/tau clamped (at 100 by default); FastCLIP-v0 (eq. 8)."""
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        self.descend(step, theta=signal.by_log)
+        self.descend(step, theta=signal.grad_log_scale)
 
 
 class RobustTemperature(LearnableTemperature):
@@ -187,8 +187,8 @@ class RobustTemperature(LearnableTemperature):
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        by_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient() * signal.mean_logit
-        self.descend(step, theta=-self.tau * by_tau)
+        grad_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient() * signal.mean_logit
+        self.descend(step, theta=-self.tau * grad_tau)
 
     def _data_coefficient(self) -> float:
         return {"paper": 1.0, "released_code": 2.0}[self._config.data_term]

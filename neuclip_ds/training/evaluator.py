@@ -14,10 +14,11 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import encoder_of
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
-from neuclip_ds.evaluation.rounds import together
+from neuclip_ds.evaluation.sharded_batches import together
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
@@ -26,7 +27,6 @@ from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.encoding import encoder_of
 from neuclip_ds.training.sources import find_split, loader_options, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time

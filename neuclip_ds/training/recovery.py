@@ -15,6 +15,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from neuclip_ds.checkpoint.checkpoints import Facts, complete_checkpoints, is_complete, read_meta
+from neuclip_ds.checkpoint.engine_state import load_moments
 from neuclip_ds.config import BudgetConfig, Config, RecoveryConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -22,10 +24,8 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.state.partition import load_rows
-from neuclip_ds.training.checkpoint import Facts, complete_checkpoints, is_complete, read_meta
 from neuclip_ds.training.data_position import check_data
-from neuclip_ds.training.engine_state import load_moments
-from neuclip_ds.training.stage import Parts, Stage
+from neuclip_ds.training.stage import RunContext, Stage
 from neuclip_ds.training.step import kept_statistics
 
 log = logging.getLogger(__name__)
@@ -59,12 +59,12 @@ def check_recovery(config: Config, objective: Objective) -> None:
         )
 
 
-def recover(parts: Parts, context: Context, wire: torch.dtype, folder: Path, facts: Facts) -> Path | None:
+def recover(parts: RunContext, context: Context, comm_dtype: torch.dtype, folder: Path, facts: Facts) -> Path | None:
     """Runs the stage, or what is left of it.
 
     Args:
         parts: of the run, with the weights to start from.
-        context, wire: of its objective.
+        context, comm_dtype: of its objective.
         folder: of the run; the stage's is in it.
         facts: of the run.
 
@@ -75,7 +75,7 @@ def recover(parts: Parts, context: Context, wire: torch.dtype, folder: Path, fac
     method, average = _METHODS[recovery.loss], parts.config.objective.moving_average
     chosen = {"method": method, "moving_average": average.model_copy(update=_END_OF_SCHEDULE if cached else {})}
     config = parts.config.model_copy(update={"objective": parts.config.objective.model_copy(update=chosen)})
-    objective = build_objective(config, context, wire)
+    objective = build_objective(config, context, comm_dtype)
     own = {**facts, "method": method, "mode": recovery.mode}
     parts.communicator.on_rank_zero(lambda: (folder / FOLDER).mkdir(exist_ok=True))
     stage = Stage(parts, objective, folder / FOLDER, recovery_budget(recovery), lambda number, total: 0.0, own)
@@ -86,7 +86,7 @@ def recover(parts: Parts, context: Context, wire: torch.dtype, folder: Path, fac
 
 
 @torch.no_grad()
-def _fill_in_blocks(parts: Parts, objective: Objective, block: int) -> None:
+def _fill_in_blocks(parts: RunContext, objective: Objective, block: int) -> None:
     """One pass over the data without gradients: u of every sample from `block` pairs instead of a batch.
 
     The weights do not change, so features of many batches may contrast with each other.
@@ -106,7 +106,7 @@ def _fill_in_blocks(parts: Parts, objective: Objective, block: int) -> None:
             held.clear()
 
 
-def _features(parts: Parts, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+def _features(parts: RunContext, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """(b, d) float32 features of a rank's batch, by micro-batches."""
     device, size = parts.communicator.device, parts.micro_batch
     found = [
@@ -117,7 +117,7 @@ def _features(parts: Parts, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tens
     return torch.cat(images), torch.cat(texts)
 
 
-def take_over(checkpoint: Path, parts: Parts, objective: Objective) -> None:
+def take_over(checkpoint: Path, parts: RunContext, objective: Objective) -> None:
     """Fills a fresh engine and objective with what was recovered, as far as `recovery.transfer` says.
 
     Raises:

@@ -12,19 +12,19 @@ from typing import NamedTuple
 
 import torch
 
+from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
 from neuclip_ds.data.transforms import eval_transform
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.launch import connected
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
-from neuclip_ds.training.encoding import encoder_of
-from neuclip_ds.training.launch import connected
-from neuclip_ds.training.saved_model import SavedModel, open_model
 
 log = logging.getLogger(__name__)
 

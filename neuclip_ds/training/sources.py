@@ -74,7 +74,7 @@ def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
         manifest.sizes,
         data.batch_size,
         config.run.seed,
-        slots=data.slots,
+        streams=data.shard_streams,
         shuffle_block=data.shuffle_block,
         tail=data.tail,
     )

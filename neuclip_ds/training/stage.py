@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from neuclip_ds.checkpoint.checkpoints import Best, Checkpoints
 from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import Batch, LoaderOptions, Tokenize, train_loader
@@ -31,7 +32,6 @@ from neuclip_ds.reporting.health import StepHealth
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
-from neuclip_ds.training.checkpoint import Best, Checkpoints
 from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.monitoring import is_rest, open_metrics, samples_of_steps
 from neuclip_ds.training.signals import stop_signals
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 LearningRate = Callable[[int, int], float]  # of a step of so many
 
 
-class Parts(NamedTuple):
+class RunContext(NamedTuple):
     """What the stages of a run share."""
 
     config: Config
@@ -77,7 +77,7 @@ class Stage:
 
     def __init__(
         self,
-        parts: Parts,
+        parts: RunContext,
         objective: Objective,
         folder: Path,
         budget: BudgetConfig,

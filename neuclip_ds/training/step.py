@@ -61,7 +61,7 @@ class TrainStep:
         image = batch.image.to(device, non_blocking=True)
         tokens = batch.tokens.to(device, non_blocking=True)
         index, valid = batch.index.to(device), batch.valid.to(device)
-        gather = self._objective.begin(index, valid)
+        gather = self._objective.begin_gather(index, valid)
         rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
         if len(rows) == 1:
             self._fix_dropout(step, 0)

@@ -15,6 +15,10 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.transforms import train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.launch import check_shared, connected
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import locate_model, open_source
@@ -22,19 +26,15 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.recipe import dump
+from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.reporting.weights_and_biases import require_wandb
-from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.environment_record import record_environment
 from neuclip_ds.training.evaluator import Evaluator
-from neuclip_ds.training.launch import check_shared, connected
-from neuclip_ds.training.precision import wire_dtype
 from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.schedules import warmup_cosine
 from neuclip_ds.training.sources import loader_options, open_data, open_order
-from neuclip_ds.training.stage import Parts, Stage
+from neuclip_ds.training.stage import RunContext, Stage
 
 log = logging.getLogger(__name__)
 
@@ -100,16 +100,18 @@ class Run:
         if config.model.compile:
             model.compile_towers()
         engine = start_engine(model, config.optimizer, engine_config, communicator)
-        self._wire = wire_dtype(config, engine_config)
+        self._comm_dtype = resolve_comm_dtype(config, engine_config)
         self._context = Context(
             source.embed_dim, manifest.n, communicator, temperature=logits.temperature, bias=logits.bias
         )
-        self._objective = build_objective(config, self._context, self._wire)
+        self._objective = build_objective(config, self._context, self._comm_dtype)
         self._evaluator.check(self._objective)
-        self._parts = Parts(config, communicator, manifest, order, transform, tokenizer, loading, engine, micro_batch)
+        self._parts = RunContext(
+            config, communicator, manifest, order, transform, tokenizer, loading, engine, micro_batch
+        )
         self._facts = {
             "batch_size": data.batch_size,
-            "slots": data.slots,
+            "slots": data.shard_streams,
             "shuffle_block": data.shuffle_block,
             "tail": data.tail,
             "seed": config.run.seed,
@@ -147,7 +149,7 @@ class Run:
         """The checkpoint with recovered statistics; None when a signal has ended their recovery early."""
         if self._config.recovery.reuse is not None:
             return find_reused(self._config.recovery.reuse, self._communicator)
-        return recover(self._parts, self._context, self._wire, self._folder, self._facts)
+        return recover(self._parts, self._context, self._comm_dtype, self._folder, self._facts)
 
     def _train_tokenizer(self, manifest: Manifest, loading: LoaderOptions) -> CaptionTokenizer:
         """A tokenizer trained on the captions by rank 0 and kept with the run."""

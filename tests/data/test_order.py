@@ -27,9 +27,9 @@ def epoch_of(order: GlobalOrder, epoch: int) -> np.ndarray:
 def settings_of_orders(draw):
     sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
     assume(sum(sizes) >= 2)
-    slots, lane = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    options = {"slots": draw(st.sampled_from([slots, None])), "shuffle_block": draw(st.integers(1, 60))}
-    return sizes, slots * lane, draw(st.integers(0, 2**63 - 1)), options
+    streams, lane = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    options = {"streams": draw(st.sampled_from([streams, None])), "shuffle_block": draw(st.integers(1, 60))}
+    return sizes, streams * lane, draw(st.integers(0, 2**63 - 1)), options
 
 
 @settings(max_examples=200, deadline=None)
@@ -71,7 +71,7 @@ def test_a_start_anywhere_equals_iterating_there(case, data):
 
 
 def test_rank_slices_join_to_the_batch_of_any_world():
-    order = order_of([10, 30, 25], 16, slots=4)
+    order = order_of([10, 30, 25], 16, streams=4)
     for step in range(order.steps_per_epoch):
         batch = order.batch(1, step)
         for world in (1, 2, 4):
@@ -82,7 +82,7 @@ def test_rank_slices_join_to_the_batch_of_any_world():
 def test_epochs_seeds_and_blocks_differ():
     orders = [epoch_of(order_of([50] * 8, 32, seed), epoch) for seed, epoch in itertools.product((0, 1), (0, 1, 2))]
     assert len({order.tobytes() for order in orders}) == len(orders)
-    one_shard = epoch_of(order_of([400], 8, slots=1, shuffle_block=100), 0)
+    one_shard = epoch_of(order_of([400], 8, streams=1, shuffle_block=100), 0)
     blocks = [block - block.min() for block in one_shard.reshape(4, 100)]
     assert all(sorted(block) == list(range(100)) for block in blocks)
     assert len({block.tobytes() for block in blocks}) == 4
@@ -90,7 +90,7 @@ def test_epochs_seeds_and_blocks_differ():
 
 def test_a_batch_mixes_all_slots():
     order = order_of([100] * 16, 64)
-    assert order.slots == 16
+    assert order.streams == 16
     shards = order.batch(0, 0) // 100
     assert len(set(shards.tolist())) == 16
 
@@ -102,14 +102,14 @@ def test_sparse_index_space_is_respected():
     assert sorted(indices[indices >= 0]) == [*range(10), *range(20, 25), *range(500, 508)]
 
 
-@pytest.mark.parametrize(("batch", "shards", "slots"), [(256, 6, 4), (256, 2000, 256), (4096, 5000, 1024), (7, 3, 1)])
-def test_default_slots(batch, shards, slots):
-    assert order_of([3] * shards, batch).slots == slots
+@pytest.mark.parametrize(("batch", "shards", "streams"), [(256, 6, 4), (256, 2000, 256), (4096, 5000, 1024), (7, 3, 1)])
+def test_default_streams(batch, shards, streams):
+    assert order_of([3] * shards, batch).streams == streams
 
 
 def test_errors():
-    with pytest.raises(UserError, match="slots=3 does not divide"):
-        order_of([10, 10], 8, slots=3)
+    with pytest.raises(UserError, match="streams=3 does not divide"):
+        order_of([10, 10], 8, streams=3)
     with pytest.raises(UserError, match="drop leaves no batch: 7 samples"):
         order_of([7], 8, tail="drop")
     with pytest.raises(UserError, match="has 1 samples"):
@@ -120,7 +120,7 @@ def test_errors():
 
 def test_golden_order():
     """Frozen for ever: a change would make every checkpoint resume into another order."""
-    order = order_of([1000, 1, 0, 777, 1234, 90], 48, seed=7, slots=4, shuffle_block=200)
+    order = order_of([1000, 1, 0, 777, 1234, 90], 48, seed=7, streams=4, shuffle_block=200)
     digest = hashlib.sha256(b"".join(epoch_of(order, epoch).astype("<i8").tobytes() for epoch in (0, 1, 41)))
     assert digest.hexdigest()[:32] == "20d7ded5a46050d11750b85c0d7ffc8f"
 
@@ -153,7 +153,7 @@ def test_permute_reaches_every_order_of_three_and_is_even():
 
 def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> dict:
     """First batch in which each (epoch, block, shard) is read, by making all batches."""
-    lane, firsts = order.batch_size // order.slots, {}
+    lane, firsts = order.batch_size // order.streams, {}
     filled = np.flatnonzero(order._sizes)
     for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
         at, within = divmod(number, order.steps_per_epoch)
@@ -189,7 +189,7 @@ def test_shards_ahead_are_those_of_the_batches(case, tail, data):
 
 @pytest.mark.parametrize("rows", [slice(0, 64), slice(16, 24), slice(5, 50)])
 def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
-    order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, slots=8, shuffle_block=9000)
+    order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, streams=8, shuffle_block=9000)
     needs = ahead(order, 0, 100, rows, epochs=1)
     expected = needs_by_looking(order, 0, 100, rows, epochs=1)
     assert [need.first for need in needs] == sorted(need.first for need in needs)

@@ -34,9 +34,11 @@ def stored(http: Files) -> list[StoredShard]:
 
 
 def order_of(batch_size: int = 4, **options) -> GlobalOrder:
-    """By default one slot and blocks of a shard's size, so that a shard is read after the other."""
+    """By default one stream and blocks of a shard's size, so that a shard is read after the other."""
     sizes = np.full(SHARDS, SAMPLES)
-    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, **{"slots": 1, "shuffle_block": SAMPLES, **options})
+    return GlobalOrder(
+        np.cumsum(sizes) - sizes, sizes, batch_size, **{"streams": 1, "shuffle_block": SAMPLES, **options}
+    )
 
 
 def shards_of(order: GlobalOrder, number: int) -> set[int]:
@@ -106,7 +108,7 @@ def test_a_start_in_the_middle_fetches_what_is_still_needed_until_the_end(http, 
 
 
 def test_only_the_nodes_own_shards(http, tmp_path):
-    cache, order = ShardCache(tmp_path, 100 * SIZE), order_of(batch_size=4, slots=4)
+    cache, order = ShardCache(tmp_path, 100 * SIZE), order_of(batch_size=4, streams=4)
     expected = {
         index // SAMPLES for step in range(order.steps_per_epoch) for index in order.batch(0, step)[2:].tolist()
     }
@@ -135,7 +137,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
 
 
 def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
-    order = order_of(batch_size=16, slots=16)
+    order = order_of(batch_size=16, streams=16)
     cache = ShardCache(tmp_path, 6 * SIZE, retries=0)
     window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)), transfers=2)
     for _ in range(3):

@@ -59,7 +59,7 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
             rows = [part[mine] for part in global_batch(number)]
             features = batch(*rows)
             if number % 2:  # as they come from the towers, in pieces of their own
-                gather = built.begin(features.index, features.valid)
+                gather = built.begin_gather(features.index, features.valid)
                 for piece in features.text.split(share // 2):
                     gather.add_text(piece)
                 for piece in features.image.split(share // 3):

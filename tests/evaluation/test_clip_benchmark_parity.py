@@ -13,12 +13,12 @@ from evaluation_sets import write_shards
 from miniatures import save_open_clip
 from tars import jpeg
 
+from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.data.transforms import eval_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
-from neuclip_ds.training.saved_model import open_model
 
 builder = pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra clip_benchmark is not installed")
 classification = pytest.importorskip("clip_benchmark.metrics.zeroshot_classification")

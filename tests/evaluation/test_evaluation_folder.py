@@ -12,7 +12,7 @@ from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
-from neuclip_ds.evaluation.rounds import THREADS, rounds
+from neuclip_ds.evaluation.sharded_batches import THREADS, rounds
 
 
 def numbered(folder: Path, count: int, shards: int = 2) -> EvaluationFolder:

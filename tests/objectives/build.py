@@ -21,7 +21,7 @@ def objective(
     method: str, communicator: Communicator, dim: int, dtype: torch.dtype = torch.float64, **options: Any
 ) -> Objective:
     config = Config.model_validate({"objective": {"method": method, **options}, "optimizer": {"eps": 1e-8}})
-    return build_objective(config, Context(dim, SAMPLES, communicator, dtype), wire=dtype)
+    return build_objective(config, Context(dim, SAMPLES, communicator, dtype), comm_dtype=dtype)
 
 
 def pairs(rows: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[Tensor, Tensor]:

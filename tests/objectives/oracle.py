@@ -54,8 +54,8 @@ def robust_tau_gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor, eps
     """FastCLIP eq. 10: mean of log(eps + u1) + log(eps + u2), + 2 rho, + tau times the data term."""
     leaf = tau.detach().clone().requires_grad_()
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, leaf)])
-    (by_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
-    return torch.log(eps + u).mean(1).sum() + 2 * rho + tau.detach() * by_tau
+    (grad_tau,) = torch.autograd.grad((g / (eps + u)).mean(1).sum(), leaf)
+    return torch.log(eps + u).mean(1).sum() + 2 * rho + tau.detach() * grad_tau
 
 
 def alphas(image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float) -> Tensor:

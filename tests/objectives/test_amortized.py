@@ -32,13 +32,13 @@ def test_stage_two(c: float, stage2: str, tau: float, chunk: int | None, monkeyp
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
     method = amorlip(tau, rho=3.0, positive_weight=c, stage2=stage2, ema=0.5, target_every=1, lr=0.05)
     method._config = method._config.model_copy(update={"chunk": chunk})
-    found, by_theta = captured(method, monkeypatch, batch(image.detach(), text.detach()), step())
+    found, grad_theta = captured(method, monkeypatch, batch(image.detach(), text.detach()), step())
     target = predict(net_of(method, "target"), image, text)
     log_lambda = target if stage2 == "ema" else log_partition(image, text, tau, c)
     theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
     loss = oracle.amorlip(image, text, (-theta).exp(), log_lambda, c, rho=3.0)
     wanted = torch.autograd.grad(loss, (image, text, theta))
-    for value, exact in zip((found.image, found.text, by_theta), wanted, strict=True):
+    for value, exact in zip((found.image, found.text, grad_theta), wanted, strict=True):
         assert relative_error(value, exact) < EXACT
     assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
 
@@ -139,11 +139,11 @@ def test_nothing_is_read_from_the_device(rows: int) -> None:
     method = amorlip(updates=3, loss="kl")
     features = batch(*pairs(rows, DIM))
     whole, estimates = Reads(), []
-    estimate, reads_ahead = method._normalizer.__call__, method._normalizer.expect
+    estimate, reads_ahead = method._normalizer.__call__, method._normalizer.prefetch
     reads = Reads()
 
     class Watched:
-        expect = reads_ahead
+        prefetch = reads_ahead
 
         def __call__(self, *arguments: Any) -> Any:
             with reads:

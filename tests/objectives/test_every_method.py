@@ -13,7 +13,7 @@ from build import batch, objective, pairs, relative_error, step
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
-from neuclip_ds.objectives.base import Estimate, Objective
+from neuclip_ds.objectives.base import NormalizerOutput, Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_loss import Hinge
@@ -41,13 +41,13 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
     method = build(name, tau, chunk=chunk)
     if not isinstance(method, ContrastiveObjective):
         pytest.skip("not a weighted-pair loss; it has an oracle of its own")
-    seen: list[Estimate] = []
+    seen: list[NormalizerOutput] = []
     normalizer: Any = method._normalizer
 
     class Recorded:
-        expect = normalizer.expect
+        prefetch = normalizer.prefetch
 
-        def __call__(self, *arguments: Any) -> Estimate:
+        def __call__(self, *arguments: Any) -> NormalizerOutput:
             seen.append(normalizer(*arguments))
             return seen[-1]
 
@@ -56,7 +56,7 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
         image, text = (x.requires_grad_() for x in pairs(size, 6, seed=number))
         features = batch(image.detach(), text.detach())
         taus = method._temperature.of(
-            GatheredFeatures(features, Communicator(), torch.float64, method._temperature.expect)
+            GatheredFeatures(features, Communicator(), torch.float64, method._temperature.prefetch)
         )
         found = method(features, step(number, epoch=number))
         is_hinge = isinstance(method._pair_loss, Hinge)

@@ -28,8 +28,8 @@ def gradient(image: Tensor, text: Tensor, tau: Tensor, u: Tensor) -> Tensor:
     """(2, B) log(eps + u) + rho + tau/(eps + u) d g / d tau, by autograd of the written-out g."""
     leaf = tau.clone().requires_grad_()
     g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, leaf)])
-    (by_tau,) = torch.autograd.grad(g.sum(), leaf)
-    return torch.log(FLOOR + u) + RHO + tau / (FLOOR + u) * by_tau
+    (grad_tau,) = torch.autograd.grad(g.sum(), leaf)
+    return torch.log(FLOOR + u) + RHO + tau / (FLOOR + u) * grad_tau
 
 
 @pytest.mark.parametrize("individual", ["paper", "released_code"])

@@ -16,13 +16,13 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.openclip_reference import REFERENCES
-from neuclip_ds.profiling.cost_model import from_json
+from neuclip_ds.planning.cost_model import from_json
+from neuclip_ds.planning.openclip_reference import REFERENCES
+from neuclip_ds.planning.step_work import count_model, step_work
+from neuclip_ds.planning.synthetic_profile import CONFIG, run_synthetic_profile
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
 from neuclip_ds.recipe import parse
-from neuclip_ds.training.rehearsal import CONFIG
-from neuclip_ds.training.step_work import count_model, step_work
 
 RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
@@ -81,8 +81,7 @@ def profiles(
     precision: str = "fp32",
     micro: int = ROWS,
 ) -> None:
-    from neuclip_ds.training.launch import join
-    from neuclip_ds.training.rehearsal import rehearse
+    from neuclip_ds.distributed.launch import join
 
     join()
     for name, stage in combinations:
@@ -90,7 +89,7 @@ def profiles(
         tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}
         tree["data"] = {"batch_size": communicator.world_size * ROWS, "micro_batch": micro}
         build = REFERENCES.get(name, build_objective)
-        rehearse(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
+        run_synthetic_profile(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
 
 
 @pytest.fixture(scope="module")

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from small_runs import call, demo_shards
 from transformers import AutoModel, AutoProcessor
 
+from neuclip_ds.checkpoint.export import export_run
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.export import export_run
 
 OPTIONS = [
     "--data.batch_size=16",

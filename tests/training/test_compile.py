@@ -8,10 +8,10 @@ import pytest
 import torch
 from small_runs import demo_shards, newest_checkpoint, train
 
+from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
+from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.fragments import EngineFiles
 
 STEPS = 3
 
@@ -23,7 +23,7 @@ def test_compiled_towers_learn_the_same(tmp_path: Path) -> None:
     for name, options in (("plain", []), ("compiled", ["--model.compile=true"])):
         done = train(tmp_path / name, str(shards), STEPS, *options, ranks=2)
         assert done.returncode == 0, done.stderr
-        found.append(EngineFiles(newest_checkpoint(tmp_path / name) / "engine").weights())
+        found.append(StateFiles(newest_checkpoint(tmp_path / name) / "engine").weights())
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
         torch.testing.assert_close(found[1][key], value, rtol=0, atol=1e-4, msg=key)

@@ -18,8 +18,8 @@ from safetensors.torch import load_file
 from small_runs import SMALL, demo_shards
 from torch import Tensor
 
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.reporting.sample_log import read_samples
-from neuclip_ds.training.fragments import WEIGHT, EngineFiles
 
 ROOT = Path(__file__).parents[2]
 PAIRS, BATCH = 300, 32
@@ -118,7 +118,7 @@ def tables(run: Path) -> dict[str, Tensor]:
 
 
 def weights(run: Path) -> Tensor:
-    files = EngineFiles(checkpoint(run) / "engine")
+    files = StateFiles(checkpoint(run) / "engine")
     return torch.cat([files.read(name, WEIGHT) for name in files.names()])
 
 

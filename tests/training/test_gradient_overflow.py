@@ -11,10 +11,10 @@ from ranks import run_ranks
 from test_step import ROWS, TOKENS, config_of, data, place
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives.base import FeatureGradients, Step
-from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import load_engine_config
 from neuclip_ds.training.step import TrainStep
 
 
@@ -29,7 +29,7 @@ class _Overflows:
 
 def steps_under(communicator: Communicator, engines: list[str]) -> list[list[tuple[float, bool, bool]]]:
     """(norm, applied, weights moved) of three steps, of which the second overflows."""
-    from neuclip_ds.training.launch import join
+    from neuclip_ds.distributed.launch import join
 
     join()
     found = []

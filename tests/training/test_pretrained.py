@@ -15,16 +15,16 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.optimizers import build_optimizer
-from neuclip_ds.training.plan import print_plan
+from neuclip_ds.planning.dry_run import print_plan
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
@@ -76,7 +76,7 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
 def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str, str], dict[str, torch.Tensor]]:
     import deepspeed
 
-    from neuclip_ds.training.launch import join
+    from neuclip_ds.distributed.launch import join
 
     join()
     results = {}

@@ -12,7 +12,7 @@ from small_runs import ROOT, newest_checkpoint, train
 from tars import write_pairs
 from torch import Tensor
 
-from neuclip_ds.training.fragments import WEIGHT, EngineFiles
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
 FULL = ["--recovery.mode=full", "--recovery.epochs=2"]
@@ -34,17 +34,17 @@ def recovered(runs: Path) -> Path:
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
-    files = EngineFiles(checkpoint / "engine")
+    files = StateFiles(checkpoint / "engine")
     return {name: files.read(name, WEIGHT) for name in files.names()}
 
 
 def moments(checkpoint: Path) -> dict[str, Tensor]:
-    files = EngineFiles(checkpoint / "engine")
+    files = StateFiles(checkpoint / "engine")
     return {f"{kind} {name}": files.read(name, kind) for name in files.names() for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def counts(checkpoint: Path) -> set[float]:
-    files = EngineFiles(checkpoint / "engine")
+    files = StateFiles(checkpoint / "engine")
     return {float(value) for name in files.names() for value in files.scalars(name).values()}
 
 

@@ -13,14 +13,14 @@ from ranks import run_ranks
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import Batch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.optimizers import build_optimizer
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
@@ -90,7 +90,7 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
 def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
     import deepspeed
 
-    from neuclip_ds.training.launch import join
+    from neuclip_ds.distributed.launch import join
 
     join()
     results = []
@@ -140,7 +140,7 @@ class _Explodes:
 
     tau = 0.07
 
-    def begin(self, index: torch.Tensor, valid: torch.Tensor) -> None:
+    def begin_gather(self, index: torch.Tensor, valid: torch.Tensor) -> None:
         pass
 
     def __call__(self, features: Any, step: Step) -> FeatureGradients:

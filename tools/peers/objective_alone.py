@@ -20,13 +20,13 @@ from torch.nn.functional import normalize
 from neuclip_ds.cli import exit_on_mistake
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.launch import connected
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.recipe import dump, load_recipe, validate
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.launch import connected
-from neuclip_ds.training.precision import wire_dtype
 
 SECONDS = "seconds.json"
 _EPOCH = 100  # steps
@@ -56,9 +56,9 @@ def measure(config: Config, arguments: argparse.Namespace) -> None:
 def seconds_of(config: Config, communicator: Communicator, repeats: int) -> float:
     """Median over steps of this rank's time."""
     batch, dim = config.data.batch_size, config.model.embed_dim
-    wire = wire_dtype(config, load_engine_config(config, communicator.world_size))
+    comm_dtype = resolve_comm_dtype(config, load_engine_config(config, communicator.world_size))
     context = Context(dim, _EPOCH * batch, communicator)
-    objective = build_objective(config, context, wire)
+    objective = build_objective(config, context, comm_dtype)
     features = random_features(config.rank_batch(communicator.world_size), dim, communicator)
     before = steps_before_prediction(config)
     seconds = [timed(objective, features, number, communicator) for number in range(before + repeats)]

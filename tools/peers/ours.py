@@ -11,17 +11,17 @@ import torch
 
 from neuclip_ds import cli
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.launch import connected
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.synthetic_profile import random_batch
 from neuclip_ds.recipe import dump, load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
-from neuclip_ds.training.engine import start_engine
-from neuclip_ds.training.engine_config import load_engine_config
-from neuclip_ds.training.launch import connected
-from neuclip_ds.training.plan import StandInTokenizer
-from neuclip_ds.training.precision import wire_dtype
-from neuclip_ds.training.rehearsal import random_batch
 from neuclip_ds.training.step import TrainStep
 
 _EPOCH = 100  # steps
@@ -47,7 +47,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
         engine = start_engine(build_towers(config), config.optimizer, engine_config, communicator)
         samples = _EPOCH * config.data.batch_size
         context = Context(config.model.embed_dim, samples, communicator)
-        objective = build_objective(config, context, wire_dtype(config, engine_config))
+        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
         step = TrainStep(engine, objective, communicator, config.micro_batch(communicator.world_size), config.run.seed)
         batch, lr = random_batch(config, samples, communicator, 0), config.optimizer.lr
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:

@@ -25,11 +25,11 @@ from torchvision import transforms
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.environment import RankEnvironment, read_environment
+from neuclip_ds.engine.optimizers import parameter_groups
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.planning.dry_run import StandInTokenizer
 from neuclip_ds.recipe import load_recipe, validate
-from neuclip_ds.training.optimizers import parameter_groups
-from neuclip_ds.training.plan import StandInTokenizer
 
 _SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples, as in open_clip
 _LARGEST_SCALE = math.log(100)

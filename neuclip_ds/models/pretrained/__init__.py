@@ -12,14 +12,14 @@ from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
-from neuclip_ds.models.pretrained.base import Checkpoint, Place
+from neuclip_ds.models.pretrained.base import Checkpoint, CheckpointRef
 from neuclip_ds.models.pretrained.files import SMALL_FILES, download
 
 
 class Family(NamedTuple):
     """A library whose files can be read."""
 
-    open: Callable[[Place], Checkpoint]
+    open: Callable[[CheckpointRef], Checkpoint]
     weight_files: tuple[str, ...]  # patterns, the first that a repository has is fetched
 
 
@@ -29,7 +29,7 @@ FAMILIES = {
 }
 
 
-def locate(name: str, weights: bool = True) -> Place:
+def locate(name: str, weights: bool = True) -> CheckpointRef:
     """Finds a checkpoint, downloading it where it is the hub's.
 
     Args:
@@ -55,10 +55,10 @@ def locate(name: str, weights: bool = True) -> Place:
     family = "open_clip" if forced else _family(folder)
     if weights and not local:
         _download_weights(rest, FAMILIES[family].weight_files)
-    return Place(family, str(folder.resolve()))
+    return CheckpointRef(family, str(folder.resolve()))
 
 
-def open_checkpoint(place: Place) -> Checkpoint:
+def open_checkpoint(place: CheckpointRef) -> Checkpoint:
     """The checkpoint at a place that `locate` gave, here or on another rank.
 
     Raises:

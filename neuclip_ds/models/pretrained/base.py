@@ -20,7 +20,7 @@ from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.models.towers import Encoder, normalised
 
 
-class Place(NamedTuple):
+class CheckpointRef(NamedTuple):
     """Where `locate` found a checkpoint; can be sent to other ranks."""
 
     family: str  # a key of FAMILIES

@@ -18,11 +18,11 @@ from torch import Tensor
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
+    CheckpointRef,
     Loaded,
     Logits,
     Package,
     Pixels,
-    Place,
     Tower,
     check_fit,
     logit_tensors,
@@ -66,7 +66,7 @@ def is_architecture(name: str) -> bool:
     return bool(name) and name in library().list_models()
 
 
-def locate(name: str, weights: bool) -> Place:
+def locate(name: str, weights: bool) -> CheckpointRef:
     """The place of ARCHITECTURE/TAG, downloaded where the cache lacks it, or ARCHITECTURE/FILE.
 
     Raises:
@@ -77,14 +77,14 @@ def locate(name: str, weights: bool) -> Place:
     known = library().get_pretrained_cfg(architecture, rest) if rest else None
     if known:
         _check_activation(architecture, rest, bool(known.get("quick_gelu", False)))
-        return Place("open_clip", _download(name, known) if weights else "", name)
+        return CheckpointRef("open_clip", _download(name, known) if weights else "", name)
     path = Path(rest).expanduser()
     if not rest or not path.is_file():
         raise UserError(
             f"model.pretrained=open_clip:{name} names neither a file nor weights that open_clip knows for "
             f"{architecture}: {', '.join(tags) or 'it knows none'}."
         )
-    return Place("open_clip", str(path.resolve()), f"{architecture}/")
+    return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
 
 
 class OpenClipTokenizer:
@@ -112,7 +112,7 @@ class OpenClipTokenizer:
 class OpenClipCheckpoint:
     """A model of open_clip's, whose architecture a config or its own list of names tells."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointRef) -> None:
         """
         Raises:
             UserError: open_clip is not installed, or the config lacks what the run needs.
@@ -241,7 +241,7 @@ def _checkpoint(trunk: Any) -> None:
     trunk.set_grad_checkpointing(True)
 
 
-def _config_of(place: Place) -> tuple[dict[str, Any], dict[str, Any]]:
+def _config_of(place: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     """`model_cfg` and `preprocess_cfg`."""
     if not place.name:
         tree = read_json(Path(place.path) / CONFIG)

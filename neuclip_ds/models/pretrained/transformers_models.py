@@ -26,11 +26,11 @@ from transformers.utils import logging
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
+    CheckpointRef,
     Loaded,
     Logits,
     Package,
     Pixels,
-    Place,
     Tower,
     logit_tensors,
     logits_of,
@@ -113,7 +113,7 @@ class LibraryTokenizer:
 class TransformersCheckpoint:
     """A folder that `save_pretrained` wrote."""
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: CheckpointRef) -> None:
         """
         Raises:
             UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from neuclip_ds.config import AmortizedConfig, ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
+from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 
@@ -93,7 +93,7 @@ class AmortizedNormalizer(NoState):
         self._epoch = -1  # of the nets; none are drawn yet
         self._steps = 0  # since they were drawn
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         features, positive = self._inputs(batch, tau)
         starts = step.epoch != self._epoch
         if starts and self._epoch >= 0:
@@ -101,7 +101,7 @@ class AmortizedNormalizer(NoState):
         fits = starts or self._steps % self._config.online_every == 0
         # only a fit and the released code's stage II ask for log C and log Z of the other ranks' anchors
         everyone = fits or self._config.stage2 == "combined"
-        rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.own, log_g)
+        rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.local, log_g)
         log_total = self._log_total(log_g, positive[rows], batch.size)
         log_target = self._log_target(log_total, features[:, rows], step.epoch)
         if starts:
@@ -113,10 +113,10 @@ class AmortizedNormalizer(NoState):
         self._steps += 1
         predicted = self._mlp(self._target, features)
         if everyone:
-            log_total, own_target = log_total[:, batch.own], log_target[:, batch.own]
+            log_total, own_target = log_total[:, batch.local], log_target[:, batch.local]
         else:
             own_target = log_target
-        error = (predicted[:, batch.own] - own_target).square()
+        error = (predicted[:, batch.local] - own_target).square()
         log_lambda = predicted if self._config.stage2 == "ema" else log_target
         return self._estimate(batch, positive, tau, log_total, log_lambda, error)
 
@@ -125,7 +125,7 @@ class AmortizedNormalizer(NoState):
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
-        features, positive = features[:, batch.own], positive[batch.own]
+        features, positive = features[:, batch.local], positive[batch.local]
         if self._config.stage2 == "ema":
             return self._mlp(self._target, features) - positive
         return self._log_target(self._log_total(log_g, positive, batch.size), features, self._epoch) - positive
@@ -188,19 +188,21 @@ class AmortizedNormalizer(NoState):
         own_total: Tensor,
         log_lambda: Tensor,
         own_error: Tensor,
-    ) -> Estimate:
-        own_positive, own_log_lambda = positive[batch.own], log_lambda[:, batch.own]
+    ) -> NormalizerOutput:
+        own_positive, own_log_lambda = positive[batch.local], log_lambda[:, batch.local]
         own_ratio = (own_total - own_log_lambda).exp()  # C/lambda
-        own_metrics = {
+        local_metrics = {
             "amortization_ratio": own_ratio,
             "amortization_error": own_error,
             "log_lambda": own_log_lambda,
         }
         along_partner = (own_ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
-        feature_grad = (along_partner * batch.text[batch.own], along_partner * batch.image[batch.own])
+        feature_grad = (along_partner * batch.text[batch.local], along_partner * batch.image[batch.local])
         # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
         tau_term = own_positive * (1 - own_ratio)
-        return Estimate(positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, own_metrics)
+        return NormalizerOutput(
+            positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, local_metrics
+        )
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {"epoch": torch.tensor(self._epoch), "steps": torch.tensor(self._steps)}

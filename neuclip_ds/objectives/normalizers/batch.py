@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
+from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 
 
@@ -22,12 +22,12 @@ class BatchNormalizer(NoState):
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:
         pass
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_negatives = math.log(batch.size - 1)
         log_normalizer = torch.logaddexp(log_g, log_g.new_tensor(-log_negatives))
         log_weight = -batch.gather(log_normalizer, "normalizer")
         value = log_normalizer + log_negatives
-        return Estimate(log_weight, value, torch.zeros_like(value), {})
+        return NormalizerOutput(log_weight, value, torch.zeros_like(value), {})
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return log_g

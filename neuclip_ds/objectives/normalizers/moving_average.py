@@ -12,7 +12,7 @@ from torch import Tensor
 
 from neuclip_ds.config import MovingAverageConfig, ObjectiveConfig
 from neuclip_ds.distributed.communicator import Pending
-from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
+from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
@@ -44,10 +44,10 @@ class MovingAverageNormalizer(NoState):
         self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
         self._reading: Pending | None = None
 
-    def expect(self, padded_index: Tensor) -> None:
+    def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read(padded_index)
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         gamma = gamma_of(step, self._config)
         before = self._read(batch)
         log_u = moving_average(before, log_g, gamma)
@@ -56,14 +56,14 @@ class MovingAverageNormalizer(NoState):
         log_eps = log_g.new_tensor(self._log_eps)
         value = torch.logaddexp(log_u, log_eps)
         metrics = {"gamma": log_g.new_tensor(gamma), "log_u": gathered.mean()}
-        return Estimate(-torch.logaddexp(gathered, log_eps), value, value, metrics)
+        return NormalizerOutput(-torch.logaddexp(gathered, log_eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return self._read(batch)
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
-        """(2, own) log u of this rank's anchors."""
-        assert self._reading is not None, "a call follows expect"
+        """(2, local) log u of this rank's anchors."""
+        assert self._reading is not None, "a call follows prefetch"
         return batch.compact(self._reading.wait()).T
 
     def row_tables(self) -> dict[str, RowTable]:

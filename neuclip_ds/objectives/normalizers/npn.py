@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from neuclip_ds.config import ObjectiveConfig
-from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
+from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
@@ -69,7 +69,7 @@ class NpnNormalizer(NoState):
             self._prototypes, lr=self._config.lr, initial_accumulator_value=self._config.initial_accumulator
         )
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         self._restart_if_due(step)
         if self._drawn:
@@ -88,7 +88,7 @@ class NpnNormalizer(NoState):
         if not self._drawn:
             return log_eps_plus(log_g, self._eps)
         positive = torch.einsum("id,id->i", batch.image, batch.text)
-        return self._predict(batch, positive, tau).alpha[:, batch.own]
+        return self._predict(batch, positive, tau).alpha[:, batch.local]
 
     def _restart_if_due(self, step: Step) -> None:
         """Every T_r steps W1 becomes the last m texts, W2 the images of the same samples; never the current batch."""
@@ -151,15 +151,15 @@ class NpnNormalizer(NoState):
 
     def _estimate(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
-    ) -> Estimate:
+    ) -> NormalizerOutput:
         alpha = prediction.alpha
         ratio = (log_target - alpha).exp()
         metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        value = (ratio + alpha - 1)[:, batch.own]
+        value = (ratio + alpha - 1)[:, batch.local]
         if self._config.alpha_grad == "stop":
-            return Estimate(-alpha, value, value, metrics)
-        feature_grad, by_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
-        return Estimate(-alpha, value, value + by_tau, metrics, feature_grad)
+            return NormalizerOutput(-alpha, value, value, metrics)
+        feature_grad, grad_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
+        return NormalizerOutput(-alpha, value, value + grad_tau, metrics, feature_grad)
 
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
@@ -167,24 +167,24 @@ class NpnNormalizer(NoState):
         """The terms r_i grad alpha_i of eq. 12: by the features (own rows) and tau times those by tau."""
         sides, share = prediction.sides, self._log_share(prediction).exp_()
         drawn = torch.stack([side.exponential @ side.unit for side in sides]) * share.unsqueeze(2)
-        image_drawn, text_drawn = batch.sum_own(drawn.transpose(0, 1), "normalizer").unbind(
+        image_drawn, text_drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").unbind(
             dim=1
         )  # sum_k p_ik W_k/|W_k|
         total = torch.stack([side.total for side in sides])
         log_scale = torch.stack([side.log_scale for side in sides])
         logit = torch.stack([torch.xlogy(side.exponential, side.exponential).sum(dim=1) for side in sides])
         moments = torch.stack([share * total, share * (logit + log_scale * total)], dim=1)  # sums of p_ik, p_ik z_ik
-        mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.own].unbind(dim=1)
-        residual = residual[:, batch.own]
+        mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
+        residual = residual[:, batch.local]
         pull = (residual * mass).sum(dim=0).unsqueeze(1)  # both directions' alpha_i fall with s_ii
         weight = residual.unsqueeze(2) / (batch.size * tau)
-        image = weight[IMAGE] * image_drawn - pull / (batch.size * tau) * batch.text[batch.own]
-        text = weight[TEXT] * text_drawn - pull / (batch.size * tau) * batch.image[batch.own]
+        image = weight[IMAGE] * image_drawn - pull / (batch.size * tau) * batch.text[batch.local]
+        text = weight[TEXT] * text_drawn - pull / (batch.size * tau) * batch.image[batch.local]
         return (image, text), -residual * mean_logit
 
-    def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> Estimate:
-        value = log_target[:, batch.own]
-        return Estimate(-log_target, value, value, {"alpha": log_target.mean()})
+    def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
+        value = log_target[:, batch.local]
+        return NormalizerOutput(-log_target, value, value, {"alpha": log_target.mean()})
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Writes the batch's rows over the oldest slots; each rank keeps the slots of its own prototypes."""

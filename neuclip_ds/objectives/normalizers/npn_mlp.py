@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, Estimate, NoState, Step
+from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.npn import log_eps_plus
@@ -40,7 +40,7 @@ class MlpNpnNormalizer(NoState):
         self._started = False
         self._health = NpnHealth(self._config.mlp_lr)
 
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> Estimate:
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         features = torch.stack([batch.image, batch.text])
         positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
@@ -55,14 +55,14 @@ class MlpNpnNormalizer(NoState):
             self._fit(features, positive, log_target, tau)
         ratio = (log_target - alpha).exp()
         metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        value = (ratio + alpha - 1)[:, batch.own]
-        return Estimate(-alpha, value, value, metrics)
+        value = (ratio + alpha - 1)[:, batch.local]
+        return NormalizerOutput(-alpha, value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._started:
             return log_eps_plus(log_g, self._eps)
         positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
-        return self._predict(torch.stack([batch.image, batch.text]), positive)[:, batch.own]
+        return self._predict(torch.stack([batch.image, batch.text]), positive)[:, batch.local]
 
     def _predict(self, features: Tensor, positive: Tensor) -> Tensor:
         """(2, B) alpha."""
@@ -75,8 +75,8 @@ class MlpNpnNormalizer(NoState):
                 log_normalizer = self._mlp(self._weights, features)
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)
             error = alpha.detach() - log_target
-            by_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
-            (self._weights.grad,) = torch.autograd.grad(alpha, self._weights, by_alpha / features.shape[1])
+            grad_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
+            (self._weights.grad,) = torch.autograd.grad(alpha, self._weights, grad_alpha / features.shape[1])
             self._adam.step()
 
     def replicated_state(self) -> dict[str, Tensor]:

@@ -1,0 +1,103 @@
+"""A run's model for others to use: its weights, temperature and tokenizer in the files of another library."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from safetensors.torch import load_file
+
+from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
+from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.export import export
+from neuclip_ds.models.pretrained.base import Logits
+
+_LOADING = {
+    "transformers": """```python
+from transformers import AutoModel, AutoProcessor
+
+model, processor = AutoModel.from_pretrained("."), AutoProcessor.from_pretrained(".")
+```""",
+    "open_clip": """```python
+import open_clip
+
+model, preprocess = open_clip.create_model_from_pretrained("local-dir:.")
+tokenizer = open_clip.get_tokenizer("local-dir:.")
+```""",
+}
+
+
+def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
+    """Exports a checkpoint.
+
+    Args:
+        path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
+        form: `transformers` or `open_clip`.
+        folder: where to write; absent or empty.
+        best: of a run's checkpoints the one that `run.best_metric` has kept instead of the newest.
+
+    Returns:
+        The checkpoint that was taken.
+
+    Raises:
+        UserError: there is no checkpoint, or the format cannot express the model.
+    """
+    checkpoint = find_checkpoint(_best(path) if best else path)
+    run = open_run(checkpoint)
+    logits = _logits(checkpoint, run.config, run.start)
+    package = run.source.package(run.tokenizer, StateFiles(checkpoint / "engine").weights(), logits)
+    export(package, form, folder, _card(run.config, checkpoint, form))
+    return checkpoint
+
+
+def _best(run: Path) -> Path:
+    found = read_best(run / "checkpoints")
+    if found is None:
+        raise UserError(f"{run} keeps no best checkpoint; train with --run.best_metric=NAME, or leave --best away.")
+    return step_folder(run / "checkpoints", found.step)
+
+
+def _logits(checkpoint: Path, config: Config, start: Logits) -> Logits:
+    """Temperature and bias as trained; where they are not (individual temperatures, no bias), those of the start."""
+    state = load_file(checkpoint / "objective.safetensors")
+    started = Logits(
+        config.objective.temperature.initial or start.temperature,
+        start.bias if config.model.pretrained else None,
+    )
+    theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
+    if theta is not None:
+        tau = theta.neg().exp()
+    return Logits(
+        temperature=started.temperature if tau is None else tau.item(),
+        bias=state["bias"].item() if "bias" in state else started.bias,
+    )
+
+
+def _card(config: Config, checkpoint: Path, form: str) -> str:
+    """README.md: what this is, how it was trained, how to load it."""
+    step = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))["step"]
+    base = config.model.pretrained
+    origin = f"fine-tuned from `{base}`, whose licence it inherits" if base else "trained from random weights"
+    library = "open_clip" if form == "open_clip" else "transformers"
+    return f"""---
+library_name: {library}
+pipeline_tag: zero-shot-image-classification
+tags:
+- clip
+---
+# {config.run.name}
+
+A dual encoder of images and texts, {origin}.
+
+| | |
+|---|---|
+| trained with | neuclip_ds, `objective.method={config.objective.method}` |
+| data | `{config.data.train}` |
+| steps | {step:,} of {config.data.batch_size:,} pairs |
+| learning rate | {config.optimizer.lr:g} ({config.optimizer.name}, weight decay {config.optimizer.weight_decay:g}) |
+
+{_LOADING[form]}
+"""

@@ -1,0 +1,97 @@
+"""Opens a model to use it, without an engine: of a run, of one of its checkpoints, or a pretrained one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+
+from neuclip_ds.checkpoint.checkpoints import is_complete
+from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.pretrained.base import Logits, Pixels
+from neuclip_ds.models.source import ModelSource, locate_model, open_saved, open_source
+from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.recipe import validate
+
+
+class SavedModel(NamedTuple):
+    """A model with its weights in float32, and what its input has to be."""
+
+    name: str  # what tells it from others: the checkpoint's folder, or the pretrained model's name
+    model: DualEncoder
+    tokenizer: Tokenize
+    pixels: Pixels
+    config: Config | None  # of the run that trained it
+    checkpoint: Path | None
+
+
+def open_model(name: str, communicator: Communicator) -> SavedModel:
+    """
+    Args:
+        name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
+        communicator: the ranks, who open it together; one of them downloads.
+
+    Raises:
+        UserError: there is no such model, or its files do not fit.
+    """
+    path = Path(name)
+    is_run = (path / "checkpoints").is_dir() or is_complete(path)
+    if is_run:
+        return _of_checkpoint(communicator.on_rank_zero(lambda: find_checkpoint(path)))
+    return _of_name(name, communicator)
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A run's newest checkpoint, or the checkpoint itself.
+
+    Raises:
+        UserError: it is neither.
+    """
+    found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
+    if found is None or not is_complete(found):
+        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint; name a folder runs/NAME.")
+    found = found.resolve()
+    if not (found.parent.parent / "config.yaml").is_file():
+        raise UserError(f"{found} lies in no run: the config.yaml of its run must be two folders above it.")
+    return found
+
+
+class SavedRun(NamedTuple):
+    """What a checkpoint's run keeps beside it."""
+
+    config: Config
+    source: ModelSource
+    start: Logits  # temperature and bias at its first step
+    tokenizer: Tokenize
+
+
+def open_run(checkpoint: Path) -> SavedRun:
+    """The run that a checkpoint from `find_checkpoint` lies in."""
+    run = checkpoint.parent.parent
+    config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    source, start = open_saved(config.model, run / "model")
+    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(run / "tokenizer", config.model.text.context_length))
+    return SavedRun(config, source, start, tokenizer)
+
+
+def _of_checkpoint(checkpoint: Path) -> SavedModel:
+    run = open_run(checkpoint)
+    model = run.source.build(run.tokenizer)
+    model.load_state_dict(StateFiles(checkpoint / "engine").weights())
+    return SavedModel(str(checkpoint), model, run.tokenizer, run.source.pixels, run.config, checkpoint)
+
+
+def _of_name(name: str, communicator: Communicator) -> SavedModel:
+    config = ModelConfig(pretrained=name)
+    source = open_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
+    tokenizer = source.tokenizer(_no_tokenizer)
+    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.pixels, None, None)
+
+
+def _no_tokenizer() -> CaptionTokenizer:
+    raise AssertionError("a pretrained model has its own tokenizer")

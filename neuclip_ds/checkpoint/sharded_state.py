@@ -1,0 +1,220 @@
+"""Weights and optimizer state as fragments of flattened parameters, in files that any number of ranks can read.
+
+A folder that K ranks have written holds
+
+    fragments.RRRRR-of-KKKKK.safetensors    rank R's fragments, as in the keys below
+    buffers.safetensors                     the module's persistent buffers, by name
+    engine.json                             `format`, `save` (an identity, also in the metadata of the other files),
+                                            `files` (K), `parameters` (name -> shape, in the module's order),
+                                            `counters` (of steps and samples), `written_by` (for the log)
+
+with the keys
+
+    weight/NAME/START-STOP    elements [START, STOP) of the flattened parameter NAME: its float32 master where it is
+                              trained, else as it is
+    KIND/NAME/START-STOP      the same elements of an optimizer's tensor, such as KIND exp_avg
+    KIND/NAME/scalar          a 0-dimensional tensor of the optimizer, such as KIND step; in rank 0's file alone
+
+The fragments of a parameter cover each of its elements once, over all files; alignment padding of the ranks' shards
+is in none. KIND holds no slash. A parameter without a KIND was not trained, or that optimizer has no such tensor.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.state.tensor_file import save_tensors
+
+FORMAT = "neuclip_ds.engine.1"
+WEIGHT = "weight"
+INDEX = "engine.json"
+BUFFERS = "buffers.safetensors"
+
+_MEND = "restore the folder, or delete the checkpoint to go on from an older one"
+
+
+class StateShard(NamedTuple):
+    """What one key of a file names: elements [start, stop) of a parameter's tensor, or a 0-dimensional tensor."""
+
+    kind: str
+    name: str
+    start: int
+    stop: int
+    tensor: Tensor  # (stop - start,), or () for a scalar, whose start and stop say nothing
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}/{self.name}/" + (f"{self.start}-{self.stop}" if self.tensor.ndim else "scalar")
+
+
+def write_state_shards(folder: Path, rank: int, files: int, save: str, fragments: Sequence[StateShard]) -> None:
+    """Writes one rank's file, piece by piece.
+
+    Args:
+        folder: where the files of all ranks go.
+        rank: number of this file.
+        files: how many there will be.
+        save: identity that all files of one save share.
+        fragments: this rank's.
+    """
+    tensors = {fragment.key: fragment.tensor for fragment in fragments}
+    save_tensors(folder / _file_name(rank, files), tensors, {"format": FORMAT, "save": save})
+
+
+def write_buffers(folder: Path, save: str, buffers: Mapping[str, Tensor]) -> None:
+    """Writes buffers.safetensors."""
+    there = {name: buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}
+    save_file(there, folder / BUFFERS, {"format": FORMAT, "save": save})
+
+
+def write_index(
+    folder: Path,
+    files: int,
+    save: str,
+    parameters: Mapping[str, Sequence[int]],
+    counters: Mapping[str, int],
+    written_by: Mapping[str, Any],
+) -> None:
+    """Writes engine.json; its entries are described above."""
+    index = {
+        "format": FORMAT,
+        "save": save,
+        "files": files,
+        "counters": dict(counters),
+        "written_by": dict(written_by),
+        "parameters": {name: list(shape) for name, shape in parameters.items()},
+    }
+    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+
+
+class StateFiles:
+    """Reads what K ranks wrote, whatever the number of readers.
+
+    Example:
+        files = StateFiles(Path("runs/demo/checkpoints/step_000000100/engine"))
+        for name in files.names():
+            weight = files.read(name, WEIGHT).view(files.shape(name))
+
+    Attributes:
+        folder: where the files are.
+        counters: the engine's counts of steps and samples.
+        written_by: world_size, zero_stage and precision of the writer.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        """
+        Raises:
+            UserError: the folder is of another format, or a file is missing, damaged or of another save.
+        """
+        self.folder = folder
+        index = _read_index(folder)
+        self.counters: dict[str, int] = index["counters"]
+        self.written_by: dict[str, Any] = index["written_by"]
+        self._shapes = {name: torch.Size(shape) for name, shape in index["parameters"].items()}
+        # name -> kind -> (start, stop, key, file) in order of start
+        self._places: dict[str, defaultdict[str, list[tuple[int, int, str, Any]]]]
+        self._places = {name: defaultdict(list) for name in self._shapes}
+        self._scalars: dict[str, dict[str, Tensor]] = {name: {} for name in self._shapes}
+        self._save = index["save"]
+        for number in range(index["files"]):
+            self._add(self._open(folder / _file_name(number, index["files"])))
+        for kinds in self._places.values():
+            for places in kinds.values():
+                places.sort(key=lambda place: place[:2])
+
+    def names(self) -> list[str]:
+        """The parameters, in the module's order."""
+        return list(self._shapes)
+
+    def shape(self, name: str) -> torch.Size:
+        return self._shapes[name]
+
+    def kinds(self, name: str) -> list[str]:
+        """What there is of each element of a parameter: WEIGHT, and the optimizer's tensors if it was trained."""
+        return sorted(self._places[name])
+
+    def scalars(self, name: str) -> dict[str, Tensor]:
+        """The optimizer's 0-dimensional tensors of a parameter, by kind."""
+        return dict(self._scalars[name])
+
+    def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
+        """(stop - start,) elements of a flattened parameter, by default all; only those are read from disk.
+
+        Raises:
+            UserError: the files do not hold all of them.
+        """
+        stop = self._shapes[name].numel() if stop is None else stop
+        parts, filled = [], start
+        for first, last, key, file in self._places[name].get(kind, []):
+            low, high = max(first, filled), min(last, stop)
+            if low >= high:
+                continue
+            if low > filled:
+                break
+            parts.append(file.get_slice(key)[low - first : high - first])
+            filled = high
+        if filled < stop:
+            raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_MEND}.")
+        return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
+
+    def weights(self) -> dict[str, Tensor]:
+        """All parameters in their shapes, float32 where they were trained, and all buffers, by name."""
+        parameters = {name: self.read(name, WEIGHT).view(shape) for name, shape in self._shapes.items()}
+        return {**parameters, **self.buffers()}
+
+    def buffers(self) -> dict[str, Tensor]:
+        """The module's buffers, by name.
+
+        Raises:
+            UserError: their file is missing, damaged or of another save.
+        """
+        file = self._open(self.folder / BUFFERS)
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not iterable itself
+
+    def _open(self, path: Path) -> Any:
+        if not path.is_file():
+            raise UserError(f"{path} is missing; {_MEND}.")
+        try:
+            file = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise UserError(f"{path} is damaged ({error}); {_MEND}.") from error
+        if (file.metadata() or {}).get("save") != self._save:
+            raise UserError(f"{path} belongs to another checkpoint than {self.folder / INDEX}; {_MEND}.")
+        return file
+
+    def _add(self, file: Any) -> None:
+        for key in file.keys():  # noqa: SIM118
+            kind, _, rest = key.partition("/")
+            name, _, span = rest.rpartition("/")
+            if span == "scalar":
+                self._scalars[name][kind] = file.get_tensor(key)
+            else:
+                start, _, stop = span.partition("-")
+                self._places[name][kind].append((int(start), int(stop), key, file))
+
+
+def _read_index(folder: Path) -> dict[str, Any]:
+    path = folder / INDEX
+    if not path.is_file():
+        raise UserError(f"There is no {path}; restore the folder, or delete the checkpoint to go on from an older one.")
+    try:
+        index = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); {_MEND}.") from error
+    if not isinstance(index, dict) or index.get("format") != FORMAT:
+        raise UserError(f"{path} is not of the format {FORMAT}; read it with the version of the program that wrote it.")
+    return index
+
+
+def _file_name(rank: int, files: int) -> str:
+    return f"fragments.{rank:05d}-of-{files:05d}.safetensors"

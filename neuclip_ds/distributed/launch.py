@@ -1,0 +1,118 @@
+"""From separate processes to ranks that work on the same run: they meet, are compared, and end together."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import deepspeed
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import complete_environment, read_environment
+from neuclip_ds.distributed.failure_detector import FailureDetector
+from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.errors import UserError
+
+_COLLECTIVE_LIMIT = timedelta(minutes=30)
+_PORT = 29500
+_SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that another node has written
+
+
+@contextmanager
+def connected(task: str) -> Iterator[Communicator]:
+    """The ranks of the launch, joined in a process group, which ends with the block.
+
+    Args:
+        task: what all are to do, in lines such as a config's, which must be equal on all of them.
+
+    Raises:
+        UserError: ranks are missing, or run other code or another task.
+    """
+    complete_environment()
+    if "RANK" not in os.environ:  # of MPI's launchers, which say no address
+        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", _PORT)), verbose=False)
+    environment = read_environment()
+    _choose_device(environment.local_rank)
+    if environment.world_size == 1:
+        communicator = join()
+        try:
+            yield communicator
+        finally:
+            communicator.close()
+        return
+    store = meet(environment, _facts(task))
+    with FailureDetector(environment, store):
+        communicator = join()
+        yield communicator
+        communicator.close()
+
+
+def join() -> Communicator:
+    """Joins the launcher's process group, or the one that there is, for DeepSpeed as well."""
+    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    accelerator = get_accelerator()
+    deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, verbose=False)
+    device = torch.device(accelerator.current_device_name())
+    return Communicator("cpu" if device.type == "cpu" else device)
+
+
+def _choose_device(local_rank: int) -> None:
+    """Each rank of a node takes a GPU of its own, before anything touches one."""
+    accelerator = get_accelerator()
+    if accelerator.device_name() == "cpu":
+        return
+    count = accelerator.device_count()
+    if local_rank >= count:
+        raise UserError(
+            f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start as many ranks as "
+            "it has (slots of the hostfile), all of which see all of them (srun --gpus-per-node, not --gpus-per-task)."
+        )
+    accelerator.set_device(local_rank)
+
+
+def _facts(task: str) -> dict[str, str]:
+    """What must be equal on all ranks."""
+    package = Path(__file__).parents[1]
+    code = hashlib.sha256()
+    for path in sorted(package.rglob("*.py")):
+        code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
+    versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    return {"version of the libraries": versions, "neuclip_ds": code.hexdigest()[:12], "config": task}
+
+
+def check_shared(folder: Path, communicator: Communicator) -> None:
+    """Raises `UserError` on all ranks where the run's folder is not the same one on all nodes."""
+    mark = communicator.on_rank_zero(lambda: _mark(folder))
+    problem = None
+    if not _appears(folder / mark):
+        problem = (
+            f"{folder.absolute()} is another folder than rank 0's: all nodes must share it, so put --run.folder on a "
+            "file system that they have in common, and start in the same folder."
+        )
+    communicator.agree(problem)
+    communicator.on_rank_zero(lambda: (folder / mark).unlink())
+
+
+def _mark(folder: Path) -> str:
+    name = f".shared-{secrets.token_hex(8)}"
+    (folder / name).touch()
+    return name
+
+
+def _appears(path: Path) -> bool:
+    deadline = time.monotonic() + _SEEN_WITHIN
+    while not path.exists():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.2)
+    return True

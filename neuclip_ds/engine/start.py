@@ -1,0 +1,34 @@
+"""DeepSpeed's engine around the encoders and their optimizer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import deepspeed
+from torch import nn
+
+from neuclip_ds.config import OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import zero_stage
+from neuclip_ds.engine.optimizers import build_optimizer
+
+
+def start_engine(
+    model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
+) -> Any:
+    """The engine, with weights as they are and an optimizer that has no moments yet and waits for its learning rate.
+
+    Args:
+        model: the encoders.
+        config: the optimizer.
+        engine_config: DeepSpeed's config, from `load_engine_config`.
+        communicator: the ranks, over which ZeRO 1-3 partition the optimizer.
+    """
+    optimizer = build_optimizer(model, config, communicator if zero_stage(engine_config) else None)
+    # without ZeRO, DeepSpeed fills a bf16 optimizer's state by a step with zero gradients, which would decay the
+    # weights and count as the first: at a learning rate of zero it moves nothing, and what it leaves is forgotten
+    for group in optimizer.param_groups:
+        group["lr"] = 0.0
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+    optimizer.state.clear()
+    return engine

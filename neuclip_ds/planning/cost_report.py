@@ -1,0 +1,114 @@
+"""Tables and charts of the cost model: how well it fits, and what it predicts."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+
+from neuclip_ds.planning.cost_model import Compute, Network
+from neuclip_ds.reporting.page import Table, write_page
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+Record = Mapping[str, Any]
+
+
+class Fitted(NamedTuple):
+    """A profiled configuration beside the model's answer; seconds a step."""
+
+    name: str
+    ranks: int
+    measured: float
+    predicted: float
+    transfer: float  # of all collectives, measured without waiting
+    predicted_transfer: float
+    same_collectives: bool  # each one's purpose, operation, size and number are the predicted
+
+    @property
+    def ratio(self) -> float:
+        return self.predicted / self.measured
+
+
+def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder: Path) -> str:
+    """fit.md, fit.html and fit.png in the folder; the text of fit.md."""
+    table = Table("Predicted and measured steps", ["profile", "ranks", "ms", "predicted", "ratio", "collectives, ms", "predicted", "same collectives"], [])  # fmt: skip  # noqa: E501
+    for row in rows:
+        times = (row.measured, row.predicted)
+        transfers = (row.transfer, row.predicted_transfer)
+        cells = [*(f"{1e3 * x:.1f}" for x in times), f"{row.ratio:.2f}", *(f"{1e3 * x:.1f}" for x in transfers)]
+        table.rows.append([row.name, str(row.ranks), *cells, "yes" if row.same_collectives else "NO"])
+    machine = Table("The machine", ["quantity", "fitted"], [
+        ["overhead of a step, ms", f"{1e3 * compute.overhead:.2f}"],
+        ["towers, GFLOP/s", f"{compute.tower_rate / 1e9:,.1f}"],
+        ["objective, GFLOP/s", f"{compute.objective_rate / 1e9:,.1f}"],
+        ["objective, million elements/s written", f"{compute.element_rate / 1e6:,.1f}"],
+        ["optimizer, million elements/s", f"{compute.update_rate / 1e6:,.1f}"],
+        ["a parameter of ZeRO 3, ms", f"{1e3 / compute.hook_rate:.2f}"],
+        ["waiting for other ranks, share", f"{compute.skew:.0%}"],
+        ["slower where all cores work, share", f"{compute.sharing:.0%}"],
+        ["start of a collective, ms", f"{1e3 * network.start:.2f}"],
+        ["a message, ms", f"{1e3 * network.inner_latency:.3f}"],
+        ["bandwidth, MB/s", f"{network.inner_bandwidth / 1e6:,.0f}"],
+    ])  # fmt: skip
+    figure, axes = plt.subplots(figsize=(6, 6))
+    for ranks in sorted({row.ranks for row in rows}):
+        own = [row for row in rows if row.ranks == ranks]
+        axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], label=f"{ranks} ranks")
+    ends = [1e3 * min(row.measured for row in rows), 1e3 * max(row.measured for row in rows)]
+    for factor, style in ((1.0, "-"), (1.25, ":"), (0.75, ":")):
+        axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
+    axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="model, ms (dotted: 25 % off)")
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(folder / "fit.png", dpi=110)
+    plt.close(figure)
+    write_page([table, machine], ["fit.png"], folder / "fit", "The cost model and the profiled steps")
+    return (folder / "fit.md").read_text(encoding="utf-8")
+
+
+def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> str:
+    """scale.md, scale.html and scale.png in the folder; the text of scale.md."""
+    header = ["method", "network", "nodes", "ranks", "batch", "ms", "computation", "objective", "communication",
+              "exposed", "samples/s", "MB received", "of it u, normalisers"]  # fmt: skip
+    times = Table("A step, predicted", header, [])
+    header = ["method", "network", "nodes", "memory of a rank, GB", "checkpoint, GB", "its time, s",
+              "loading, MB/s of a node", "GPU hours of the run"]  # fmt: skip
+    costs = Table("What else it takes, predicted", header, [])
+    for one in found:
+        name = [one["method"], one["network"], str(one["nodes"])]
+        milliseconds = [f"{1e3 * one[key]:,.1f}" for key in ("step", "computation")]
+        milliseconds += [f"{one['objective_share']:.1%}"]
+        milliseconds += [f"{1e3 * one[key]:,.1f}" for key in ("communication", "exposed")]
+        traffic = [f"{one[key] / 1e6:,.3f}" for key in ("received", "per_sample_received")]
+        speed = f"{one['samples_per_second']:,.0f}"
+        times.rows.append([*name, str(one["ranks"]), str(one["batch"]), *milliseconds, speed, *traffic])
+        gigabytes = [f"{one[key] / 1e9:,.2f}" for key in ("memory", "checkpoint")]
+        rest = [f"{one['checkpoint_seconds']:,.1f}", f"{one['loading'] / 1e6:,.0f}", f"{one['gpu_hours']:,.0f}"]
+        costs.rows.append([*name, *gigabytes, *rest])
+    facts = Table("For", ["what", "value"], [[str(key), str(value)] for key, value in described.items()])
+    _plot_scaling(found, folder / "scale.png")
+    write_page([facts, times, costs], ["scale.png"], folder / "scale", "The cost model's predictions")
+    return (folder / "scale.md").read_text(encoding="utf-8")
+
+
+def _plot_scaling(found: Sequence[Record], path: Path) -> None:
+    """Time of a step, and samples a second of a rank against the fewest nodes, over nodes; a panel a network."""
+    networks = list(dict.fromkeys(one["network"] for one in found))
+    figure, panels = plt.subplots(2, len(networks), figsize=(4.5 * len(networks), 7.5), squeeze=False, sharex=True)
+    for column, network in enumerate(networks):
+        for method in dict.fromkeys(one["method"] for one in found):
+            own = [one for one in found if (one["network"], one["method"]) == (network, method)]
+            nodes = [one["nodes"] for one in own]
+            speeds = [one["samples_per_second"] / one["ranks"] for one in own]
+            panels[0][column].plot(nodes, [1e3 * one["step"] for one in own], "o-", label=method)
+            panels[1][column].plot(nodes, [speed / speeds[0] for speed in speeds], "o-", label=method)
+        panels[0][column].set(title=network, xscale="log", ylabel="ms a step (model)")
+        panels[1][column].set(xlabel="nodes", ylabel="efficiency against the fewest nodes (model)", ylim=(0, 1.05))
+    panels[0][0].legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)

@@ -1,0 +1,169 @@
+"""`--dry-run`: checks everything that can be checked without training, and says what the run would cost."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from neuclip_ds.config import Config, TextConfig
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.objectives import find_method
+from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
+from neuclip_ds.reporting.weights_and_biases import require_wandb
+from neuclip_ds.training.data_position import DataPosition
+from neuclip_ds.training.recovery import recovery_budget
+from neuclip_ds.training.sources import CACHE, open_order, resolve
+
+
+def print_plan(
+    config: Config, environment: RankEnvironment, hostfile: Path | None, gpu_memory: float | None = None
+) -> None:
+    """Prints the plan on rank 0.
+
+    Args:
+        config: the run's.
+        environment: the ranks that run.
+        hostfile: plans for its nodes instead.
+        gpu_memory: GB of each rank's GPU, absent where it is not to be asked what fits.
+
+    Raises:
+        UserError: config, DeepSpeed JSON, hostfile or data cannot work.
+    """
+    nodes = read_hostfile(hostfile) if hostfile else None
+    world_size = sum(nodes.values()) if nodes else environment.world_size
+    engine = load_engine_config(config, world_size)
+    rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    find_method(config.objective.method)
+    if config.run.wandb is not None:
+        require_wandb()
+    lines = [f"method     {config.objective.method}"]
+    if nodes:
+        lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
+    lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
+    problems: list[UserError] = []
+    source, manifest = None, None
+    try:
+        place = locate_model(config.model, weights=False)
+        source = open_source(config.model, place)
+        lines += _model_lines(config, source, engine)
+    except UserError as error:
+        problems.append(error)
+        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
+    try:
+        manifest = _manifest(config)
+    except UserError as error:
+        problems.append(error)
+    lines += _data_lines(config, manifest)
+    if source is not None:
+        lines += _traffic_lines(config, source.embed_dim, engine, world_size)
+        stand_in: Any = StandInTokenizer(config.model.text)
+        device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+        samples = manifest.n if manifest else 0
+        query = MemoryQuery(config, source, source.tokenizer(lambda: stand_in), world_size, samples, device, place)
+        lines += _memory_lines(query, gpu_memory)
+    if environment.rank == 0:
+        print("\n".join(lines))
+    if problems:
+        raise problems[0]
+
+
+def read_hostfile(path: Path) -> dict[str, int]:
+    """Node name -> slots, as DeepSpeed reads it.
+
+    Raises:
+        UserError: missing, or a line that is not `NAME slots=N`.
+    """
+    if not path.is_file():
+        raise UserError(f"There is no hostfile {path}; hostfiles/ holds examples.")
+    nodes: dict[str, int] = {}
+    for line in path.read_text(encoding="utf-8").splitlines():
+        entry = line.split("#")[0].split()
+        if not entry:
+            continue
+        name, _, slots = entry[-1].partition("=")
+        if len(entry) != 2 or name != "slots" or not slots.isdigit():
+            raise UserError(f"{path}: the line {line!r} is not of the form `NAME slots=N`.")
+        nodes[entry[0]] = int(slots)
+    if not nodes:
+        raise UserError(f"The hostfile {path} names no node; write lines of the form `NAME slots=N`.")
+    return nodes
+
+
+def _model_lines(config: Config, source: ModelSource, engine: dict[str, Any]) -> list[str]:
+    stand_in: Any = StandInTokenizer(config.model.text)
+    tokenizer = source.tokenizer(lambda: stand_in)
+    with torch.device("meta"):
+        model = source.build(tokenizer)
+    image, text = parameter_count(model.vision), parameter_count(model.text)
+    checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
+    return [
+        f"model      {source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
+        f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
+    ]
+
+
+class StandInTokenizer:
+    """Stands for a tokenizer that is yet to be trained."""
+
+    def __init__(self, text: TextConfig) -> None:
+        self.vocab_size, self.context_length = text.vocab_size, text.context_length
+        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
+
+
+def _manifest(config: Config) -> Manifest:
+    if not config.data.train:
+        raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+    options = ScanOptions(tuple(config.data.captions))
+    return open_manifest(resolve(config.data.train), CACHE / "manifests", options=options)
+
+
+def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
+    if manifest is None:
+        return [f"data       {config.data.train or 'not named'}: see the error below"]
+    order = open_order(config, manifest)
+    start = DataPosition(0, 0, order.steps_per_epoch)
+    lines = [
+        f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
+        f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.streams} slots)",
+    ]
+    recovery = config.recovery
+    if recovery.reuse is not None:
+        lines.append(f"recovery   taken from {recovery.reuse}")
+    elif recovery.mode != "none":
+        lines.append(f"recovery   {start.end(recovery_budget(recovery)):,} steps with frozen weights ({recovery.mode})")
+    return lines
+
+
+def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size: int) -> list[str]:
+    rank_batch = config.data.batch_size // world_size
+    comm_dtype = resolve_comm_dtype(config, engine).itemsize
+    features = (world_size - 1) * rank_batch * (2 * dim * comm_dtype + 8)
+    return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
+
+
+def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:
+    """The account, and the smallest ZeRO stage for GPUs of that size."""
+    towers = count_towers(query)
+    found = account(query, towers)
+    where = "GPU" if query.device == "cuda" else "CPU"
+    unknown = "" if query.samples else ", u not counted as n is unknown"
+    lines = [f"memory     of each rank's {where} in MB, computed{unknown}:", *found.lines()]
+    if gpu_memory is None:
+        return lines
+    gpus = f"{query.world_size} x {gpu_memory:g} GB"
+    verdict = "fits" if found.fits(gpu_memory) else "does not fit"
+    lines.append(f"fit        {query.config.deepspeed} {verdict} {gpus}: {found.peak / 1e9:,.1f} GB of each")
+    smallest = smallest_that_fits(query, towers, gpu_memory)
+    if smallest is None:
+        return [*lines, f"smallest   nothing fits; {advice(query, gpu_memory)}"]
+    return [*lines, f"smallest   {smallest[0]}, {smallest[1].peak / 1e9:,.1f} GB of each"]

@@ -1,0 +1,251 @@
+"""The memory account of a run: what one rank holds, part by part, before anything is allocated.
+
+The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
+and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries,
+loader processes) is not in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import is_bf16, load_engine_config
+from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
+from neuclip_ds.models.pretrained.base import CheckpointRef
+from neuclip_ds.models.source import ModelSource, open_source
+from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.objectives import Contrastive, build_objective, find_method
+from neuclip_ds.objectives.base import Context
+from neuclip_ds.planning.activations import Activations, count_activations
+from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
+from neuclip_ds.state.sample_store import ON_DEVICE
+
+_USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
+_GPU_BLOCK = 8192  # columns that the objective works on at once
+_BLOCK_COPIES = 8  # of such a block, in the general form of the pair gradient
+
+
+@dataclass(frozen=True)
+class MemoryAccount:
+    """Bytes on one rank's device, and on its host where parts are offloaded."""
+
+    engine: EngineMemory
+    activations: Activations
+    batch: int  # pixels and tokens
+    features: int  # own and gathered, and their gradients
+    similarities: int  # of this rank's rows against the batch, kept and worked on
+    objective: int  # u, individual temperatures, NPN or amortisation nets
+    objective_host: int
+    two_passes: bool
+
+    @property
+    def standing(self) -> int:
+        """What is there all the time."""
+        return self.engine.weights + self.engine.gradients + self.engine.optimizer + self.objective + self.batch
+
+    @property
+    def moments(self) -> dict[str, int]:
+        """Bytes on the device at the three moments that can be the peak."""
+        engine, activations = self.engine, self.activations
+        towers = activations.with_gradients
+        if self.two_passes:  # the gradients of the first micro-batches are there
+            towers = activations.alone + engine.growing
+        elif not engine.growing:
+            towers = activations.alone
+        grown = engine.growing
+        at_objective = self.similarities + (0 if self.two_passes else activations.alone)
+        return {
+            "towers": self.standing + self.features + engine.working + towers,
+            "objective": self.standing + self.features + at_objective,
+            "update": self.standing + self.features + grown + engine.update,
+        }
+
+    @property
+    def peak(self) -> int:
+        """Bytes on the device."""
+        return max(self.moments.values())
+
+    @property
+    def host(self) -> int:
+        """Bytes of offloaded parts at their peak, for one rank."""
+        return self.engine.host + self.engine.host_update + self.objective_host
+
+    def fits(self, gigabytes: float) -> bool:
+        """Whether the peak leaves a tenth of a GPU of that size free."""
+        return self.peak <= _USABLE * gigabytes * 1e9
+
+    def lines(self) -> list[str]:
+        """A table of the parts, in MB."""
+        engine = self.engine
+        parts = {
+            "weights": (engine.weights, 0),
+            "gradients": (engine.gradients + engine.growing, 0),
+            "optimizer": (engine.optimizer, engine.host),
+            "buckets, gathered weights": (engine.working, 0),
+            "activations": (self.activations.alone, 0),
+            "pixels and tokens": (self.batch, 0),
+            "features": (self.features, 0),
+            "similarities": (self.similarities, 0),
+            "u, NPN, nets": (self.objective, self.objective_host),
+            "reduction, optimizer's step": (engine.update, engine.host_update),
+        }
+        rows = [f"  {name:<28}{device / 1e6:>12,.1f}" + _on_host(host) for name, (device, host) in parts.items()]
+        moment = max(self.moments, key=lambda name: self.moments[name])
+        return [*rows, f"  {'peak, ' + _MOMENTS[moment]:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
+
+
+_MOMENTS = {"towers": "in the towers", "objective": "in the objective", "update": "in the update"}
+
+
+def _on_host(size: int) -> str:
+    return f"  and {size / 1e6:,.1f} on the host" if size else ""
+
+
+class MemoryQuery(NamedTuple):
+    """What is accounted for."""
+
+    config: Config
+    source: ModelSource
+    tokenizer: Tokenize
+    world_size: int
+    samples: int  # n of the data set, 0 where it is not known
+    device: str  # `cuda` or `cpu`
+    place: CheckpointRef | None = None  # of a checkpoint
+
+
+class Towers(NamedTuple):
+    """What depends on the model and the micro-batch, and takes seconds to find."""
+
+    parameters: Parameters
+    activations: Activations
+
+
+def count_towers(query: MemoryQuery) -> Towers:
+    """Parameters and activations, counted on tensors without memory."""
+    config = query.config
+    source = open_source(config.model, query.place)
+    with torch.device("meta"):
+        model = source.build(query.tokenizer)
+    parameters = Parameters.of(model)
+    dtype = towers_dtype(load_engine_config(config, query.world_size))
+    rows, pixels = config.micro_batch(query.world_size), source.pixels.size
+    return Towers(parameters, count_activations(model, rows, pixels, query.tokenizer.context_length, dtype))
+
+
+def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
+    """The account of a run as its config says.
+
+    Raises:
+        UserError: config or DeepSpeed JSON cannot work.
+    """
+    config, world_size = query.config, query.world_size
+    rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    engine = load_engine_config(config, world_size)
+    on_device, on_host = objective_state(query)
+    return MemoryAccount(
+        engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
+        activations=towers.activations,
+        batch=rows * (3 * query.source.pixels.size**2 + 8 * query.tokenizer.context_length),
+        features=_features(query, engine),
+        similarities=_similarities(query),
+        objective=on_device,
+        objective_host=on_host,
+        two_passes=rows > micro,
+    )
+
+
+def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
+    """The first of ds_configs/ in the run's precision, by stage and then with offload, that fits GPUs of that size."""
+    precision = "bf16" if is_bf16(load_engine_config(query.config, query.world_size)) else "fp32"
+    names = [f"zero{stage}_{precision}" for stage in range(4)]
+    if precision == "bf16":
+        names += ["zero2_bf16_offload", "zero3_bf16_offload"]
+    for name in names:
+        found = account(_changed(query, {"deepspeed": name}), towers)
+        if found.fits(gigabytes):
+            return name, found
+    return None
+
+
+def advice(query: MemoryQuery, gigabytes: float) -> str:
+    """What would make a run fit that fits with no stage, as options of the command line."""
+    for remedy in _remedies(query):
+        changed = _changed(query, remedy)
+        found = smallest_that_fits(changed, count_towers(changed), gigabytes)
+        if found is not None:
+            options = " ".join(f"--{name}={value}" for name, value in {**remedy, "deepspeed": found[0]}.items())
+            return f"{options} would fit ({found[1].peak / 1e9:,.1f} GB)"
+    return "not even a micro-batch of 1 with activation checkpointing and offload would: take more or larger GPUs"
+
+
+def _remedies(query: MemoryQuery) -> Iterator[dict[str, Any]]:
+    """Options to change: checkpointing first, which costs a third, then ever smaller micro-batches with it."""
+    recompute = {"model.activation_checkpointing": True}
+    if not query.config.model.activation_checkpointing:
+        yield recompute
+    rows = query.config.micro_batch(query.world_size)
+    while rows > 1:
+        rows = max(size for size in range(1, rows // 2 + 1) if rows % size == 0)
+        yield {**recompute, "data.micro_batch": rows}
+
+
+def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
+    config = query.config.model_copy(deep=True)
+    for name, value in options.items():
+        *sections, key = name.split(".")
+        section: Any = config
+        for part in sections:
+            section = getattr(section, part)
+        setattr(section, key, value)
+    return query._replace(config=config)
+
+
+def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
+    """Own features and gradients of both towers in float32, gathered ones in float32 and as they travelled."""
+    config, dim = query.config, query.source.embed_dim
+    comm_dtype = resolve_comm_dtype(config, engine).itemsize
+    batch = config.data.batch_size
+    return 2 * dim * (2 * 4 * (batch // query.world_size) + (4 + comm_dtype) * batch)
+
+
+def _similarities(query: MemoryQuery) -> int:
+    """Kept between the two passes over the pairs where they fit the budget, and the blocks that are worked on."""
+    objective, batch = query.config.objective, query.config.data.batch_size
+    rows = batch // query.world_size
+    kept = 4 * rows * (2 * batch - rows)
+    visits_twice = isinstance(find_method(objective.method), Contrastive)
+    if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
+        kept = 0  # computed again, or needed once
+    if query.device == "cpu":
+        return kept  # its blocks have a MB
+    return kept + _BLOCK_COPIES * 4 * rows * min(batch, objective.chunk or _GPU_BLOCK)
+
+
+def objective_state(query: MemoryQuery) -> tuple[int, int]:
+    """Bytes on the device and on the host of what the objective keeps, by building it without memory."""
+    with FakeTensorMode():
+        ranks = cast(Communicator, _Ranks(query.world_size, torch.device("cpu")))
+        context = Context(query.source.embed_dim, max(1, query.samples), ranks)
+        objective = build_objective(query.config, context, torch.float32)
+        tables = [table.tensors.values() for table in objective.row_tables().values()]
+        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tables]
+        replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
+    if query.device == "cpu":
+        return sum(sizes) + replicated, 0
+    on_host = sum(size for size in sizes if size > ON_DEVICE)
+    return sum(sizes) - on_host + replicated, on_host
+
+
+class _Ranks(NamedTuple):
+    """Stands for the communicator of ranks that do not run."""
+
+    world_size: int
+    device: torch.device
+    rank: int = 0

@@ -1,0 +1,106 @@
+"""OpenCLIP's loss in OpenCLIP's own communication scheme, to measure the closed form against; no method to train with.
+
+Features are gathered with gradient (`--gather-with-grad`), so that autograd sends a reduce-scatter of (B, d) back for
+images and one for texts. With a local loss (`--local-loss`) a rank contrasts its own rows with all columns, without it
+every rank computes the whole (B, B) loss. Gradients and temperature are those of the method `openclip`.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import cross_entropy
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Objective, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.temperature import LearnableTemperature
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """(b, d) of every rank -> (K b, d); the gradient of a rank's rows is the sum over all ranks' copies of them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator  # type: ignore[attr-defined]
+        return communicator.all_gather(x, "features")
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        communicator: Communicator = ctx.communicator  # type: ignore[attr-defined]
+        return communicator.reduce_scatter(gradient, "feature gradients"), None
+
+
+class OpenClipReference(NoState):
+    """Feature gradients by autograd through the gather."""
+
+    def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype, local_loss: bool) -> None:
+        """
+        Args:
+            config: as for a method.
+            context: width, data set size, ranks.
+            comm_dtype: precision in which features and their gradients travel.
+            local_loss: whether a rank computes its own rows of the loss only.
+        """
+        self._communicator = context.communicator
+        self._comm_dtype = comm_dtype
+        self._local_loss = local_loss
+        self._temperature = LearnableTemperature(config.objective.temperature, config.optimizer, context)
+
+    def begin_gather(self, index: Tensor, valid: Tensor) -> None:
+        """The gather needs its gradient: features travel when all are there."""
+
+    def __call__(self, features: Features, step: Step) -> FeatureGradients:
+        """Gradient of the global loss; updates the temperature.
+
+        Raises:
+            ValueError: a row does not count, for which this scheme has no provision.
+        """
+        if not bool(features.valid.all()):
+            raise ValueError("OpenCLIP's scheme has no empty rows: give it batches whose samples are all valid")
+        tau = self._temperature.tau
+        with torch.enable_grad():
+            leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
+            theta = tau.log().neg().requires_grad_()
+            loss = self._loss(leaves[0], leaves[1], theta.exp())
+        image, text, grad_theta = torch.autograd.grad(loss, [*leaves, theta])
+        ranks = self._communicator.world_size
+        image, text = image / ranks, text / ranks  # of the mean of the ranks' losses
+        square = image.square().sum() + text.square().sum()
+        sums = torch.stack([loss.detach() / ranks, grad_theta / ranks, square])
+        mean_loss, grad_theta, square = self._communicator.all_reduce(sums, "scalars")
+        self._temperature.descend(step, theta=grad_theta)
+        metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
+        return FeatureGradients(image, text, mean_loss, metrics)
+
+    def _loss(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
+        """Of this rank: its rows, or the whole batch's."""
+        all_image, all_text = (
+            _GatherWithGradient.apply(x.to(self._comm_dtype), self._communicator).to(x.dtype) for x in (image, text)
+        )
+        labels = torch.arange(len(all_image), device=image.device)
+        if self._local_loss:
+            labels = labels[self._communicator.rank * len(image) :][: len(image)]
+            by_image, by_text = scale * image @ all_text.T, scale * text @ all_image.T
+        else:
+            by_image = scale * all_image @ all_text.T
+            by_text = by_image.T
+        return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return self._temperature.replicated_state()
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._temperature.load_replicated_state(state)
+
+
+REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {
+    "openclip_reference": functools.partial(OpenClipReference, local_loss=True),
+    "openclip_reference_full": functools.partial(OpenClipReference, local_loss=False),
+}
+"""What is measured and planned beside the methods."""

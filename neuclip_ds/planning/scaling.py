@@ -1,0 +1,115 @@
+"""What a run costs on any number of nodes, by the cost model: time, memory, traffic, checkpoints, GPU hours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.ring import ring_bytes
+from neuclip_ds.models.source import locate_model, open_source
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.planning.cost_model import Cluster, step_time
+from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.machines import Machine
+from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers, objective_state
+from neuclip_ds.planning.step_work import CountedModel, step_work
+
+_PER_SAMPLE = ("normalizer", "state", "temperature")  # purposes of the statistics of samples
+_CHECKPOINTED = 12  # bytes a parameter: float32 master and AdamW's moments
+
+
+class ClusterAssumptions(NamedTuple):
+    """What the config does not say."""
+
+    samples: int  # n of the data set
+    sample_bytes: float  # of an image and its caption in a shard
+    disk: float  # bytes a second that a node writes
+    seen: float  # samples of the whole run
+
+
+class Prediction(NamedTuple):
+    """One configuration, per step unless it says otherwise."""
+
+    nodes: int
+    ranks: int
+    batch: int
+    step: float  # seconds
+    computation: float
+    objective_share: float  # of the step
+    communication: float
+    exposed: float
+    samples_per_second: float
+    received: int  # bytes of a rank
+    per_sample_received: int  # of them, for u, individual temperatures and normalisers
+    memory: int  # bytes at a rank's peak
+    checkpoint: int  # bytes of all ranks
+    checkpoint_seconds: float
+    loading: float  # bytes a second of a node
+    gpu_hours: float  # of the run
+
+
+def predict(
+    config: Config,
+    model: CountedModel,
+    towers: Towers,
+    machine: Machine,
+    nodes: int,
+    ranks_per_node: int,
+    around: ClusterAssumptions,
+    build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
+) -> Prediction:
+    """The cost of a config, whose batch is that of all ranks.
+
+    Args:
+        config: of the run.
+        model, towers: from `count_model` and `count_activated`.
+        machine: that runs.
+        nodes, ranks_per_node: of it.
+        around: what the config does not say.
+        build: as for `objective_calls`.
+
+    Raises:
+        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
+    """
+    cluster = Cluster(nodes, ranks_per_node, machine.network)
+    ranks = cluster.world_size
+    work = step_work(config, model, ranks, build)
+    time = step_time(work, machine.compute, cluster)
+    speed = config.data.batch_size / time.total
+    received = {call: call.times * ring_bytes(call.op, call.size, ranks) for call in work.calls}
+    # whatever the ranks, a checkpoint holds a row of a table and what is replicated once
+    checkpoint = _CHECKPOINTED * model.shapes.total + sum(objective_state(_memory_query(config, 1, around.samples)))
+    return Prediction(
+        nodes=nodes,
+        ranks=ranks,
+        batch=config.data.batch_size,
+        step=time.total,
+        computation=time.computation,
+        objective_share=time.objective / time.total,
+        communication=time.communication,
+        exposed=time.exposed,
+        samples_per_second=speed,
+        received=round(sum(received.values())),
+        per_sample_received=round(sum(size for call, size in received.items() if call.purpose in _PER_SAMPLE)),
+        memory=account(_memory_query(config, ranks, around.samples), towers).peak,
+        checkpoint=checkpoint,
+        checkpoint_seconds=checkpoint / (nodes * around.disk),
+        loading=speed * around.sample_bytes / nodes,
+        gpu_hours=around.seen / speed * ranks / 3600,
+    )
+
+
+def count_activated(config: Config, ranks: int) -> Towers:
+    """What `predict` takes for `towers`: a function of the model and the micro-batch alone."""
+    return count_towers(_memory_query(config, ranks, samples=0))
+
+
+def _memory_query(config: Config, ranks: int, samples: int) -> MemoryQuery:
+    place = locate_model(config.model, weights=False)
+    source = open_source(config.model, place)
+    stand_in: Any = StandInTokenizer(config.model.text)
+    return MemoryQuery(config, source, source.tokenizer(lambda: stand_in), ranks, samples, "cuda", place)

@@ -1,0 +1,88 @@
+"""What a rank has to do in a step of a config, for the cost model: counted without memory, data or other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from neuclip_ds.config import Config
+from neuclip_ds.engine.config import load_engine_config, zero_stage
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.planning.cost_model import Work
+from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.engine_traffic import TrainedShapes, engine_calls
+from neuclip_ds.planning.objective_cost import objective_calls, objective_work
+
+
+class CountedModel(NamedTuple):
+    """What the towers are and do, whatever the batch."""
+
+    shapes: TrainedShapes
+    dim: int  # d of the features
+    image_flops: float  # of one image's forward pass
+    text_flops: float  # of one caption's
+
+
+def count_model(config: Config) -> CountedModel:
+    """Builds the config's model on the meta device.
+
+    Raises:
+        UserError: its checkpoint cannot be found.
+    """
+    source = open_source(config.model, locate_model(config.model, weights=False))
+    stand_in: Any = StandInTokenizer(config.model.text)
+    tokenizer = source.tokenizer(lambda: stand_in)
+    image, text = forward_flops(source, tokenizer)
+    with torch.device("meta"):
+        model = source.build(tokenizer)
+    return CountedModel(TrainedShapes.of(model), source.embed_dim, image, text)
+
+
+def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
+    """Of one image and of one caption through their towers; a backward pass takes twice those."""
+    with torch.device("meta"):
+        model = source.build(tokenizer)
+        size = source.pixels.size
+        image = torch.empty(1, 3, size, size, dtype=torch.uint8)
+        tokens = torch.empty(1, tokenizer.context_length, dtype=torch.int64)
+        found = []
+        for inputs in ((image, None), (None, tokens)):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                model(*inputs)
+            found.append(float(counter.get_total_flops()))
+    return found[0], found[1]
+
+
+def step_work(
+    config: Config,
+    model: CountedModel,
+    world_size: int,
+    build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
+) -> Work:
+    """The work of one rank of `world_size`; `build` as for `objective_calls`.
+
+    A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
+    the forward pass runs once more for each.
+    """
+    rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    engine = load_engine_config(config, world_size)
+    comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
+    passes = 3 + (pieces > 1) + config.model.activation_checkpointing
+    objective = objective_work(config, world_size, rows, model.dim, comm_dtype, build)
+    calls = objective_calls(config, world_size, rows, model.dim, comm_dtype, pieces, build) if world_size > 1 else []
+    return Work(
+        tower_flops=passes * rows * (model.image_flops + model.text_flops),
+        image_share=model.image_flops / (model.image_flops + model.text_flops),
+        objective_flops=objective.flops,
+        objective_elements=objective.elements,
+        updated=model.shapes.total / (world_size if zero_stage(engine) else 1),
+        hooks=len(model.shapes.sizes) if zero_stage(engine) == 3 else 0,
+        calls=[*calls, *engine_calls(engine, model.shapes, world_size, pieces)],
+        overlaps=engine.get("zero_optimization", {}).get("overlap_comm", zero_stage(engine) == 3),
+    )

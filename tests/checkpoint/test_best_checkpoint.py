@@ -1,0 +1,52 @@
+"""The checkpoint with the best evaluation stays, whatever comes after it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from small_runs import train
+from tars import write_pairs
+
+from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.reporting.metrics import read_metrics
+
+METRIC = "image_to_text_recall@1"
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_pairs(tmp_path_factory.mktemp("best") / "shards", [13, 13]))
+
+
+def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -> None:
+    every = [
+        f"--data.val={shards}",
+        f"--run.best_metric={METRIC}",
+        "--run.evaluate_every=2",
+        "--run.keep_checkpoints=1",
+        "--run.report=true",
+    ]
+    done = train(tmp_path, shards, 10, *every, "--optimizer.lr=0.01", "--optimizer.warmup_steps=0")
+    assert done.returncode == 0, done.stderr
+    folder = tmp_path / "run" / "checkpoints"
+    scores = {int(x["step"]): x[METRIC] for x in read_metrics(tmp_path / "run" / "metrics.jsonl") if METRIC in x}
+    assert sorted(scores) == [0, 2, 4, 6, 8, 10]
+    best = read_best(folder)
+    assert best is not None
+    trained = {step: score for step, score in scores.items() if step}
+    assert "data:image/png" in (tmp_path / "run" / "report.html").read_text()
+    assert (best.metric, best.value) == (METRIC, max(trained.values()))
+    assert best.step == min(step for step, score in trained.items() if score == best.value), "the first of equals"
+    meta = json.loads((step_folder(folder, best.step) / "meta.json").read_text())
+    assert meta["step"] == best.step
+    assert len(list(folder.glob("step_*"))) <= 3, "the newest, the best, and the one it has just replaced"
+
+
+def test_an_unknown_metric_is_met_before_the_first_step(shards: str, tmp_path: Path) -> None:
+    done = train(tmp_path, shards, 3, f"--data.val={shards}", "--run.best_metric=recall")
+    assert done.returncode == 2
+    assert "run.best_metric=recall is no metric" in done.stderr
+    assert METRIC in done.stderr
+    assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

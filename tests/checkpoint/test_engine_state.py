@@ -1,0 +1,200 @@
+"""Engines that other numbers of ranks, ZeRO stages and precisions have saved go on as if nothing had happened."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.errors import UserError
+
+OPTIMIZERS = {
+    "adamw": (["exp_avg", "exp_avg_sq"], ["step"]),
+    "lamb": (["exp_avg", "exp_avg_sq"], ["step"]),
+    "lion": (["exp_avg"], []),
+    "sgd": (["momentum_buffer"], []),
+}
+STAGES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
+ROWS = 12
+FROZEN = "1.bias"
+Case = tuple[str, str]  # optimizer, name in ds_configs/
+
+
+def build(case: Case, communicator: Communicator, seed: int, embedding: int = 5) -> Any:
+    """An engine around matrices and vectors whose sizes two and three ranks do not divide, one frozen, and buffers."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    torch.manual_seed(seed)
+    net = nn.Sequential(
+        nn.Embedding(embedding, 3), nn.Linear(3, 5), nn.BatchNorm1d(4), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False)
+    )
+    net.get_parameter(FROZEN).requires_grad_(False)
+    config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": case[1]})
+    engine_config = load_engine_config(config, communicator.world_size)
+    return start_engine(net, OptimizerConfig(name=case[0], lr=0.1), engine_config, communicator)  # type: ignore[arg-type]
+
+
+def train(engine: Any, communicator: Communicator, steps: range) -> None:
+    share = ROWS // communicator.world_size
+    for step in steps:
+        for group in engine.optimizer.param_groups:
+            group["lr"] = 0.1 / (step + 1)
+        tokens = torch.randint(0, 5, (ROWS, 4), generator=torch.Generator().manual_seed(step))  # (B, 4)
+        mine = tokens[communicator.rank * share : (communicator.rank + 1) * share]
+        engine.backward((engine(mine) + 0.5).square().mean())
+        engine.step()
+
+
+def save(engine: Any, communicator: Communicator, folder: Path) -> None:
+    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
+    save_engine(folder, engine, communicator)
+    communicator.barrier()
+
+
+def place(folder: Path, case: Case) -> Path:
+    return folder / "-".join(case)
+
+
+def start(communicator: Communicator, folder: Path, cases: list[Case]) -> list[str]:
+    """Two steps, a checkpoint, and a third step; then, what each rank says of folders that cannot be loaded."""
+    for case in cases:
+        engine = build(case, communicator, seed=0)
+        train(engine, communicator, range(2))
+        save(engine, communicator, place(folder, case) / "first")
+        train(engine, communicator, range(2, 3))
+        save(engine, communicator, place(folder, case) / "whole")
+    good = place(folder, cases[0]) / "first"
+    larger = build(cases[0], communicator, seed=0, embedding=6)
+    said = []
+    for path, target in ((folder / "nowhere" if communicator.rank else good, engine), (good, larger)):
+        try:
+            load_engine(path, target, communicator)
+        except UserError as error:
+            said.append(str(error))
+    return said
+
+
+def hand_on(
+    communicator: Communicator, folder: Path, cases: list[Case], readers: list[str], source: str, target: str
+) -> None:
+    """Reads each case's checkpoint by another kind of engine and writes it again."""
+    for case, reader in zip(cases, readers, strict=True):
+        engine = build((case[0], reader), communicator, seed=1)
+        load_engine(place(folder, case) / source, engine, communicator)
+        weights_are_masters(engine, StateFiles(place(folder, case) / source))
+        save(engine, communicator, place(folder, case) / target)
+
+
+def go_on(communicator: Communicator, folder: Path, cases: list[Case], others: list[str]) -> None:
+    """Reads what another number of ranks has handed on, and makes the third step; hands it on in other precision."""
+    for case in cases:
+        engine = build(case, communicator, seed=2)
+        load_engine(place(folder, case) / "second", engine, communicator)
+        train(engine, communicator, range(2, 3))
+        save(engine, communicator, place(folder, case) / "broken")
+    hand_on(communicator, folder, cases, others, "second", "third")
+
+
+def weights_are_masters(engine: Any, files: StateFiles) -> None:
+    """On every rank, what the module computes with is the master, rounded."""
+    import deepspeed
+
+    parameters = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        for name, parameter in parameters.items():
+            wanted = files.read(name, WEIGHT).view(files.shape(name)).to(parameter.dtype)
+            assert torch.equal(parameter.detach(), wanted), name
+
+
+def content(folder: Path) -> dict[str, Tensor]:
+    files = StateFiles(folder)
+    found = {f"{kind} of {name}": files.read(name, kind) for name in files.names() for kind in files.kinds(name)}
+    for name in files.names():
+        found.update({f"{kind} of {name}": value for kind, value in files.scalars(name).items()})
+    found.update({f"counter {name}": torch.tensor(value) for name, value in files.counters.items()})
+    return found | load_file(folder / "buffers.safetensors")
+
+
+def unequal(left: Path, right: Path) -> set[str]:
+    found, wanted = content(left), content(right)
+    assert found.keys() == wanted.keys()
+    return {name for name, value in wanted.items() if value.dtype != found[name].dtype or not value.equal(found[name])}
+
+
+def hand_over(cases: list[Case], ranks: int, folder: Path) -> list[list[str]]:
+    """From two ranks to `ranks` of the next ZeRO stage; what the two said of wrong folders."""
+    said = run_ranks(2, start, folder, cases)
+    following = [f"zero{(int(engine[4]) + 1) % 4}_{engine[6:10]}" for _, engine in cases]
+    run_ranks(ranks, hand_on, folder, cases, following, "first", "second")
+    for case in cases:
+        where = place(folder, case)
+        assert unequal(where / "second", where / "first") == set()
+        complete(where / "first", case)
+        complete(where / "second", case)
+        moved = unequal(where / "whole", where / "first")
+        kinds = [WEIGHT, *OPTIMIZERS[case[0]][0]]
+        assert moved >= {f"{kind} of {name}" for kind in kinds for name in ("0.weight", "1.weight", "4.weight")}
+    return said
+
+
+def hand_back(cases: list[Case], folder: Path) -> None:
+    """To two ranks of the first ZeRO stage, who make the third step; and to the other precision."""
+    others = [f"zero{(int(engine[4]) + 2) % 4}_{'fp32' if 'bf16' in engine else 'bf16'}" for _, engine in cases]
+    run_ranks(2, go_on, folder, cases, others)
+    for case in cases:
+        where = place(folder, case)
+        assert unequal(where / "broken", where / "whole") == set()
+        in_16_bits = {f"{WEIGHT} of {FROZEN}", *load_file(where / "first" / "buffers.safetensors")}
+        assert unequal(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
+        complete(where / "third", case)
+
+
+def complete(folder: Path, case: Case) -> None:
+    """Every element is in one file alone, and what is kept is what the optimizer has."""
+    kinds, scalars = OPTIMIZERS[case[0]]
+    files = StateFiles(folder)
+    sizes = {name: files.shape(name).numel() for name in files.names()}
+    assert len(sizes) == 8
+    for name in sizes:
+        trained = name != FROZEN
+        assert files.kinds(name) == (sorted([WEIGHT, *kinds]) if trained else [WEIGHT])
+        assert sorted(files.scalars(name)) == (scalars if trained else [])
+        assert all(value == 2 for value in files.scalars(name).values())
+        assert not trained or files.read(name, WEIGHT).dtype == torch.float32
+    written = [
+        sum(value.numel() for value in load_file(path).values() if value.ndim) for path in folder.glob("fragments.*")
+    ]
+    assert sum(written) == sum(sizes.values()) * (1 + len(kinds)) - sizes[FROZEN] * len(kinds)
+    assert max(written) <= 2 * min(written), "all ranks write"
+    assert {path.suffix for path in folder.iterdir()} == {".safetensors", ".json"}
+
+
+def test_another_world_size_and_stage_keep_every_bit(tmp_path: Path) -> None:
+    said = hand_over([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
+    for missing, foreign in said:
+        assert re.match(r"rank 1 on \S+: There is no ", missing)
+        assert "nowhere/engine.json" in missing
+        assert foreign.startswith("rank 0 on ")
+        assert "has the parameter 0.weight in the shape [5, 3], this run's model in [6, 3]: set model.* back" in foreign
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("middle", [1, 3])
+def test_the_next_step_is_that_of_an_unbroken_run(middle: int, tmp_path: Path) -> None:
+    cases = [(name, engine) for name in OPTIMIZERS for engine in STAGES]
+    cases += [("adamw", "zero2_bf16_offload"), ("lamb", "zero3_bf16_offload")]
+    hand_over(cases, middle, tmp_path)
+    hand_back(cases, tmp_path)

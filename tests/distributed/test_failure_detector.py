@@ -1,0 +1,156 @@
+"""Processes tied by a lifeline: however one ends, all end, with one reason; their "collective" never returns."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch.distributed as dist
+
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.failure_detector import FailureDetector
+from neuclip_ds.errors import TrainingDiverged, UserError
+
+RANKS = 3
+
+
+class Ends(NamedTuple):
+    codes: list[int | None]
+    said: list[str]
+
+
+def in_a_collective() -> None:
+    time.sleep(60)
+
+
+def killed(rank: int) -> None:
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    in_a_collective()
+
+
+def killed_zero(rank: int) -> None:
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    in_a_collective()
+
+
+def killed_with_a_loader_process(rank: int) -> None:
+    """The loader process lives on for a while, with all that it has inherited."""
+    if rank == 1:
+        child = os.fork()
+        if child == 0:
+            time.sleep(60)
+            os._exit(0)
+        Path("loader").write_text(str(child))
+        os.kill(os.getpid(), signal.SIGKILL)
+    in_a_collective()
+
+
+def raised(rank: int) -> None:
+    if rank == 2:
+        raise RuntimeError("the GPU has fallen off the bus")
+    in_a_collective()
+
+
+def raised_and_made_others_fail(rank: int) -> None:
+    if rank != 2:
+        time.sleep(0.2)
+        raise ConnectionError("connection closed by peer")
+    raise RuntimeError("the GPU has fallen off the bus")
+
+
+def mistake_of_one(rank: int) -> None:
+    if rank == 1:
+        raise UserError("shard 7 cannot be read")
+    in_a_collective()
+
+
+def mistake_of_all(rank: int) -> None:
+    time.sleep(0.1 * (RANKS - rank))  # rank 0 is the last to meet it
+    raise UserError("the batch is too small")
+
+
+def diverged(rank: int) -> None:
+    raise TrainingDiverged("step 3 is not finite")
+
+
+def done(rank: int) -> None:
+    """Rank 0 first, with whom the connections end."""
+    time.sleep(0.3 * rank)
+
+
+def one_rank(rank: int, folder: str, work: str) -> None:
+    os.chdir(folder)
+    sys.stderr = Path(f"{rank}.txt").open("w")  # noqa: SIM115, open until the process ends
+    os.environ["MASTER_ADDR"] = "127.0.0.1"
+    socket.gethostname = lambda: f"node{rank}"
+    store = dist.FileStore("store", RANKS)
+    store.set_timeout(timedelta(seconds=30))
+    with FailureDetector(RankEnvironment(rank, 0, RANKS), store):
+        store.set(f"in {rank}", "")  # as the process group does, which comes next in a run
+        store.wait([f"in {other}" for other in range(RANKS)])
+        globals()[work](rank)
+
+
+def ends(folder: Path, work: str) -> Ends:
+    """The exit codes of all ranks and what each said."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", "neuclip_ds.distributed.failure_detector"])
+    processes = [context.Process(target=one_rank, args=(rank, str(folder), work)) for rank in range(RANKS)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(40)
+        process.kill()
+    return Ends([process.exitcode for process in processes], [(folder / f"{r}.txt").read_text() for r in range(RANKS)])
+
+
+def test_a_clean_end(tmp_path: Path) -> None:
+    assert ends(tmp_path, "done") == ([0, 0, 0], ["", "", ""])
+
+
+@pytest.mark.parametrize("work", ["killed", "killed_with_a_loader_process"])
+def test_a_killed_rank_ends_all(work: str, tmp_path: Path) -> None:
+    found = ends(tmp_path, work)
+    if work == "killed_with_a_loader_process":
+        os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
+    assert found.codes == [1, -signal.SIGKILL, 1]
+    assert all("rank 1 on node1 failed: it died without a word" in found.said[rank] for rank in (0, 2))
+
+
+def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
+    found = ends(tmp_path, "killed_zero")
+    assert found.codes == [-signal.SIGKILL, 1, 1]
+    assert all("rank 0 on 127.0.0.1 failed: it died" in said for said in found.said[1:])
+
+
+@pytest.mark.parametrize("work", ["raised", "raised_and_made_others_fail"])
+def test_the_first_exception_is_shown_with_its_rank(work: str, tmp_path: Path) -> None:
+    found = ends(tmp_path, work)
+    assert found.codes == [1, 1, 1]
+    assert ["Traceback" in said for said in found.said] == [False, False, True]
+    assert "rank 2 on node2 failed" in found.said[2]
+    for said in found.said[:2]:
+        assert said.splitlines() == [
+            "ended, because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
+        ]
+
+
+def test_a_mistake_of_one_rank_is_said_by_rank_zero(tmp_path: Path) -> None:
+    found = ends(tmp_path, "mistake_of_one")
+    assert found == ([2, 2, 2], ["error: rank 1 on node1: shard 7 cannot be read\n", "", ""])
+
+
+def test_a_mistake_of_all_is_said_once(tmp_path: Path) -> None:
+    assert ends(tmp_path, "mistake_of_all") == ([2, 2, 2], ["error: the batch is too small\n", "", ""])
+    (tmp_path / "store").unlink()
+    assert ends(tmp_path, "diverged") == ([1, 1, 1], ["error: step 3 is not finite\n", "", ""])

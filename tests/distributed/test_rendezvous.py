@@ -1,0 +1,91 @@
+"""Ranks that meet, as threads: who misses, who is there twice, who was started with something else."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.errors import UserError
+
+FACTS = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
+
+
+@pytest.fixture(autouse=True)
+def _address(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+
+
+def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 20) -> list[str | dist.Store]:
+    """What (rank, world size, facts) ends with: the message of an error, or the store."""
+
+    def one(rank: int, world_size: int, facts: Mapping[str, str]) -> str | dist.Store:
+        try:
+            return meet(RankEnvironment(rank, 0, world_size), facts, timedelta(seconds=seconds))
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        return [future.result() for future in [pool.submit(one, *rank) for rank in ranks]]
+
+
+def test_all_come_and_share_a_store() -> None:
+    stores = outcomes([(2, 3, FACTS), (0, 3, FACTS), (1, 3, FACTS)])
+    assert all(isinstance(store, dist.Store) for store in stores)
+    stores[0].set("said", "by rank 2")
+    assert stores[2].get("said") == b"by rank 2"
+
+
+@pytest.mark.parametrize(
+    ("others", "words"),
+    [
+        (
+            [(1, 2, {**FACTS, "config": "seed: 0\nbatch_size: 16\n"})],
+            ["rank 1 on ", ": 16 instead of batch_size: 8"],
+        ),
+        ([(1, 2, {**FACTS, "config": "seed: 0\n"})], ["another config", "nothing instead of batch_size: 8"]),
+        ([(1, 2, {**FACTS, "neuclip_ds": "def"})], ["another neuclip_ds", "def instead of abc"]),
+        ([(2, 3, FACTS)], ["rank 2 on ", "one of 3 ranks", "one of 2", "slots"]),
+    ],
+)
+def test_what_differs_is_said_to_all(others: list[tuple[int, int, Mapping[str, str]]], words: list[str]) -> None:
+    first, *rest = outcomes([(0, 2, FACTS), *others])
+    assert isinstance(first, str)
+    assert all(word in first for word in words), first
+    assert rest == [first] * len(rest)
+
+
+def test_two_nodes_with_one_number() -> None:
+    said = outcomes([(0, 3, FACTS), (1, 3, FACTS), (1, 3, FACTS)])
+    assert len(set(said)) == 1
+    assert "Two processes are rank 1" in str(said[0])
+
+
+def test_missing_ranks_are_named() -> None:
+    first, second = outcomes([(0, 6, FACTS), (2, 6, FACTS)], seconds=1.5)
+    assert "ranks 1, 3-5 did not come" in str(first)
+    assert second == first
+
+
+def test_rank_zero_is_not_there() -> None:
+    (said,) = outcomes([(1, 2, FACTS)], seconds=1)
+    assert "waited 1 s for rank 0 at 127.0.0.1:" in str(said)
+    assert "--master_addr" in str(said)
+
+
+def test_port_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("", 0)) as taken:
+        monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
+        (said,) = outcomes([(0, 2, FACTS)], seconds=2)
+    assert "cannot listen" in str(said)
+    assert "--master_port" in str(said)

@@ -1,0 +1,74 @@
+"""The DeepSpeed JSON files, ours and a user's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from neuclip_ds.config import Config
+from neuclip_ds.engine.config import FOLDER, is_bf16, load_engine_config, zero_stage
+from neuclip_ds.errors import UserError
+
+NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
+
+
+def config(deepspeed: str, **optimizer: Any) -> Config:
+    return Config.model_validate({"deepspeed": deepspeed, "data": {"batch_size": 64}, "optimizer": optimizer})
+
+
+def write(folder: Path, content: object) -> str:
+    path = folder / "mine.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return str(path)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_our_files_say_what_they_are_called(name: str) -> None:
+    engine = load_engine_config(config(name, clip_norm=0.5), world_size=4)
+    assert f"zero{zero_stage(engine)}" == name.split("_")[0]
+    assert is_bf16(engine) == ("bf16" in name)
+    assert ("offload_optimizer" in engine["zero_optimization"]) == name.endswith("offload")
+    assert engine["train_batch_size"] == 64
+    assert engine["train_micro_batch_size_per_gpu"] == 16
+    assert engine["gradient_clipping"] == 0.5
+
+
+def test_the_set_of_files() -> None:
+    plain = {f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")}
+    assert set(NAMES) == plain | {"zero2_bf16_offload", "zero3_bf16_offload"}
+
+
+def test_a_users_file_may_agree_or_leave_it_to_us(tmp_path: Path) -> None:
+    path = write(tmp_path, {"train_batch_size": 64, "gradient_clipping": "auto", "zero_optimization": {"stage": 2}})
+    assert zero_stage(load_engine_config(config(path), world_size=2)) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        ({"train_batch_size": 32}, "train_batch_size=32"),
+        ({"gradient_accumulation_steps": 4}, "gradient_accumulation_steps=4"),
+        ({"gradient_clipping": 3.0}, "gradient_clipping=3.0"),
+        ({"optimizer": {"type": "Adam"}}, "section optimizer"),
+        ({"scheduler": {}}, "section scheduler"),
+        ({"fp16": {"enabled": True}}, "use bf16"),
+        ({"zero_optimization": {"stage": 4}}, "stage=4"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "zero_optimization.offload_opt"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'set "device": "cpu"'),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "no ratio"),
+        ("{", "not valid JSON"),
+        ([], "must hold a JSON object"),
+    ],
+)
+def test_contradictions(content: object, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError) as caught:
+        load_engine_config(config(write(tmp_path, content)), world_size=2)
+    assert words in str(caught.value)
+
+
+def test_missing_file_names_the_known_ones() -> None:
+    with pytest.raises(UserError, match=r"neither a file nor a name in ds_configs/ .*zero1_bf16"):
+        load_engine_config(config("zero5"), world_size=1)

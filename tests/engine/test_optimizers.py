@@ -1,0 +1,183 @@
+"""The encoders' optimizers: what decays, the written-out formulas, and the same steps under every ZeRO stage."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.lamb import Lamb
+from neuclip_ds.engine.optimizers import build_optimizer, parameter_groups
+from neuclip_ds.engine.start import start_engine
+
+NAMES = ("adamw", "lamb", "lion", "sgd")
+LR, DECAY, BETA1, BETA2, EPS, MOMENTUM = 0.1, 0.2, 0.8, 0.9, 1e-3, 0.7
+ROWS, STEPS = 8, 3
+
+
+def module() -> nn.Module:
+    """Matrices and vectors whose sizes two ranks do not divide."""
+    return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Conv1d(4, 7, 1, bias=False))
+
+
+def config_of(name: str) -> OptimizerConfig:
+    return OptimizerConfig.model_validate(
+        {"name": name, "lr": LR, "weight_decay": DECAY, "betas": (BETA1, BETA2), "eps": EPS, "momentum": MOMENTUM}
+    )
+
+
+def test_gains_and_biases_do_not_decay() -> None:
+    decayed, free = parameter_groups(module(), 0.2)
+    assert [tuple(p.shape) for p in decayed["params"]] == [(5, 3), (5, 3), (7, 4, 1)]
+    assert [tuple(p.shape) for p in free["params"]] == [(5,), (5,), (5,)]
+    assert (decayed["weight_decay"], free["weight_decay"]) == (0.2, 0.0)
+
+
+def test_frozen_parameters_have_no_optimizer() -> None:
+    net = module()
+    net[1].requires_grad_(False)
+    optimized = {id(p) for group in build_optimizer(net, OptimizerConfig()).param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in net.parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_optimizer_takes_every_parameter_once(name: str) -> None:
+    net = module()
+    optimizer = build_optimizer(net, config_of(name))
+    found = [id(p) for group in optimizer.param_groups for p in group["params"]]
+    assert sorted(found) == sorted(id(p) for p in net.parameters())
+    assert all(group["weight_decay"] == 0 for group in optimizer.param_groups for p in group["params"] if p.ndim < 2)
+
+
+def adam_direction(grads: list[Tensor]) -> Tensor:
+    """Loshchilov & Hutter 2019, Algorithm 2, lines 7-10, with the moments as sums over all gradients so far."""
+    t = len(grads)
+    m = sum(BETA1 ** (t - k) * (1 - BETA1) * g for k, g in enumerate(grads, 1))
+    v = sum(BETA2 ** (t - k) * (1 - BETA2) * g**2 for k, g in enumerate(grads, 1))
+    return (m / (1 - BETA1**t)) / ((v / (1 - BETA2**t)) ** 0.5 + EPS)
+
+
+def adamw(p: Tensor, grads: list[Tensor], decay: float, _: list[Tensor]) -> Tensor:
+    return p - LR * (adam_direction(grads) + decay * p)
+
+
+def lamb(p: Tensor, grads: list[Tensor], decay: float, _: list[Tensor]) -> Tensor:
+    """You et al. 2020, Algorithm 2; a vector's trust ratio is 1."""
+    update = adam_direction(grads) + decay * p
+    return p - LR * update * (p.norm() / update.norm() if p.ndim > 1 else 1.0)
+
+
+def lion(p: Tensor, grads: list[Tensor], decay: float, _: list[Tensor]) -> Tensor:
+    """Chen et al. 2023, Algorithm 2."""
+    *earlier, g = grads
+    m = sum((BETA2 ** (len(earlier) - k) * (1 - BETA2) * x for k, x in enumerate(earlier, 1)), torch.zeros_like(p))
+    return p - LR * ((BETA1 * m + (1 - BETA1) * g).sign() + decay * p)
+
+
+def sgd(p: Tensor, grads: list[Tensor], decay: float, path: list[Tensor]) -> Tensor:
+    """Heavy ball; the decay is part of the gradient and hence of the momentum."""
+    t = len(grads)
+    return p - LR * sum(
+        MOMENTUM ** (t - k) * (g + decay * at) for k, (g, at) in enumerate(zip(grads, path, strict=True), 1)
+    )
+
+
+FORMULAS: dict[str, Callable[[Tensor, list[Tensor], float, list[Tensor]], Tensor]] = {
+    "adamw": adamw,
+    "lamb": lamb,
+    "lion": lion,
+    "sgd": sgd,
+}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_steps_follow_the_written_out_formula(name: str) -> None:
+    """Three steps in float64; `path` holds the weights that each gradient was taken at."""
+    torch.manual_seed(0)
+    net = module().double()
+    optimizer = build_optimizer(net, config_of(name))
+    paths = [[p.detach().clone()] for p in net.parameters()]
+    grads: list[list[Tensor]] = [[] for _ in paths]
+    for _ in range(STEPS):
+        for p, path, seen in zip(net.parameters(), paths, grads, strict=True):
+            p.grad = torch.randn_like(p)
+            seen.append(p.grad.clone())
+            path.append(FORMULAS[name](path[-1], seen, DECAY if p.ndim > 1 else 0.0, path))
+        optimizer.step()
+    for p, path in zip(net.parameters(), paths, strict=True):
+        torch.testing.assert_close(p.detach(), path[-1], rtol=1e-10, atol=1e-12)
+
+
+def test_a_zero_weight_has_trust_ratio_one() -> None:
+    p = torch.nn.Parameter(torch.zeros(2, 2))
+    p.grad = torch.ones(2, 2)
+    Lamb([{"params": [p]}], lr=0.1, betas=(0.9, 0.99), eps=0.0).step()
+    torch.testing.assert_close(p.detach(), torch.full((2, 2), -0.1))
+
+
+def tokens(step: int) -> Tensor:
+    return torch.randint(0, 5, (ROWS, 4), generator=torch.Generator().manual_seed(step))  # (B, 4)
+
+
+def loss_of(net: nn.Module, rows: Tensor) -> Tensor:
+    return (net(rows) + 0.5).square().mean()
+
+
+def learning_rate(step: int) -> float:
+    return LR * (1 - step / STEPS)
+
+
+def plain(name: str) -> list[Tensor]:
+    torch.manual_seed(0)
+    net = module()
+    optimizer = build_optimizer(net, config_of(name))
+    for step in range(STEPS):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step)
+        optimizer.zero_grad()
+        loss_of(net, tokens(step)).backward()
+        optimizer.step()
+    return [p.detach() for p in net.parameters()]
+
+
+def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str, str], list[Tensor]]:
+    import deepspeed
+
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    rows = slice(*(ROWS // communicator.world_size * edge for edge in (communicator.rank, communicator.rank + 1)))
+    results = {}
+    for name in NAMES:
+        for engine_name in engines:
+            config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": engine_name})
+            engine_config = load_engine_config(config, communicator.world_size)
+            torch.manual_seed(0)
+            net = module()
+            engine = start_engine(net, config_of(name), engine_config, communicator)
+            for step in range(STEPS):
+                for group in engine.optimizer.param_groups:
+                    group["lr"] = learning_rate(step)
+                engine.backward(loss_of(engine, tokens(step)[rows]))
+                engine.step()
+            with deepspeed.zero.GatheredParameters(list(net.parameters())):
+                results[name, engine_name] = [p.detach().float().clone() for p in net.parameters()]
+    return results
+
+
+@pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-5), ("bf16", 0.03)])
+def test_zero_stages_step_as_plain_pytorch(precision: str, atol: float) -> None:
+    """Every optimizer under ZeRO 0-3 on two ranks, whose shards cut through parameters; the learning rate moves.
+
+    bf16 weights of about 2 are 0.016 apart.
+    """
+    for results in run_ranks(2, under_zero, [f"zero{stage}_{precision}" for stage in range(4)]):
+        for (name, engine), found in results.items():
+            for value, wanted in zip(found, plain(name), strict=True):
+                torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=f"{name} {engine}")

@@ -1,0 +1,108 @@
+"""`--dry-run`: the plan of every recipe, and what is wrong with hostfiles and data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tars import write_pairs
+
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.planning import memory
+from neuclip_ds.planning.activations import Activations
+from neuclip_ds.planning.dry_run import print_plan, read_hostfile
+from neuclip_ds.recipe import parse, recipe_names
+
+ONE = RankEnvironment(0, 0, 1)
+ROOT = Path(__file__).parents[2]
+
+
+def no_activations(model: DualEncoder, *_: object) -> Activations:
+    """Counting them takes seconds a model; tests/planning/test_memory.py has it."""
+    return Activations(10**9, 10**9)
+
+
+@pytest.mark.parametrize("name", recipe_names())
+def test_every_recipe_on_eight_nodes(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan is printed even where the data are not at hand, which the error then says."""
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    config = parse([name, f"--data.train={tmp_path}/nothing"]).config
+    with pytest.raises(UserError, match=r"nothing|no local folder, and the hub did not give it") as caught:
+        print_plan(config, ONE, ROOT / "hostfiles" / "8node")
+    said = capsys.readouterr().out
+    assert f"method     {config.objective.method}" in said
+    assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in said
+    if "the hub did not give it" in str(caught.value):
+        assert f"model      {config.model.pretrained}: see the error below" in said
+    else:
+        assert "parameters" in said
+        assert "of features received per rank and step" in said
+        assert "  peak, in the " in said
+
+
+def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # manifests of a dry run are kept in .cache
+    write_pairs(tmp_path / "data", [10, 6])
+    options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--budget.epochs=3"]
+    print_plan(parse(["demo", *options]).config, ONE, None)
+    said = capsys.readouterr().out
+    assert "16 samples in 2 shards, 0 incomplete" in said
+    assert "6 (2 an epoch" in said
+    assert "recovery" not in said
+
+
+def test_steps_of_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    write_pairs(tmp_path / "data", [10, 6])
+    options = ["demo", f"--data.train={tmp_path}/data", "--data.batch_size=8"]
+    for own, wanted in (
+        (["--recovery.mode=full", "--recovery.epochs=5"], "10 steps with frozen weights (full)"),
+        (["--recovery.mode=cached", "--recovery.cached_steps=7"], "7 steps with frozen weights (cached)"),
+        (["--recovery.reuse=/runs/other"], "taken from /runs/other"),
+    ):
+        print_plan(parse([*options, *own]).config, ONE, None)
+        assert f"recovery   {wanted}" in capsys.readouterr().out
+
+
+def test_what_fits_the_gpus(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", no_activations)
+    config = parse(["vith14_tuneclip", f"--data.train={tmp_path}/nothing"]).config
+    hostfile = ROOT / "hostfiles" / "1node8gpu"
+    for gigabytes, words in [(80, "zero1_bf16 fits 8 x 80 GB"), (10, "zero1_bf16 does not fit 8 x 10 GB")]:
+        with pytest.raises(UserError, match="nothing"):
+            print_plan(config, ONE, hostfile, gigabytes)
+        said = capsys.readouterr().out
+        assert words in said
+        assert f"smallest   zero{0 if gigabytes == 80 else 2}_bf16, " in said
+    with pytest.raises(UserError, match="nothing"):
+        print_plan(config, ONE, hostfile, 1)
+    assert "smallest   nothing fits; not even a micro-batch of 1" in capsys.readouterr().out
+
+
+def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = parse(["demo", f"--data.train={tmp_path}/nothing"]).config
+    with pytest.raises(UserError):
+        print_plan(config, RankEnvironment(1, 1, 2), None)
+    assert capsys.readouterr().out == ""
+
+
+def test_hostfile(tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text("# two\nnode1 slots=8\n\nnode2 slots=4  # smaller\n")
+    assert read_hostfile(path) == {"node1": 8, "node2": 4}
+
+
+@pytest.mark.parametrize(("text", "words"), [("node1 8\n", "'node1 8'"), ("", "names no node")])
+def test_hostfile_mistakes(text: str, words: str, tmp_path: Path) -> None:
+    path = tmp_path / "hosts"
+    path.write_text(text)
+    with pytest.raises(UserError, match=words):
+        read_hostfile(path)
+    with pytest.raises(UserError, match="no hostfile"):
+        read_hostfile(tmp_path / "other")

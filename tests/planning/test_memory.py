@@ -1,0 +1,198 @@
+"""The memory account against the bytes that real engines and real passes allocate, and what the plan says of it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import is_bf16, load_engine_config
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.source import locate_model, open_source
+from neuclip_ds.planning.activations import count_activations
+from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
+from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
+from neuclip_ds.recipe import parse
+
+WIDTH, LAYERS = 256, 6
+ENGINES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
+OFFLOADS = ["zero2_bf16_offload", "zero3_bf16_offload"]
+QUICK = ["zero1_bf16", "zero2_bf16", "zero3_bf16"]
+BUCKET = 50_000_000  # elements, as ds_configs/ says
+SMALL = [
+    "--model.vision.image_size=32",
+    '--model.vision.options={"patch_size":8,"embed_dim":128,"depth":4,"num_heads":4}',
+    "--model.text.width=128",
+    "--model.text.layers=4",
+    "--model.text.heads=4",
+    "--model.text.vocab_size=400",
+    "--model.text.context_length=32",
+    "--model.embed_dim=64",
+]
+
+
+def small_engine(name: str, communicator: Communicator, optimizer: str = "adamw") -> tuple[Any, EngineMemory]:
+    """An engine whose sizes two ranks divide, and its account."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    net = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    ranks = communicator.world_size
+    config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": name})
+    engine_config = load_engine_config(config, ranks)
+    expected = engine_memory(engine_config, optimizer, Parameters.of(net), ranks, "cpu", accumulates=False)
+    return start_engine(net, OptimizerConfig(name=optimizer, lr=0.1), engine_config, communicator), expected
+
+
+def train(engine: Any, is_bf16: bool) -> None:
+    rows = torch.ones(2, WIDTH, dtype=torch.bfloat16 if is_bf16 else torch.float32)
+    engine.backward(engine(rows).float().square().mean())
+    engine.step()
+
+
+def storages() -> dict[int, int]:
+    """Bytes of all storages whose tensors Python holds, by their address."""
+    gc.collect()
+    tensors = [thing for thing in gc.get_objects() if type(thing) in (torch.Tensor, nn.Parameter)]
+    kept = [tensor.untyped_storage() for tensor in tensors if tensor.device.type != "meta"]
+    return {storage.data_ptr(): storage.nbytes() for storage in kept}
+
+
+def census(communicator: Communicator, names: list[str]) -> list[tuple[int, EngineMemory]]:
+    """Bytes that each engine holds between two steps, and its account."""
+    found = []
+    for name in names:
+        before = storages()
+        engine, expected = small_engine(name, communicator)
+        for _ in range(2):
+            train(engine, "bf16" in name)
+        for parameter in engine.module.parameters():
+            parameter.grad = None
+        held = sum(size for place, size in storages().items() if before.get(place) != size)
+        if name.startswith("zero3"):  # allocated once, though on a CPU it takes memory only where it is filled
+            held -= 4 * BUCKET
+        found.append((held, expected))
+        engine.destroy()
+        del engine
+    return found
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([name for name in ENGINES + OFFLOADS if name not in QUICK], marks=pytest.mark.slow)]
+)
+def test_what_two_ranks_hold_between_steps(names: list[str]) -> None:
+    """Weights and optimizer of every stage, and the gradients of those stages that never let go of them."""
+    for ranks in run_ranks(2, census, names):
+        for name, (held, expected) in zip(names, ranks, strict=True):
+            wanted = expected.weights + expected.optimizer + expected.host
+            if name == "zero1_bf16" or name.startswith("zero3"):
+                wanted += expected.gradients
+            assert held == pytest.approx(wanted, rel=0.03), name
+
+
+def allocated_peak(work: Callable[[], object]) -> int:
+    """The most bytes that torch's CPU allocator had given out at once during some work, beyond those at its start."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+        work()
+    results = recorded.profiler.kineto_results  # type: ignore[union-attr]
+    changes = sorted((event.start_ns(), event.nbytes()) for event in results.events() if event.name() == "[memory]")
+    now = peak = 0
+    for _, change in changes:
+        now += change
+        peak = max(peak, now)
+    return peak
+
+
+@pytest.mark.parametrize("checkpointing", ["false", "true"])
+def test_activations_are_those_of_a_real_pass(checkpointing: str) -> None:
+    config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}"]).config
+    source = open_source(config.model, None)
+    tokenizer: Any = StandInTokenizer(config.model.text)
+    with torch.device("meta"):
+        weightless = source.build(tokenizer)
+    counted = count_activations(weightless, 16, 32, 32, torch.float32)
+    model = source.build(tokenizer).train()
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda one: setattr(one, "grad", None))
+    image = torch.zeros(16, 3, 32, 32, dtype=torch.uint8)
+    tokens = torch.zeros(16, 32, dtype=torch.int64)
+
+    def work() -> None:
+        features = model(image, tokens)
+        (features[0].sum() + features[1].sum()).backward()
+
+    work()
+    assert allocated_peak(work) == pytest.approx(counted.alone, rel=0.05)
+    assert counted.alone < counted.with_gradients < counted.alone + 4 * sum(p.numel() for p in model.parameters())
+
+
+def query(*options: str, world_size: int = 2, samples: int = 1000, device: str = "cuda") -> MemoryQuery:
+    config = parse(["demo", *SMALL, *options]).config
+    source = open_source(config.model, locate_model(config.model))
+    tokenizer: Any = StandInTokenizer(config.model.text)
+    return MemoryQuery(config, source, tokenizer, world_size, samples, device)
+
+
+def test_a_part_follows_what_it_belongs_to() -> None:
+    base = query("--objective.method=fastclip_v3", "--data.batch_size=64")
+    towers = count_towers(base)
+    found = account(base, towers)
+    assert found.objective == pytest.approx(8 * 1000 / 2, abs=100)  # log u of two directions
+    smaller = query("--objective.method=fastclip_v3", "--data.batch_size=64", "--data.micro_batch=8")
+    parts = account(smaller, count_towers(smaller))
+    assert parts.activations.alone < 0.4 * found.activations.alone
+    assert (parts.batch, parts.features, parts.similarities) == (found.batch, found.features, found.similarities)
+    many = account(base._replace(samples=10**9), towers)
+    assert many.objective_host == pytest.approx(4e9, rel=0.01), "a store beyond 2 GB lies on the host"
+    assert many.objective < 1000
+    individual = account(query("--objective.method=fastclip_v2"), towers)
+    assert individual.objective == pytest.approx((8 + 28) * 1000 / 2, abs=100)
+
+
+def test_every_stage_of_zero_takes_less_from_the_device() -> None:
+    towers = count_towers(query())
+    standing = []
+    for name in ["zero0_bf16", "zero1_bf16", "zero2_bf16", "zero2_bf16_offload"]:
+        memory = account(query(f"--deepspeed={name}", world_size=8), towers)
+        standing.append(memory.standing + memory.engine.growing)
+        assert bool(memory.host) == name.endswith("offload")
+    assert standing == sorted(standing, reverse=True)
+
+
+def test_the_smallest_stage_and_what_would_fit() -> None:
+    base = query("--data.batch_size=512", "--deepspeed=zero3_bf16")
+    towers = count_towers(base)
+    accounts = {name: account(query(f"--deepspeed={name}", "--data.batch_size=512"), towers) for name in ENGINES[4:]}
+    found = smallest_that_fits(base, towers, accounts["zero0_bf16"].peak / 0.9e9 * 1.001)
+    assert found == ("zero0_bf16", accounts["zero0_bf16"])
+    little = min(memory.peak for memory in accounts.values()) / 0.9e9 * 0.9
+    assert smallest_that_fits(base, towers, little) is None
+    assert advice(base, little).startswith("--model.activation_checkpointing=True --deepspeed=zero")
+    assert "take more or larger GPUs" in advice(query("--data.batch_size=4"), 1e-6)
+
+
+@pytest.mark.parametrize("value", ["0", "-1", "much"])
+def test_gpu_memory_is_a_number_of_gigabytes(value: str) -> None:
+    with pytest.raises((UserError, ValueError), match=r"gpu.memory"):
+        parse(["demo", f"--gpu-memory={value}"])
+
+
+def test_vit_h_fits_eight_gpus_of_80_gb() -> None:
+    """The job of the TuneCLIP paper: 256 pairs on each of 8 GPUs."""
+    config = parse(["vith14_tuneclip"]).config
+    assert config.rank_batch(8) == 256
+    place = locate_model(config.model, weights=False)
+    source = open_source(config.model, place)
+    whole = MemoryQuery(config, source, source.tokenizer(pytest.fail), 8, 12_000_000, "cuda", place)
+    assert is_bf16(load_engine_config(config, 8))
+    assert account(whole, count_towers(whole)).fits(80)

@@ -1,0 +1,76 @@
+"""What is carried over from a few rows is what an objective sends and multiplies at another size."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+from torch.nn.functional import normalize
+
+from neuclip_ds.config import Config
+from neuclip_ds.objectives import METHODS, build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.planning.objective_cost import _run, objective_calls, objective_work
+from neuclip_ds.planning.openclip_reference import REFERENCES
+from neuclip_ds.planning.simulated_rank import SimulatedRank
+
+RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
+
+
+def config_of(method: str) -> Config:
+    own = {"npn": {"prototypes": 9, "updates": 2, "lr": 1e-3}, "amortized": {"online_every": 2, "width": 1.0}}
+    return Config.model_validate({"objective": {**own, **({} if method in REFERENCES else {"method": method})}})
+
+
+def at_size(method: str, pieces: int) -> list[tuple[str, str, int]]:
+    """Collectives of two late steps of the objective itself."""
+    rank, config = SimulatedRank(RANKS), config_of(method)
+    build = REFERENCES.get(method, build_objective)
+    objective = build(config, Context(DIM, ROWS, rank), torch.float32)
+    image, text = normalize(torch.randn(2, ROWS, DIM), dim=-1)
+    features = Features(image, text, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+    for number in range(SEEN + 2):
+        if number == SEEN:
+            rank.calls.clear()
+        gather = objective.begin_gather(features.index, features.valid)
+        if gather is not None:
+            for part in text.chunk(pieces):
+                gather.add_text(part)
+            for part in image.chunk(pieces):
+                gather.add_image(part)
+        objective(dataclasses.replace(features, gather=gather), Step(number, 0, 1e-3, 1e-3))
+    return [call[:3] for call in rank.calls]
+
+
+@pytest.mark.parametrize("method", [*METHODS, *REFERENCES])
+@pytest.mark.parametrize("pieces", [1, 3])
+def test_collectives_at_another_size(method: str, pieces: int) -> None:
+    found = at_size(method, pieces)
+    build = REFERENCES.get(method, build_objective)
+    predicted = objective_calls(config_of(method), RANKS, ROWS, DIM, torch.float32, pieces, build)
+    assert {call[:3]: 2 * call.times for call in predicted} == {one: found.count(one) for one in found}
+
+
+def test_operations_are_those_of_the_formulas() -> None:
+    """A rank's rows against all, both ways and for both gradients, own pairs once; 2 (2 + 2) B m/K d an NPN update."""
+    batch = RANKS * ROWS
+    pairs = (8 * ROWS * batch - 2 * ROWS * ROWS) * DIM
+    positives = 2 * batch * DIM
+    npn = (2 * 8 + 4) * batch * 3 * DIM  # two updates and a prediction, three prototypes a rank
+    for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn)):
+        found = objective_work(config_of(method), RANKS, ROWS, DIM, torch.float32).flops
+        assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
+
+
+@pytest.mark.parametrize("method", ["siglip", "fastclip_v2", "amorlip", "neuclip", "openclip_reference"])
+def test_operations_are_polynomials_of_the_size(method: str) -> None:
+    """Between and beyond the sizes that the coefficients come from; NeuCLIP's queue fills by whole slots."""
+    build = REFERENCES.get(method, build_objective)
+    config = config_of(method)
+    for rows, dim, columns in ((4, 5, 2), (12, 10, 3)):
+        config.objective.npn.prototypes = columns * RANKS
+        seen = _run(config, RANKS, rows, dim, torch.float32, 1, build, columns)
+        found = objective_work(config, RANKS, rows, dim, torch.float32, build)
+        assert found == pytest.approx((seen.flops, seen.elements), rel=0.05)
