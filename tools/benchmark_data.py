@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import LoaderOptions, train_loader

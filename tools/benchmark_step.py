@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.dataset import iter_captions
