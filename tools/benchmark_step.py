@@ -1,4 +1,4 @@
-"""Measures whole training steps against a plain DDP loop and open_clip's own program, on the same towers and shards.
+"""For developers of neuclip_ds: measure training steps against a plain DDP loop and open_clip's own program.
 
 Part `speed`, a table of samples/s and ratios for each number of ranks. The programs are
 

@@ -13,7 +13,7 @@ from typing import Any
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "ds_configs"
+FOLDER = Path(__file__).parents[1] / "ds_configs"
 
 
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
