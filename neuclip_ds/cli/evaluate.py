@@ -5,8 +5,8 @@ Examples:
   deepspeed --module neuclip_ds evaluate runs/cc3m_neuclip --data /data/evalsets --tasks 'imagenet*'
   mpirun -n 8 neuclip-ds evaluate openai/clip-vit-base-patch32 --data /data/evalsets --out scores/openai_b32
 
-Tasks with a score in the results folder are not scored again. docs/evaluation.md explains the tasks, their metrics and
-where to get the data.
+Tasks with a score in the results folder are not scored again. docs/reference/evaluation.md explains the tasks, their
+metrics and where to get the data.
 """
 
 from __future__ import annotations

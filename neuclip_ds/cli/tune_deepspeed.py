@@ -5,7 +5,7 @@ the variants take turns over several rounds, so that a machine that slows down s
 better beyond the spread of the rounds are then measured together against the base, in separate rounds. OUT receives
 tuning.md, tuning.html and tuning.json: time, calls and bytes of the engine's collectives (profiled after the timed
 steps), how far the weights are from the base's after the same steps (for the base: from its own second start), and
-memory. A variant that DeepSpeed refuses is a row with its message. docs/zero_settings.md lists the settings.
+memory. A variant that DeepSpeed refuses is a row with its message. docs/reference/zero_settings.md lists the settings.
 
 Options of the run, such as --model.embed-dim=512, are passed on.
 
