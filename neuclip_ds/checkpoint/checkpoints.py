@@ -36,9 +36,11 @@ from neuclip_ds.state.partition import load_rows, save_rows
 
 log = logging.getLogger(__name__)
 
-Facts = Mapping[str, Any]
+Fingerprint = Mapping[str, Any]
+"""What a resumed run must share with the one that wrote a checkpoint."""
 
 _FORMAT = 2  # 1 held DeepSpeed's own files
+_RENAMED = {"slots": "shard_streams"}  # in facts of checkpoints written before the name changed
 
 
 class Best(NamedTuple):
@@ -81,7 +83,9 @@ class Checkpoints:
         """The newest complete checkpoint, the same on all ranks."""
         return self._communicator.on_rank_zero(lambda: max(complete_checkpoints(self._folder), default=None))
 
-    def save(self, step: int, engine: Any, objective: Objective, facts: Facts, data: Facts) -> Path:
+    def save(
+        self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
+    ) -> Path:
         """Writes the state after `step` steps, on all ranks together, and drops the oldest beyond `keep`."""
         target = step_folder(self._folder, step)
         partial = self._folder / f".partial-{target.name}"
@@ -92,7 +96,7 @@ class Checkpoints:
         if self._communicator.rank == 0:
             state = {key: value.detach().cpu().contiguous() for key, value in objective.replicated_state().items()}
             save_file(state, partial / "objective.safetensors")
-            meta = {"format": _FORMAT, "step": step, "facts": dict(facts), "data": dict(data)}
+            meta = {"format": _FORMAT, "step": step, "facts": dict(fingerprint), "data": dict(data)}
             (partial / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         _sync(partial)
         self._communicator.barrier()
@@ -113,14 +117,14 @@ class Checkpoints:
         self._communicator.on_rank_zero(write)
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
-    def read(self, path: Path, facts: Facts) -> tuple[int, Facts]:
+    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
         """The number of steps done, and the position in the data (training/data_position.py).
 
         Raises:
             UserError: the run that wrote the checkpoint differs in its facts.
         """
         meta = read_meta(path)
-        for key, wanted in facts.items():
+        for key, wanted in fingerprint.items():
             found = meta["facts"].get(key)
             if found != wanted:
                 raise UserError(
@@ -165,6 +169,7 @@ def read_meta(path: Path) -> dict[str, Any]:
             f"The checkpoint {path} was written by another version of this program, whose files this one does not "
             "read; end the run with that version, or give it another name to start anew (--run.name)."
         )
+    meta["facts"] = {_RENAMED.get(name, name): value for name, value in meta["facts"].items()}
     return meta
 
 

@@ -23,11 +23,10 @@ from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.pretrained.base import Pixels
-from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.sources import find_split, loader_options, open_data, resolve
+from neuclip_ds.training.data import TrainingData, find_split, loader_options, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
 
@@ -38,38 +37,35 @@ class Evaluator:
     def __init__(
         self,
         config: Config,
-        manifest: Manifest,
-        tokenizer: Tokenize,
+        data: TrainingData,
         pixels: Pixels,
         communicator: Communicator,
         folder: Path,
     ) -> None:
         """
         Args:
-            config: the run's.
-            manifest: its training data.
-            tokenizer: its tokenizer.
-            pixels: what becomes of an image for its model.
-            communicator: the ranks, who evaluate together.
+            config: of the run.
+            data: its training data and tokenizer.
+            pixels: how an image becomes the model's input.
+            communicator: the ranks, which evaluate together.
             folder: of the run.
         """
-        self._config, self._manifest, self._tokenizer = config, manifest, tokenizer
+        self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
         self._communicator = communicator
         self._transform = eval_transform(pixels.size, pixels.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
-        data = config.data
-        val, images = (
-            find_split(x, name, data.train) for x, name in ((data.val, "val"), (data.zero_shot, "zero_shot"))
-        )
-        self._val = open_data(val, data, communicator, folder) if val else None
+        options = config.data
+        val = find_split(options.val, "val", options.train)
+        images = find_split(options.zero_shot, "zero_shot", options.train)
+        self._val = open_data(val, options, communicator, folder) if val else None
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
             self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
         self._on_disk = []
-        if data.evaluation_sets is not None:
-            root, self._tasks = data.evaluation_sets, load_tasks()
-            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, data.evaluation_tasks))
+        if options.evaluation_sets is not None:
+            root, self._tasks = options.evaluation_sets, load_tasks()
+            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, options.evaluation_tasks))
 
     def check(self, objective: Objective) -> None:
         """

@@ -12,7 +12,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.sources import open_data
+from neuclip_ds.training.data import open_data
 
 
 def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
