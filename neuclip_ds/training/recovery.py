@@ -1,8 +1,8 @@
-"""Optimizer statistics recovery, TuneCLIP's first stage: moments and u of a checkpoint that came without them.
+"""Recover optimizer statistics, TuneCLIP's first stage: moments and u for a checkpoint that came without them.
 
-The weights stand still (learning rate 0, which also switches decoupled weight decay off) while u of every sample and
-the optimizer's moments accumulate (TuneCLIP Algorithm 1). The stage's last checkpoint holds them; fine-tuning takes
-them from there, as can other runs from the same weights and data (`recovery.reuse`).
+The weights are frozen (learning rate 0, which also switches decoupled weight decay off) while u of every sample and
+the optimizer's moments accumulate (TuneCLIP Algorithm 1). The last checkpoint of this loop holds them; fine-tuning
+reads them from there, as can other runs from the same weights and data (`recovery.reuse`).
 """
 
 from __future__ import annotations
@@ -30,26 +30,27 @@ from neuclip_ds.training.step import kept_statistics
 log = logging.getLogger(__name__)
 
 FOLDER = "recovery"
-_METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # of the stage's loss
+_METHODS = {"gcl": "gcl", "hgcl": "tuneclip"}  # recovery.loss -> method
 _END_OF_SCHEDULE = {"gamma": "constant"}  # large blocks have filled u, which gamma = 1 would throw away
 _TABLE = "samples"  # u
-_TAU = "temperature.tau"  # of methods whose temperature stands still
+_TAU = "temperature.tau"  # of methods with a constant temperature
 
 
 def is_asked_for(recovery: RecoveryConfig) -> bool:
-    """Whether the run has this stage, or takes over another run's."""
+    """Return whether the run recovers statistics, or reuses another run's."""
     return recovery.mode != "none" or recovery.reuse is not None
 
 
 def recovery_budget(recovery: RecoveryConfig) -> BudgetConfig:
-    """How long the stage steps."""
+    """Return how long the recovery runs."""
     return BudgetConfig(epochs=recovery.epochs, steps=recovery.cached_steps if recovery.mode == "cached" else None)
 
 
 def check_recovery(config: Config, objective: Objective) -> None:
-    """
+    """Check that there is something to recover.
+
     Raises:
-        UserError: recovery is asked for, but the method keeps no u.
+        UserError: recovery is requested, but the method keeps no u.
     """
     if is_asked_for(config.recovery) and _TABLE not in objective.row_tables():
         raise UserError(
@@ -146,7 +147,7 @@ def _check_temperature(checkpoint: Path, objective: Objective) -> None:
 
 
 def epochs_behind(recovery: RecoveryConfig) -> int:
-    """Epochs of gamma's schedule that training need not repeat."""
+    """Return the epochs of gamma's schedule that training need not repeat."""
     continued = recovery.gamma == "continued" and "statistics" in recovery.transfer
     return int(recovery.epochs) if is_asked_for(recovery) and continued else 0
 
