@@ -1,18 +1,18 @@
-"""Checkpoints that are complete or absent.
+"""Save and load checkpoints, which are complete or absent.
 
 `checkpoints/step_000000100/` holds
 
-    meta.json                       format, step, position in the data, facts that a resumed run must share
+    meta.json                       format, step, position in the data, fingerprint of the run (`facts`)
     engine/                         float32 weights and moments, one file a rank (checkpoint/sharded_state.py)
     objective.safetensors           what is equal on all ranks: temperature, counters
     NAME.START-STOP.safetensors     partitioned tables: per-sample statistics, NPN columns (state/partition.py)
 
 It is written under `.partial-...`, synced to disk, and renamed by rank 0 when all ranks are done. Nothing in it depends
-on how many ranks wrote it, nor on their ZeRO stage and precision: a run may go on with others. Random numbers need no
-place in it: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run
-code: all are JSON or safetensors.
+on how many ranks wrote it, nor on their ZeRO stage and precision: a run may resume with others. No random state is
+kept: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run code:
+all are JSON or safetensors.
 
-`checkpoints/best.json` names the step whose evaluation was the best, where a run keeps it.
+`checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
 
 from __future__ import annotations
@@ -36,9 +36,11 @@ from neuclip_ds.state.partition import load_rows, save_rows
 
 log = logging.getLogger(__name__)
 
-Facts = Mapping[str, Any]
+Fingerprint = Mapping[str, Any]
+"""What a resumed run must share with the one that wrote a checkpoint."""
 
 _FORMAT = 2  # 1 held DeepSpeed's own files
+_RENAMED = {"slots": "shard_streams"}  # in facts of checkpoints written before the name changed
 
 
 class Best(NamedTuple):
@@ -50,22 +52,23 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Of a run's folder `checkpoints`; None where none was kept."""
+    """Read which checkpoint was the best from a run's folder `checkpoints`; None where none was kept."""
     path = folder / "best.json"
     return Best(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
 
 
 def step_folder(folder: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint in a run's folder `checkpoints`."""
     return folder / f"step_{step:09d}"
 
 
 def is_complete(path: Path) -> bool:
-    """Whether a folder is a checkpoint."""
+    """Return whether a folder is a checkpoint."""
     return (path / "meta.json").is_file()
 
 
 def complete_checkpoints(folder: Path) -> list[Path]:
-    """Of a run's folder `checkpoints`, the newest being the largest."""
+    """List the checkpoints in a run's folder `checkpoints`; the newest is the largest path."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
@@ -78,11 +81,13 @@ class Checkpoints:
         self._keep = keep
 
     def newest(self) -> Path | None:
-        """The newest complete checkpoint, the same on all ranks."""
+        """Return the newest complete checkpoint, the same on all ranks."""
         return self._communicator.on_rank_zero(lambda: max(complete_checkpoints(self._folder), default=None))
 
-    def save(self, step: int, engine: Any, objective: Objective, facts: Facts, data: Facts) -> Path:
-        """Writes the state after `step` steps, on all ranks together, and drops the oldest beyond `keep`."""
+    def save(
+        self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
+    ) -> Path:
+        """Write the state after `step` steps, on all ranks together, and delete the oldest beyond `keep`."""
         target = step_folder(self._folder, step)
         partial = self._folder / f".partial-{target.name}"
         self._communicator.on_rank_zero(lambda: _empty(partial))
@@ -92,7 +97,7 @@ class Checkpoints:
         if self._communicator.rank == 0:
             state = {key: value.detach().cpu().contiguous() for key, value in objective.replicated_state().items()}
             save_file(state, partial / "objective.safetensors")
-            meta = {"format": _FORMAT, "step": step, "facts": dict(facts), "data": dict(data)}
+            meta = {"format": _FORMAT, "step": step, "facts": dict(fingerprint), "data": dict(data)}
             (partial / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
         _sync(partial)
         self._communicator.barrier()
@@ -100,11 +105,11 @@ class Checkpoints:
         return target
 
     def best(self) -> Best | None:
-        """What `keep_best` was last told, the same on all ranks."""
+        """Return the last argument of `keep_best`, the same on all ranks."""
         return self._communicator.on_rank_zero(lambda: read_best(self._folder))
 
     def keep_best(self, best: Best) -> None:
-        """From now on the checkpoint of this step stays, however old; the one before it may go."""
+        """Keep the checkpoint of this step, however old, instead of the former best."""
 
         def write() -> None:
             with replacing(self._folder / "best.json") as path:
@@ -113,14 +118,14 @@ class Checkpoints:
         self._communicator.on_rank_zero(write)
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
-    def read(self, path: Path, facts: Facts) -> tuple[int, Facts]:
-        """The number of steps done, and the position in the data (training/data_position.py).
+    def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
+        """Return the number of steps done, and the position in the data (training/data_position.py).
 
         Raises:
-            UserError: the run that wrote the checkpoint differs in its facts.
+            UserError: the run that wrote the checkpoint has another fingerprint.
         """
         meta = read_meta(path)
-        for key, wanted in facts.items():
+        for key, wanted in fingerprint.items():
             found = meta["facts"].get(key)
             if found != wanted:
                 raise UserError(
@@ -130,7 +135,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Fills engine and objective from a checkpoint.
+        """Fill engine and objective from a checkpoint.
 
         Raises:
             UserError: files are missing or damaged.
@@ -154,29 +159,30 @@ class Checkpoints:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """meta.json of a checkpoint: `step`, `facts`, `data`.
+    """Read meta.json of a checkpoint: `step`, `facts`, `data`.
 
     Raises:
-        UserError: another version of this program wrote it.
+        UserError: it was written by a version with another format.
     """
     meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     if meta.get("format") != _FORMAT:
         raise UserError(
-            f"The checkpoint {path} was written by another version of this program, whose files this one does not "
-            "read; end the run with that version, or give it another name to start anew (--run.name)."
+            f"The checkpoint {path} was written in format {meta.get('format')}, this version reads {_FORMAT}. "
+            "Finish the run with the version that wrote it, or start a new run under another --run.name."
         )
+    meta["facts"] = {_RENAMED.get(name, name): value for name, value in meta["facts"].items()}
     return meta
 
 
 def _empty(folder: Path) -> None:
-    """A new folder; whatever an interrupted save left goes."""
+    """Make a new folder, and delete what an interrupted save left."""
     for stale in folder.parent.glob(".partial-*"):
         shutil.rmtree(stale)
     (folder / "engine").mkdir(parents=True)
 
 
 def _sync(folder: Path) -> None:
-    """Forces the files to disk, so that a power cut after the rename cannot leave empty ones."""
+    """Force the files to disk, so that a power cut after the rename cannot leave empty ones."""
     for path in sorted(folder.rglob("*")):
         if path.is_file():
             with path.open("rb") as file:

@@ -1,4 +1,4 @@
-"""A run's model for others to use: its weights, temperature and tokenizer in the files of another library."""
+"""Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ tokenizer = open_clip.get_tokenizer("local-dir:.")
 
 
 def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
-    """Exports a checkpoint.
+    """Export a checkpoint.
 
     Args:
         path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
         form: `transformers` or `open_clip`.
         folder: where to write; absent or empty.
-        best: of a run's checkpoints the one that `run.best_metric` has kept instead of the newest.
+        best: take the checkpoint that `run.best_metric` kept instead of the newest.
 
     Returns:
-        The checkpoint that was taken.
+        The exported checkpoint.
 
     Raises:
         UserError: there is no checkpoint, or the format cannot express the model.
@@ -56,12 +56,12 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
 def _best(run: Path) -> Path:
     found = read_best(run / "checkpoints")
     if found is None:
-        raise UserError(f"{run} keeps no best checkpoint; train with --run.best_metric=NAME, or leave --best away.")
+        raise UserError(f"{run} keeps no best checkpoint. Train with --run.best_metric=NAME, or omit --best.")
     return step_folder(run / "checkpoints", found.step)
 
 
 def _logits(checkpoint: Path, config: Config, start: Logits) -> Logits:
-    """Temperature and bias as trained; where they are not (individual temperatures, no bias), those of the start."""
+    """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
     state = load_file(checkpoint / "objective.safetensors")
     started = Logits(
         config.objective.temperature.initial or start.temperature,
@@ -77,7 +77,7 @@ def _logits(checkpoint: Path, config: Config, start: Logits) -> Logits:
 
 
 def _card(config: Config, checkpoint: Path, form: str) -> str:
-    """README.md: what this is, how it was trained, how to load it."""
+    """Return README.md: what the model is, how it was trained, how to load it."""
     step = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))["step"]
     base = config.model.pretrained
     origin = f"fine-tuned from `{base}`, whose licence it inherits" if base else "trained from random weights"

@@ -1,4 +1,4 @@
-"""Opens a model to use it, without an engine: of a run, of one of its checkpoints, or a pretrained one."""
+"""Open a trained model without DeepSpeed: of a run, of one of its checkpoints, or a pretrained one."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from neuclip_ds.recipe import validate
 
 
 class SavedModel(NamedTuple):
-    """A model with its weights in float32, and what its input has to be."""
+    """A model with its weights in float32, and what its input must look like."""
 
-    name: str  # what tells it from others: the checkpoint's folder, or the pretrained model's name
+    name: str  # the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
     tokenizer: Tokenize
     pixels: Pixels
@@ -31,13 +31,14 @@ class SavedModel(NamedTuple):
 
 
 def open_model(name: str, communicator: Communicator) -> SavedModel:
-    """
+    """Open a model by name.
+
     Args:
         name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
-        communicator: the ranks, who open it together; one of them downloads.
+        communicator: the ranks, which open it together; one of them downloads.
 
     Raises:
-        UserError: there is no such model, or its files do not fit.
+        UserError: there is no such model, or its files do not match.
     """
     path = Path(name)
     is_run = (path / "checkpoints").is_dir() or is_complete(path)
@@ -47,22 +48,22 @@ def open_model(name: str, communicator: Communicator) -> SavedModel:
 
 
 def find_checkpoint(path: Path) -> Path:
-    """A run's newest checkpoint, or the checkpoint itself.
+    """Return a run's newest checkpoint, or the checkpoint that `path` is.
 
     Raises:
         UserError: it is neither.
     """
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
-        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint; name a folder runs/NAME.")
+        raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
     found = found.resolve()
     if not (found.parent.parent / "config.yaml").is_file():
-        raise UserError(f"{found} lies in no run: the config.yaml of its run must be two folders above it.")
+        raise UserError(f"{found} is not inside a run: the config.yaml of its run must be two folders above it.")
     return found
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint's run keeps beside it."""
+    """What a run keeps besides its checkpoints."""
 
     config: Config
     source: ModelSource
@@ -71,7 +72,7 @@ class SavedRun(NamedTuple):
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """The run that a checkpoint from `find_checkpoint` lies in."""
+    """Open the run that a checkpoint from `find_checkpoint` belongs to."""
     run = checkpoint.parent.parent
     config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
     source, start = open_saved(config.model, run / "model")

@@ -20,9 +20,9 @@ from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
+from neuclip_ds.training.data import CACHE, open_order, resolve
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
-from neuclip_ds.training.sources import CACHE, open_order, resolve
 
 
 def print_dry_run(

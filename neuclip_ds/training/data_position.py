@@ -1,4 +1,4 @@
-"""Where in the data a training step is, also when the data have grown while a run was interrupted."""
+"""Map training steps to places in the data, also when the data have grown while a run was interrupted."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ log = logging.getLogger(__name__)
 
 
 class DataPosition(NamedTuple):
-    """From training step `step` on, epochs of `steps_per_epoch` steps follow one another, the first being `epoch`."""
+    """The map from training steps to epochs: epoch `epoch` begins at training step `step`."""
 
     step: int
     epoch: int
     steps_per_epoch: int
 
     def at(self, number: int) -> tuple[int, int]:
-        """(epoch, step within it) of a training step."""
+        """Return (epoch, step within it) of a training step."""
         epochs, step = divmod(number - self.step, self.steps_per_epoch)
         return self.epoch + epochs, step
 
     def end(self, budget: BudgetConfig) -> int:
-        """The number of steps after which training ends."""
+        """Return the number of steps after which training ends."""
         left = round((budget.epochs - self.epoch) * self.steps_per_epoch)
         return budget.steps or max(self.step + left, self.step, 1)
 
     def record(self, manifest: Manifest) -> dict[str, Any]:
-        """What a checkpoint keeps of the data."""
+        """Return what a checkpoint keeps of the data."""
         return {
             "hash": manifest.content_hash,
             "shards": manifest.n_shards,
@@ -41,9 +41,10 @@ class DataPosition(NamedTuple):
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """
+    """Check that the data are those of a checkpoint, or have grown from them.
+
     Raises:
-        UserError: the data are neither those of a checkpoint's record nor grown out of them.
+        UserError: they are other data.
     """
     if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
         raise UserError(
@@ -54,18 +55,18 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
 
 
 def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, steps_per_epoch: int) -> DataPosition:
-    """The position of a run that goes on after `done` steps.
+    """Return the position of a run that resumes after `done` steps.
 
-    Data that have grown since (shards were appended, or removed) have another order of samples, so that the epoch
-    that was begun cannot be finished: the next one begins at once.
+    Data that have changed since (shards were appended or removed) have another order of samples, so the epoch that was
+    begun cannot be finished: the next one begins at once.
 
     Args:
         saved: the checkpoint's record.
-        manifest: the data of now.
-        steps_per_epoch: of now.
+        manifest: the present data.
+        steps_per_epoch: of the present data.
 
     Raises:
-        UserError: the data are others than the checkpoint's.
+        UserError: the data are not those of the checkpoint.
     """
     check_data(saved, manifest)
     before = DataPosition(saved["step"], saved["epoch"], saved["steps_per_epoch"])

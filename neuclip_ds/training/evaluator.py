@@ -1,4 +1,4 @@
-"""What a run measures of its model: held-out retrieval, zero-shot accuracy, the normalisers' error."""
+"""Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalisers' error."""
 
 from __future__ import annotations
 
@@ -23,67 +23,64 @@ from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.pretrained.base import Pixels
-from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.sources import find_split, loader_options, open_data, resolve
+from neuclip_ds.training.data import TrainingData, find_split, loader_options, open_data, resolve
 
-_ANCHOR_SEED = 2_718_281  # of an order that is no run's: the same anchors whatever method and seed, seen at any time
+_ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
 
 class Evaluator:
-    """Opens the held-out sets of a run: a mistake in them is met before the first step."""
+    """Evaluate on the held-out sets of a run, which are opened before the first step."""
 
     def __init__(
         self,
         config: Config,
-        manifest: Manifest,
-        tokenizer: Tokenize,
+        data: TrainingData,
         pixels: Pixels,
         communicator: Communicator,
         folder: Path,
     ) -> None:
         """
         Args:
-            config: the run's.
-            manifest: its training data.
-            tokenizer: its tokenizer.
-            pixels: what becomes of an image for its model.
-            communicator: the ranks, who evaluate together.
+            config: of the run.
+            data: its training data and tokenizer.
+            pixels: how an image becomes the model's input.
+            communicator: the ranks, which evaluate together.
             folder: of the run.
         """
-        self._config, self._manifest, self._tokenizer = config, manifest, tokenizer
+        self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
         self._communicator = communicator
         self._transform = eval_transform(pixels.size, pixels.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
-        data = config.data
-        val, images = (
-            find_split(x, name, data.train) for x, name in ((data.val, "val"), (data.zero_shot, "zero_shot"))
-        )
-        self._val = open_data(val, data, communicator, folder) if val else None
+        options = config.data
+        val = find_split(options.val, "val", options.train)
+        images = find_split(options.zero_shot, "zero_shot", options.train)
+        self._val = open_data(val, options, communicator, folder) if val else None
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
             self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
         self._on_disk = []
-        if data.evaluation_sets is not None:
-            root, self._tasks = data.evaluation_sets, load_tasks()
-            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, data.evaluation_tasks))
+        if options.evaluation_sets is not None:
+            root, self._tasks = options.evaluation_sets, load_tasks()
+            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, options.evaluation_tasks))
 
     def check(self, objective: Objective) -> None:
-        """
+        """Check that what is to be measured exists.
+
         Raises:
-            UserError: the normalisers' error is asked of a method that has none.
+            UserError: the normalisers' error is requested for a method without normalisers.
         """
         if self._config.run.normalizer_anchors and not isinstance(objective, ContrastiveObjective):
             raise UserError(
-                f"run.normalizer_anchors={self._config.run.normalizer_anchors} measures normalisers, of which "
-                f"objective.method={self._config.objective.method} has none; leave it at 0."
+                f"run.normalizer_anchors={self._config.run.normalizer_anchors} measures normalisers, but "
+                f"objective.method={self._config.objective.method} has none. Set it to 0."
             )
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Results by name, of the sets that there are, equal on all ranks."""
+        """Return results by name, equal on all ranks."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
         communicator = self._communicator
@@ -109,7 +106,7 @@ class Evaluator:
         return results
 
     def _scores(self, encode: Encode) -> dict[str, float]:
-        """`task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
+        """Return `task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
         suite = Suite(encoder, self._transform, self._communicator, self._config.data.workers)
         metrics = {task.key: suite.measure(task, place) for task, place in self._on_disk}
@@ -118,7 +115,7 @@ class Evaluator:
         return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
-        """The normalisers of a fixed sample of anchors against those over the whole training set."""
+        """Compare the normalisers of a fixed sample of anchors with those over the whole training set."""
         data, manifest = self._config.data, self._manifest
         order = GlobalOrder(
             manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, shuffle_block=data.shuffle_block
@@ -143,7 +140,7 @@ class Evaluator:
         return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rank_batch, **share)
 
     def _share(self, manifest: Manifest) -> dict[str, Any]:
-        """What a loader of this rank is told."""
+        """Return the arguments of a loader that are this rank's."""
         communicator = self._communicator
         options = loader_options(self._config.data, manifest, communicator)
         return {"rank": communicator.rank, "world_size": communicator.world_size, "options": options}

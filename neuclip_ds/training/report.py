@@ -1,5 +1,4 @@
-"""The report of a run, with what the rooms below do not know of each other: the live objective's distributions of u and
-individual temperatures, and the papers' scores beside the run's."""
+"""Write the report of a run, with the distributions of u and individual temperatures, and the papers' scores."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _AVERAGE = "average/"  # what the evaluator's names of averages begin with
 
 
 def report_run(folder: Path, objective: Objective) -> None:
-    """Writes RUN/report.html on rank 0, of whose samples the distributions are."""
+    """Write FOLDER/report.html; the distributions are over this rank's samples."""
     tables = objective.row_tables()
     histograms = {
         title: {name: _drawn(column) for name, column in columns(tables[table]).items()}
@@ -34,7 +33,7 @@ def report_run(folder: Path, objective: Objective) -> None:
 
 
 def _beside_published(folder: Path) -> list[Table]:
-    """The run's last averages beside the papers', where it has averages and its setting is published."""
+    """Return tables of the run's last averages next to the papers', where its setting is published."""
     averages = {
         name.removeprefix(_AVERAGE): values[-1]
         for name, (_, values) in read_run(folder).items()
@@ -46,6 +45,6 @@ def _beside_published(folder: Path) -> list[Table]:
 
 
 def _drawn(column: Tensor) -> list[float]:
-    """Values of samples that have been seen."""
+    """Return up to `_DRAWN` values of samples that have been seen."""
     some = column[:: max(1, len(column) // _DRAWN)].float().cpu()
     return list(some[torch.isfinite(some)].tolist())

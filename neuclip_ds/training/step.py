@@ -1,11 +1,11 @@
-"""One training step: features out of the engine, feature gradients back into it.
+"""Run one training step: features out of the engine, feature gradients back into it.
 
-The engine knows nothing of the loss. It back-propagates the scalar K sum(features * feature gradients), whose
-gradient is the chain rule; the factor K undoes DeepSpeed's mean over ranks.
+The engine does not know the loss. It back-propagates the scalar K sum(features * feature gradients), whose gradient is
+the chain rule; the factor K cancels DeepSpeed's mean over ranks.
 
-A batch beyond the micro-batch takes two passes. The first keeps features only; after the objective has seen the whole
-batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes draw
-the same dropout, and batch-norm statistics move in the second only, so the result is that of one big pass.
+A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
+whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes
+draw the same dropout, and batch-norm statistics change in the second only, so the result is that of one large pass.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from neuclip_ds.objectives.gather import FeatureGather, Features
 
 
 class TrainStep:
-    """Runs a batch through engine, objective and optimizers."""
+    """Run batches through engine, objective and optimizers."""
 
     def __init__(
         self, engine: Any, objective: Objective, communicator: Communicator, micro_batch: int, seed: int
@@ -48,12 +48,12 @@ class TrainStep:
         self._seed = seed
 
     def __call__(self, batch: Batch, step: Step) -> FeatureGradients:
-        """Updates encoders, temperature and normaliser by one global batch.
+        """Update encoders, temperature and normaliser by one global batch.
 
         Raises:
             TrainingDiverged: loss or gradient is not finite; weights are left as they were.
         """
-        if not self._engine.module.training:  # a walk through all modules
+        if not self._engine.module.training:  # train() visits every module
             self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = step.lr
@@ -77,14 +77,14 @@ class TrainStep:
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
                 self._backward(self._forward(image[part], tokens[part]), gradients, part, last=part is rows[-1])
-        # not before the backward pass: a look at a number makes the host wait for the GPU
+        # after the backward pass is launched: reading a number makes the host wait for the GPU
         self._check_finite(gradients, batch, step)
         with phase_range("optimizer"):
             self._engine.step()
         return gradients
 
     def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
-        """(b, d) image and text features, of which `gather` hears as soon as they are there."""
+        """Return (b, d) image and text features; `gather` receives each as soon as it is computed."""
         with phase_range("forward"):
             text_ready = gather.add_text if gather is not None else None
             features: tuple[Tensor, Tensor] = self._engine(image, tokens, text_ready)
@@ -99,7 +99,7 @@ class TrainStep:
     def _first_pass(
         self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step, gather: FeatureGather | None
     ) -> tuple[Tensor, Tensor]:
-        """(b, d) image and text features of the whole batch, without a graph."""
+        """Return (b, d) image and text features of the whole batch, without a graph."""
         features = []
         with torch.no_grad(), kept_statistics(self._engine.module):
             for number, part in enumerate(rows):
@@ -115,10 +115,10 @@ class TrainStep:
             self._engine.backward(surrogate * self._communicator.world_size)
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
-        """Dropout is a function of (seed, step, rank, micro-batch): equal in both passes and after a resume."""
+        """Seed dropout by (seed, step, rank, micro-batch): equal in both passes and after a resume."""
         place = step.number * self._communicator.world_size + self._communicator.rank
         seed = ((self._seed * 1_000_003 + place) * 65_537 + micro) % 2**63
-        # torch.manual_seed seeds every device that there might be, and takes 0.3 ms where there is none
+        # torch.manual_seed seeds every kind of device, which takes 0.3 ms even without one
         torch.default_generator.manual_seed(seed)
         if self._communicator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
@@ -128,16 +128,16 @@ class TrainStep:
         if not (math.isfinite(loss) and math.isfinite(norm)):
             raise TrainingDiverged(
                 f"step {step.number + 1}: loss {loss} and feature-gradient norm {norm} are not finite at temperature "
-                f"{float(gradients.metrics['tau']):.4g}, learning rate {step.lr:.4g}; this step has left the weights "
-                f"as they were. Rank {self._communicator.rank}'s samples begin with {batch.index[:8].tolist()}, "
-                "events.jsonl has all. Lower optimizer.lr, or objective.npn.lr where the log warned of the NPN, and go "
-                "on from the checkpoint."
+                f"{float(gradients.metrics['tau']):.4g}, learning rate {step.lr:.4g}; the weights are "
+                f"unchanged by this step. The first samples of rank {self._communicator.rank} are "
+                f"{batch.index[:8].tolist()}; events.jsonl lists all. Lower optimizer.lr, or objective.npn.lr if "
+                "the log warned of the NPN, and resume from the checkpoint."
             )
 
 
 @contextmanager
 def kept_statistics(module: nn.Module) -> Iterator[None]:
-    """Batch-norm layers normalise by the batch, as in training, but their running statistics stand still."""
+    """Freeze the running statistics of batch-norm layers, which normalise by the batch as in training."""
     layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
     momenta = [layer.momentum for layer in layers]
     for layer in layers:

@@ -47,6 +47,6 @@ def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -
 def test_an_unknown_metric_is_met_before_the_first_step(shards: str, tmp_path: Path) -> None:
     done = train(tmp_path, shards, 3, f"--data.val={shards}", "--run.best_metric=recall")
     assert done.returncode == 2
-    assert "run.best_metric=recall is no metric" in done.stderr
+    assert "run.best_metric=recall is not a metric" in done.stderr
     assert METRIC in done.stderr
     assert not list((tmp_path / "run" / "checkpoints").glob("step_*"))

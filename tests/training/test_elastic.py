@@ -90,7 +90,7 @@ class Launch:
         self.reach(step)
         self.processes[0].send_signal(signal.SIGTERM)
         said = self.end()
-        assert "stopped by a signal" in said
+        assert "stopped after step" in said
         return said
 
     def kill(self) -> None:

@@ -12,7 +12,7 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.sources import open_data
+from neuclip_ds.training.data import open_data
 
 
 def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
@@ -22,5 +22,5 @@ def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
     manifest, run = str(table.parent), tmp_path / "run"
     assert open_data(manifest, DataConfig(), Communicator(), run).n == 6
     (shards / "00001.tar").rename(tmp_path / "elsewhere.tar")
-    with pytest.raises(UserError, match=r"1 of 2 shards are not here, such as .*/00001.tar; .* every node"):
+    with pytest.raises(UserError, match=r"1 of 2 shards are missing on this node, such as .*/00001.tar. .* every node"):
         open_data(manifest, DataConfig(), Communicator(), run)

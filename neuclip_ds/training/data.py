@@ -1,0 +1,165 @@
+"""Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from neuclip_ds.config import Config, DataConfig
+from neuclip_ds.data.build import open_manifest
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.decoders import find_decoder
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.loader import Batch, LoaderOptions, iter_captions, train_loader
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.transforms import ImageTransform, train_transform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.source import ModelSource
+from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize, train_bpe
+
+CACHE = Path(".cache")
+_TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
+
+
+class TrainingData(NamedTuple):
+    """The training samples of a run, their order, and what turns them into batches."""
+
+    manifest: Manifest
+    order: GlobalOrder
+    loading: LoaderOptions
+    transform: ImageTransform
+    tokenizer: Tokenize
+
+    def batches(self, communicator: Communicator, epoch: int, step: int, steps: int) -> Iterator[Batch]:
+        """Yield a rank's next `steps` batches from a place in the order."""
+        return train_loader(
+            self.manifest,
+            self.order,
+            self.transform,
+            self.tokenizer,
+            rank=communicator.rank,
+            world_size=communicator.world_size,
+            epoch=epoch,
+            step=step,
+            steps=steps,
+            options=self.loading,
+        )
+
+
+def open_training_data(config: Config, source: ModelSource, communicator: Communicator, folder: Path) -> TrainingData:
+    """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
+
+    Raises:
+        UserError: no data are named, or they cannot be used.
+    """
+    data, pixels = config.data, source.pixels
+    if not data.train:
+        raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+    manifest = open_data(data.train, data, communicator, folder)
+    loading = loader_options(data, manifest, communicator)
+    order = open_order(config, manifest)
+    transform = train_transform(pixels.size, data.crop_scale, find_decoder(data.decoder), pixels.squash)
+
+    def trained_tokenizer() -> CaptionTokenizer:
+        text, place = config.model.text, folder / "tokenizer"
+
+        def make() -> None:
+            if not place.is_dir():
+                captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
+                train_bpe(captions, text.vocab_size, text.context_length).save(place)
+
+        communicator.on_rank_zero(make)
+        return CaptionTokenizer.load(place, text.context_length)
+
+    return TrainingData(manifest, order, loading, transform, source.tokenizer(trained_tokenizer))
+
+
+def find_split(source: str, name: str, train: str) -> str:
+    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the training data."""
+    if source != "auto":
+        return source
+    if train.startswith("demo:"):
+        return f"demo:{name}"
+    beside = Path(train).parent / name
+    return str(beside) if beside.is_dir() else ""
+
+
+def resolve(source: str) -> str:
+    """Return the path of a source, after rendering a demo split that is absent."""
+    return str(demo_split(source, CACHE)) if source.startswith("demo:") else source
+
+
+def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
+    """Open the manifest of a data set on all ranks; rank 0 builds it in the run's folder where there is none."""
+    options = ScanOptions(tuple(data.captions))
+    manifest = communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+    first_of_node = communicator.rank == communicator.ranks_of_node()[0]
+    communicator.agree(_missing_here(manifest) if first_of_node else None)
+    return manifest
+
+
+def _missing_here(manifest: Manifest) -> str | None:
+    """Return which local shards this node lacks, if any."""
+    paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path) and not shard.removed]
+    folders = {path.parent for path in paths}  # listed, which is faster than a stat call per shard
+    present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
+    missing = [path for path in paths if path not in present]
+    if not missing:
+        return None
+    return (
+        f"{len(missing)} of {len(paths)} shards are missing on this node, such as {missing[0]}. Put local "
+        "data under the same path on every node."
+    )
+
+
+def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
+    """Return the order of a run's samples.
+
+    Raises:
+        UserError: the batch size does not fit the data or the shard streams.
+    """
+    data = config.data
+    order = GlobalOrder(
+        manifest.starts,
+        manifest.sizes,
+        data.batch_size,
+        config.run.seed,
+        streams=data.shard_streams,
+        shuffle_block=data.shuffle_block,
+        tail=data.tail,
+    )
+    if order.last_batch_size < 2:
+        raise UserError(
+            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
+            "which has no negatives. Choose another batch size or data.tail=drop."
+        )
+    return order
+
+
+def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:
+    """Open the node's cache of remote shards; None where all shards are local."""
+    if all(is_local(shard.path) for shard in manifest.shards):
+        return None
+    folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
+    # a fetch with all its retries times out before the loader's own time-out
+    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
+
+
+def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
+    """Return how batches of `manifest` are loaded."""
+    return LoaderOptions(
+        data.workers,
+        data.prefetch,
+        data.timeout,
+        data.restarts,
+        data.reader,
+        tuple(data.captions),
+        open_cache(data, manifest),
+        pin_memory=communicator.device.type == "cuda",
+    )

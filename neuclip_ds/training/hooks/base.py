@@ -1,0 +1,42 @@
+"""The protocol of what happens around training steps."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuclip_ds.data.loader import Batch
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+
+class Hook:
+    """Do something around the steps of a loop: override the methods that you need.
+
+    All ranks have the same hooks and call them in the same order, so a hook may use collectives. `Loop` says what a
+    hook can read and ask for.
+
+    Example:
+        class StopBelow(Hook):
+            def after_step(self, loop: Loop, result: StepResult) -> None:
+                if result.loss < 0.1:
+                    loop.stop_requested = True
+    """
+
+    def start(self, loop: Loop) -> None:
+        """Run before the first step of this start; `loop.done` steps are behind it."""
+
+    def before_step(self, loop: Loop) -> None:
+        """Run before the next batch is waited for."""
+
+    def on_batch(self, loop: Loop, batch: Batch) -> None:
+        """Run when the batch has come, before it is trained on."""
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        """Run after a step."""
+
+    def finish(self, loop: Loop) -> None:
+        """Run after the last step; not if the loop was stopped before."""
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        """Release what `start` took; runs in every case, with the exception that ended the loop, if any."""

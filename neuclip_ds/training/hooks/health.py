@@ -1,0 +1,46 @@
+"""Report loss spikes, skipped updates, divergence and slow data."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuclip_ds.data.loader import PADDING, Batch
+from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.reporting.events import EventLog
+from neuclip_ds.reporting.health import Samples, StepHealth
+from neuclip_ds.training.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+
+class WatchHealth(Hook):
+    """Hand every step to `StepHealth`, whose findings go to the log and to events.jsonl."""
+
+    def __init__(self, loop: Loop, events: EventLog) -> None:
+        context, position = loop.context, loop.position
+        # the order is a pure function, so every rank knows which samples all ranks saw
+        samples = Samples(
+            lambda step: context.data.order.batch(*position.at(step - 1)).tolist(),
+            lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
+            PADDING,
+        )
+        self._health = StepHealth(events, samples, context.communicator.rank, context.config.data.workers)
+
+        self._step = loop.done
+
+    def on_batch(self, loop: Loop, batch: Batch) -> None:
+        self._step = loop.done + 1
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._health.check_update(result.step, result.grad_norm, result.applied)
+        self._health.check_times(result.step, result.waited, result.seconds, result.batch.index.tolist())
+        # the rest of an epoch, less than half a batch, has another loss
+        order, step_of_epoch = loop.context.data.order, loop.position.at(result.step - 1)[1]
+        is_rest = step_of_epoch + 1 == order.steps_per_epoch and 2 * order.last_batch_size < order.batch_size
+        if not is_rest:
+            self._health.check_loss(result.step, result.loss, lambda: result.metrics)
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        if isinstance(error, TrainingDiverged):
+            self._health.diverged(self._step, error)

@@ -1,0 +1,81 @@
+"""Write metrics and show progress."""
+
+from __future__ import annotations
+
+import time
+from typing import TYPE_CHECKING
+
+from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.reporting.metrics import MetricsLog
+from neuclip_ds.reporting.progress import Progress
+from neuclip_ds.reporting.weights_and_biases import WeightsAndBiases
+from neuclip_ds.training.hooks.base import Hook
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+
+def open_metrics(loop: Loop) -> MetricsLog | None:
+    """Open metrics.jsonl, TensorBoard and, if the config names a project, Weights & Biases; None beyond rank 0."""
+    config = loop.context.config
+    if loop.context.communicator.rank != 0:
+        return None
+    if config.run.wandb is None:
+        return MetricsLog(loop.folder, loop.done or None)
+    name = loop.folder.relative_to(config.run.folder).as_posix()
+    online = WeightsAndBiases(
+        config.run.wandb, loop.folder, name, config.model_dump(mode="json"), resumed=loop.done > 0
+    )
+    return MetricsLog(loop.folder, loop.done or None, [online])
+
+
+class WriteMetrics(Hook):
+    """Write the metrics of every `run.log_every`-th step, with throughput and shares of waiting since the last one."""
+
+    def __init__(self, metrics: MetricsLog | None, bad_samples: BadSampleLog) -> None:
+        self._metrics, self._bad_samples = metrics, bad_samples
+
+    def start(self, loop: Loop) -> None:
+        self._begin_interval(loop)
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._waited += result.waited
+        if not result.logs:
+            return
+        if self._metrics is not None:
+            self._metrics.write(result.step, {**result.metrics, **self._of_interval(loop, result)})
+        self._begin_interval(loop)
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        if self._metrics is not None:
+            self._metrics.__exit__(None if error is None else type(error), error, None)
+
+    def _of_interval(self, loop: Loop, result: StepResult) -> dict[str, float]:
+        passed = time.perf_counter() - self._since
+        found: dict[str, float] = {f"bad_samples/{cause}": n for cause, n in self._bad_samples.causes.items()}
+        found["samples_per_second"], found["data_wait_share"] = result.samples_per_second, self._waited / passed
+        communicator = loop.context.communicator
+        if communicator.world_size > 1:
+            found["objective_communication_share"] = (communicator.seconds() - self._communicated) / passed
+        return found
+
+    def _begin_interval(self, loop: Loop) -> None:
+        self._waited, self._since = 0.0, time.perf_counter()
+        self._communicated = loop.context.communicator.seconds()
+
+
+class ShowProgress(Hook):
+    """Show step, loss, temperature, throughput and time left on rank 0."""
+
+    def start(self, loop: Loop) -> None:
+        shown = loop.context.communicator.rank == 0 and loop.done < loop.total
+        self._progress = Progress(loop.total, loop.done, enabled=shown)
+        self._progress.__enter__()
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._progress.update(
+            result.step, loss=result.loss, tau=result.tau, samples_per_second=result.samples_per_second
+        )
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        self._progress.__exit__(None, None, None)

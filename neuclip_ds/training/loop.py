@@ -1,0 +1,238 @@
+"""The training loop: steps of one objective over the data in their order, from the newest checkpoint to the last step.
+
+Training is one loop; the recovery of an optimizer's state before fine-tuning is another one. Each has a folder with its
+checkpoints, metrics and logs.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
+from neuclip_ds.config import BudgetConfig, Config
+from neuclip_ds.data.loader import Batch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.reporting.progress import SlidingRate
+from neuclip_ds.training.data import TrainingData
+from neuclip_ds.training.data_position import DataPosition, resume
+from neuclip_ds.training.hooks import Evaluate, Hook, standard_hooks
+from neuclip_ds.training.step import TrainStep
+
+log = logging.getLogger(__name__)
+
+LearningRate = Callable[[int, int], float]  # (step, total steps) -> learning rate
+
+
+class RunContext(NamedTuple):
+    """What the loops of a run share."""
+
+    config: Config
+    communicator: Communicator
+    folder: Path
+    data: TrainingData
+    engine: Any  # DeepSpeed's, around the encoders
+    objective_context: Context
+    comm_dtype: torch.dtype
+    fingerprint: Fingerprint
+
+    @property
+    def micro_batch(self) -> int:
+        """Pairs that go through the towers at once on a rank."""
+        return self.config.micro_batch(self.communicator.world_size)
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one training step gave.
+
+    Attributes:
+        step: number of steps done, this one included.
+        last: whether it is the run's last.
+        logs, saves: whether metrics are logged and a checkpoint is saved after it.
+        batch: this rank's samples.
+        gradients: loss and metrics of the global batch, equal on all ranks.
+        lr: learning rate of the encoders.
+        grad_norm: norm of the encoders' gradient; None where DeepSpeed does not compute it (float32 without ZeRO).
+        applied: whether DeepSpeed moved the weights.
+        waited: seconds for the batch.
+        seconds: of the whole step.
+        samples_per_second: over all ranks, in the last steps.
+    """
+
+    step: int
+    last: bool
+    logs: bool
+    saves: bool
+    batch: Batch
+    gradients: FeatureGradients
+    lr: float
+    grad_norm: float | None
+    applied: bool
+    waited: float
+    seconds: float
+    samples_per_second: float
+
+    @cached_property
+    def loss(self) -> float:
+        """Loss of the global batch."""
+        return float(self.gradients.loss)
+
+    @cached_property
+    def tau(self) -> float:
+        """Temperature, the mean where samples have their own."""
+        return float(self.gradients.metrics["tau"])
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """Everything that is logged of the step, by name."""
+        found = {"loss": self.loss, "lr": self.lr}
+        found.update({name: float(value) for name, value in self.gradients.metrics.items()})
+        return found if self.grad_norm is None else {**found, "grad_norm": self.grad_norm}
+
+
+class Loop:
+    """Steps of one objective, with hooks around them.
+
+    Attributes:
+        context: what the loops of the run share.
+        folder: where this loop's records go; exists on rank 0.
+        fingerprint: what a resumed loop must share with the one that wrote the checkpoint.
+        checkpoints: of this loop.
+        position: the place of each step in the data.
+        done: number of steps done.
+        total: number of steps after which the loop ends.
+        saved: last step with a checkpoint.
+        stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
+    """
+
+    def __init__(
+        self,
+        context: RunContext,
+        objective: Objective,
+        folder: Path,
+        budget: BudgetConfig,
+        learning_rate: LearningRate,
+        fingerprint: Fingerprint,
+        epochs_before: int = 0,
+    ) -> None:
+        """
+        Args:
+            context, folder, fingerprint: see the attributes.
+            objective: turns features into their gradients.
+            budget: how long to train.
+            learning_rate: of each step.
+            epochs_before: epochs that the objective's schedules have behind them.
+        """
+        self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
+        self._objective, self._budget = objective, budget
+        self._learning_rate, self._epochs_before = learning_rate, epochs_before
+        run, engine, communicator = context.config.run, context.engine, context.communicator
+        self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
+        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints)
+        self.position = DataPosition(0, 0, context.data.order.steps_per_epoch)
+        self.done = self.saved = 0
+        self.total = self.position.end(budget)
+        self.stop_requested = False
+
+    def newest(self) -> Path | None:
+        """Return the newest checkpoint, the same on all ranks; None where the loop has not begun."""
+        return self.checkpoints.newest()
+
+    def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
+        """Resume from the newest checkpoint, or start; return False when a stop was requested before the end.
+
+        Args:
+            evaluate: what to measure of the model, if anything.
+            hooks: further ones.
+        """
+        self._resume()
+        self._announce()
+        with self._started(standard_hooks(self, evaluate, hooks)) as every_hook:
+            batches = self.context.data.batches(
+                self.context.communicator, *self.position.at(self.done), self.total - self.done
+            )
+            rate = SlidingRate()
+            while self.done < self.total and not self.stop_requested:
+                for hook in every_hook:
+                    hook.before_step(self)
+                began = time.perf_counter()
+                batch = next(batches)
+                waited = time.perf_counter() - began
+                for hook in every_hook:
+                    hook.on_batch(self, batch)
+                result = self._train_on(batch, began, waited, rate)
+                self.done += 1
+                for hook in every_hook:
+                    hook.after_step(self, result)
+            if self.stop_requested:
+                log.warning("stopped after step %d; the same command resumes there", self.done)
+                return False
+            for hook in every_hook:
+                hook.finish(self)
+        return True
+
+    def save(self) -> None:
+        """Save a checkpoint of the steps done, on all ranks together."""
+        data = self.position.record(self.context.data.manifest)
+        self.checkpoints.save(self.done, self.context.engine, self._objective, self.fingerprint, data)
+        self.saved = self.done
+
+    def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
+        engine, config, number = self.context.engine, self.context.config, self.done
+        epoch, _ = self.position.at(number)
+        lr = self._learning_rate(number, self.total)
+        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress=number / self.total)
+        gradients = self._step(batch, place)
+        norm, last = engine.get_global_grad_norm(), number + 1 == self.total
+        return StepResult(
+            step=number + 1,
+            last=last,
+            logs=last or (number + 1) % config.run.log_every == 0,
+            saves=last or (number + 1) % config.run.checkpoint_every == 0,
+            batch=batch,
+            gradients=gradients,
+            lr=lr,
+            grad_norm=None if norm is None else float(norm),
+            applied=engine.was_step_applied(),
+            waited=waited,
+            seconds=time.perf_counter() - began,
+            samples_per_second=rate.update((number + 1) * config.data.batch_size),
+        )
+
+    @contextmanager
+    def _started(self, hooks: list[Hook]) -> Iterator[list[Hook]]:
+        """Start hooks in their order, and close them in the reverse order."""
+        with ExitStack() as stack:
+            for hook in hooks:
+                hook.start(self)
+                stack.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
+            yield hooks
+
+    def _resume(self) -> None:
+        """Fill engine and objective from the newest checkpoint, if there is one."""
+        newest = self.newest()
+        if newest is None:
+            return
+        self.done, saved = self.checkpoints.read(newest, self.fingerprint)
+        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order.steps_per_epoch)
+        self.total = self.position.end(self._budget)
+        self.checkpoints.load(newest, self.context.engine, self._objective)
+        self.saved = self.done
+
+    def _announce(self) -> None:
+        manifest, config = self.context.data.manifest, self.context.config
+        log.info(
+            "%s: %d pairs in %d shards, %d parameters, %d ranks, batch %d, %d steps of which %d are done",
+            self.fingerprint["method"], manifest.n_used, manifest.n_shards, self.fingerprint["parameters"],
+            self.context.communicator.world_size, config.data.batch_size, self.total, self.done,
+        )  # fmt: skip

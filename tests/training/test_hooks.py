@@ -1,0 +1,88 @@
+"""Hooks of the user run around the steps of a run, in order, and may end it with a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from small_runs import SMALL, demo_shards
+
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
+from neuclip_ds.data.loader import Batch
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.recipe import parse
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.loop import Loop, StepResult
+from neuclip_ds.training.trainer import train
+
+
+class Recording(Hook):
+    """Notes what is called, and requests a stop after some steps."""
+
+    def __init__(self, stop_after: int | None = None) -> None:
+        self.calls: list[str] = []
+        self.losses: list[float] = []
+        self._stop_after = stop_after
+
+    def start(self, loop: Loop) -> None:
+        self.calls.append(f"start {loop.done}/{loop.total}")
+
+    def before_step(self, loop: Loop) -> None:
+        self.calls.append("before")
+
+    def on_batch(self, loop: Loop, batch: Batch) -> None:
+        self.calls.append(f"batch of {len(batch.index)}")
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self.calls.append(f"after {result.step}")
+        self.losses.append(result.metrics["loss"])
+        loop.stop_requested = result.step == self._stop_after
+
+    def finish(self, loop: Loop) -> None:
+        self.calls.append("finish")
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        self.calls.append(f"close {type(error).__name__}")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
+
+
+def run(shards: Path, runs: Path, *hooks: Hook) -> None:
+    options = ["--data.batch_size=8", "--data.workers=0", "--data.val=", "--data.zero_shot=", "--budget.steps=3"]
+    where = [f"--data.train={shards}", f"--run.folder={runs}", "--run.name=run"]
+    train(parse(["demo", *SMALL, *options, *where]).config, RankEnvironment(0, 0, 1), hooks)
+
+
+STEP = ["before", "batch of 8"]
+
+
+def test_hooks_see_every_step_in_order(shards: Path, tmp_path: Path) -> None:
+    hook = Recording()
+    run(shards, tmp_path, hook)
+    steps = [call for step in (1, 2, 3) for call in (*STEP, f"after {step}")]
+    assert hook.calls == ["start 0/3", *steps, "finish", "close NoneType"]
+    assert len(set(hook.losses)) == 3
+
+
+def test_a_requested_stop_leaves_a_checkpoint_from_which_the_run_resumes(shards: Path, tmp_path: Path) -> None:
+    hook = Recording(stop_after=2)
+    run(shards, tmp_path, hook)
+    assert hook.calls[-2:] == ["after 2", "close NoneType"]
+    assert [path.name for path in complete_checkpoints(tmp_path / "run" / "checkpoints")] == ["step_000000002"]
+    hook = Recording()
+    run(shards, tmp_path, hook)
+    assert hook.calls == ["start 2/3", *STEP, "after 3", "finish", "close NoneType"]
+
+
+def test_an_error_closes_the_hooks(shards: Path, tmp_path: Path) -> None:
+    class Failing(Hook):
+        def on_batch(self, loop: Loop, batch: Batch) -> None:
+            raise RuntimeError("of the user")
+
+    hook = Recording()
+    with pytest.raises(RuntimeError, match="of the user"):
+        run(shards, tmp_path, hook, Failing())
+    assert hook.calls == ["start 0/3", *STEP, "close RuntimeError"]
