@@ -45,7 +45,6 @@ def test_switches() -> None:
     assert asked.hostfile == Path("hostfiles/8node")
     assert not asked.print_config
     assert parse(["demo", "--print-config"]).print_config
-    assert parse(["demo", "--profile"]).config.run.profile_steps == 10
 
 
 def test_dashes_and_underscores_are_alike() -> None:
