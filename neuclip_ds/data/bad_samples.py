@@ -9,8 +9,8 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import NamedTuple
 
+from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
-from neuclip_ds.data.replacing import replacing
 from neuclip_ds.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -18,21 +18,21 @@ logger = logging.getLogger(__name__)
 _LEAST_SAMPLES = 1000
 
 
-class Share(NamedTuple):
+class SampleCounts(NamedTuple):
     """What one rank has met since the last time."""
 
     seen: int  # samples, padding not counted
     bad: tuple[BadSample, ...]
 
 
-Gather = Callable[[Share], list[Share]]  # of all ranks, in their order
+Gather = Callable[[SampleCounts], list[SampleCounts]]  # of all ranks, in their order
 
 
 class BadSampleLog:
     """Lists every bad sample once in FOLDER/bad_samples.jsonl: index, shard, key and reason.
 
     Attributes:
-        seen: samples that all ranks together have seen, as of the last `settle`.
+        seen: samples that all ranks together have seen, as of the last `merge`.
         causes: how many of them were bad, by cause.
     """
 
@@ -53,7 +53,7 @@ class BadSampleLog:
 
     @property
     def bad(self) -> int:
-        """Bad samples that all ranks together have met, as of the last `settle`."""
+        """Bad samples that all ranks together have met, as of the last `merge`."""
         return self.causes.total()
 
     def record(self, batch: Batch) -> None:
@@ -68,13 +68,13 @@ class BadSampleLog:
                     *(sample.index, self._met, sample.key, sample.shard, sample.reason),
                 )
 
-    def settle(self, gather: Gather = lambda share: [share]) -> None:
+    def merge(self, gather: Gather = lambda share: [share]) -> None:
         """Put together what the ranks have recorded since the last time, and list it; all ranks call it.
 
         Raises:
             UserError: on all ranks, when too many samples are bad.
         """
-        shares = gather(Share(self._new_seen, tuple(self._new_bad)))
+        shares = gather(SampleCounts(self._new_seen, tuple(self._new_bad)))
         self._new_seen, self._new_bad = 0, []
         bad = [sample for share in shares for sample in share.bad]
         self.seen += sum(share.seen for share in shares)
@@ -106,6 +106,6 @@ def _mended(path: Path) -> list[str]:
         return []
     *lines, broken = path.read_text(encoding="utf-8").split("\n")
     if broken:
-        with replacing(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
     return lines

@@ -18,6 +18,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
+from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.manifest import (
     SAMPLES,
     Manifest,
@@ -27,8 +28,7 @@ from neuclip_ds.data.manifest import (
     load_manifest,
     write_shards,
 )
-from neuclip_ds.data.replacing import replacing
-from neuclip_ds.data.sample_table import part_name, parts_of, write_part
+from neuclip_ds.data.sample_table import list_parts, part_name, write_part
 from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, scan_shard, where
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.uids import UidFiles
@@ -228,11 +228,11 @@ def _plan(folder: Path, paths: Sequence[str], options: ScanOptions, samples: boo
     text = json.dumps(plan)
     if not (work / _PLAN).is_file() or (work / _PLAN).read_text() != text:
         shutil.rmtree(work, ignore_errors=True)
-        for _, last, path in parts_of(folder / SAMPLES):
+        for _, last, path in list_parts(folder / SAMPLES):
             if last >= first:
                 path.unlink()
         work.mkdir(parents=True)
-        with replacing(work / _PLAN) as aside:
+        with atomic_write(work / _PLAN) as aside:
             aside.write_text(text)
     if samples:
         (folder / SAMPLES).mkdir(exist_ok=True)
@@ -277,9 +277,9 @@ def _work(group: _Group) -> list[str]:
     if failures:
         return failures
     if group.part is not None:
-        with replacing(group.part) as aside:
+        with atomic_write(group.part) as aside:
             write_part(aside, [table for _, table in found])
-    with replacing(group.result) as aside:
+    with atomic_write(group.result) as aside:
         aside.write_text(json.dumps([scan for scan, _ in found]))
     return []
 
@@ -310,5 +310,5 @@ def _write_bad(path: Path, shards: Sequence[Shard], scans: Sequence[Scan], first
         for bad in scan.bad:
             lines.append(json.dumps({"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}))
     if lines:
-        with replacing(path) as aside:
+        with atomic_write(path) as aside:
             aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -40,11 +40,11 @@ class Decoded(NamedTuple):
 Decode = Callable[[bytes, "int | None"], Decoded]
 
 
-def decode_pil(data: bytes, least_side: int | None = None) -> Decoded:
+def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode to RGB with PIL.
 
     Args:
-        least_side: where a JPEG is at least twice as large on both sides, it is decoded at a smaller scale, never
+        min_side: where a JPEG is at least twice as large on both sides, it is decoded at a smaller scale, never
             below this.
 
     Raises:
@@ -53,8 +53,8 @@ def decode_pil(data: bytes, least_side: int | None = None) -> Decoded:
     try:
         image: Image.Image = Image.open(io.BytesIO(data))
         full_size = image.size
-        if least_side is not None:
-            image.draft("RGB", (least_side, least_side))
+        if min_side is not None:
+            image.draft("RGB", (min_side, min_side))
         image = image.convert("RGB")
     except MemoryError:
         raise
@@ -65,33 +65,33 @@ def decode_pil(data: bytes, least_side: int | None = None) -> Decoded:
     return Decoded(image, _checked(full_size))
 
 
-def decode_torchvision(data: bytes, least_side: int | None = None) -> Decoded:
+def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
     """As `decode_pil`, with torchvision for JPEGs, always at full size."""
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
     # libjpeg fills what is missing of a truncated file with grey and says nothing to torchvision
     if not data.startswith(_JPEG) or not _is_complete(data):
-        return decode_pil(data, least_side)
+        return decode_pil(data, min_side)
     try:
         image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError:
-        return decode_pil(data, least_side)
+        return decode_pil(data, min_side)
     return Decoded(image, _checked((image.shape[2], image.shape[1])))
 
 
-def decode_simplejpeg(data: bytes, least_side: int | None = None) -> Decoded:
+def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     """As `decode_pil`, with simplejpeg for JPEGs."""
     import simplejpeg
 
     if not data.startswith(_JPEG):
-        return decode_pil(data, least_side)
+        return decode_pil(data, min_side)
     try:
         height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        least = {} if least_side is None else {"min_height": least_side, "min_width": least_side}
+        least = {} if min_side is None else {"min_height": min_side, "min_width": min_side}
         pixels = simplejpeg.decode_jpeg(data, "RGB", **least)
     except ValueError:
-        return decode_pil(data, least_side)
+        return decode_pil(data, min_side)
     return Decoded(Image.fromarray(pixels), _checked((width, height)))
 
 

@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from neuclip_ds.data.replacing import replacing
+from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
@@ -153,7 +153,7 @@ def write_shards(manifest: Manifest, folder: Path) -> None:
     columns = zip(*manifest.shards, strict=True) if manifest.shards else [[]] * len(_SCHEMA)
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
-    with replacing(folder / _TABLE) as aside:
+    with atomic_write(folder / _TABLE) as aside:
         pq.write_table(pa.table([list(column) for column in columns], schema=schema), aside)
 
 

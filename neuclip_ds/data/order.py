@@ -32,7 +32,7 @@ class _Layout(NamedTuple):
     indices: NDArray[np.int64]  # (n_shards,)
 
 
-class Need(NamedTuple):
+class ShardRequest(NamedTuple):
     """Some rows of the batches `first` ... `last` are read from a shard; batches are counted over all epochs."""
 
     first: int
@@ -121,7 +121,7 @@ class GlobalOrder:
         # Absent rows are computed like the others, at a position that may lie beyond the end, and blanked here.
         return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1).ravel()
 
-    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[Need]:
+    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[ShardRequest]:
         """The shards that these rows of the batches are read from, from `step` of `epoch` on, without end.
 
         In order of first need, once for each block of the shuffle (all streams come to their next block in the same
@@ -144,7 +144,9 @@ class GlobalOrder:
                 yield from self._needs(epoch, step, rows, streams, block)
             epoch, step = epoch + 1, 0
 
-    def _needs(self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int) -> Iterator[Need]:
+    def _needs(
+        self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int
+    ) -> Iterator[ShardRequest]:
         """The needs of one block of each of `streams`, (s,), from `step` on."""
         lane, layout = self.batch_size // self.streams, self._layout_of(epoch)
         begin = self._bounds[streams] + block * self._block  # (s,) positions
@@ -173,7 +175,7 @@ class GlobalOrder:
         for place in by_step[np.sort(index)].tolist():
             shard = int(layout.shards[places[place]])
             if self._sizes[shard]:
-                yield Need(before + int(steps[place]), before + last, shard)
+                yield ShardRequest(before + int(steps[place]), before + last, shard)
 
     def _index_at(self, epoch: int, position: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout_of(epoch)

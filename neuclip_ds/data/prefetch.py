@@ -18,7 +18,7 @@ from ctypes import c_longlong
 from typing import NamedTuple
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.order import GlobalOrder, Need
+from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
@@ -128,10 +128,12 @@ def _run(
 class _Window:
     """The needs from the batch reached up to where the cache is full."""
 
-    def __init__(self, cache: ShardCache, shards: Sequence[StoredShard], needs: Iterator[Need], transfers: int) -> None:
+    def __init__(
+        self, cache: ShardCache, shards: Sequence[StoredShard], needs: Iterator[ShardRequest], transfers: int
+    ) -> None:
         self._cache, self._shards, self._needs = cache, shards, needs
         self._next = next(needs, None)
-        self._inside: deque[Need] = deque()
+        self._inside: deque[ShardRequest] = deque()
         self._reached = 0
         self._pool = ThreadPoolExecutor(transfers)
         self._warned = False
@@ -148,13 +150,13 @@ class _Window:
             for need in ordered:
                 self._pool.submit(self._fetch, need)
 
-    def _take(self, reached: int, end: int) -> list[Need]:
+    def _take(self, reached: int, end: int) -> list[ShardRequest]:
         """The next needs, as many as the cache holds with those that are inside."""
         now = {need.shard for need in self._inside if need.first <= reached}
         held = now | {need.shard for need in self._inside}
         in_use = sum(self._shards[shard].bytes for shard in now)
         to_come = sum(self._shards[shard].bytes for shard in held - now)
-        taken: list[Need] = []
+        taken: list[ShardRequest] = []
         while self._next is not None and self._next.last < reached:  # what never fitted is over
             self._next = next(self._needs, None)
         while (need := self._next) is not None and need.first < end:
@@ -182,7 +184,7 @@ class _Window:
     def _present(self, shard: StoredShard) -> bool:
         return is_local(shard.url) or self._cache.touch(shard.url, shard.bytes)
 
-    def _fetch(self, need: Need) -> None:
+    def _fetch(self, need: ShardRequest) -> None:
         """In a thread of the pool."""
         shard = self._shards[need.shard]
         if need.last < self._reached or self._present(shard):

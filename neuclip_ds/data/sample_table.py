@@ -94,7 +94,7 @@ class SampleParts:
     """The tables in a folder of parts."""
 
     def __init__(self, folder: Path) -> None:
-        self._parts = parts_of(folder)
+        self._parts = list_parts(folder)
 
     def table(self, shard: int) -> SampleTable:
         """KeyError where no part has the shard."""
@@ -115,7 +115,7 @@ class SampleParts:
         )
 
 
-def parts_of(folder: Path) -> list[tuple[int, int, Path]]:
+def list_parts(folder: Path) -> list[tuple[int, int, Path]]:
     """First and last shard of each part in a folder, and its file."""
     return sorted((*_shards_of(path), path) for path in folder.glob("part-*.parquet"))
 

@@ -1,7 +1,7 @@
 """From an encoded image to uint8 pixels (3, H, W); normalisation happens on the device, in the model.
 
 Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image or, for
-models trained so, all of it out of proportion; bicubic. Augmentation depends on the `randomness` handed in (a hash of
+models trained so, all of it out of proportion; bicubic. Augmentation depends on the `seed` handed in (a hash of
 seed, epoch and index) and on nothing else.
 """
 
@@ -28,7 +28,7 @@ class ImageTransform(Protocol):
 
     image_size: int
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor: ...
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor: ...
 
 
 class CentreCrop:
@@ -38,7 +38,7 @@ class CentreCrop:
         self.image_size = image_size
         self._decode = decode
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image = F.resize(self._decode(data, None).image, [self.image_size], InterpolationMode.BICUBIC)
         return _as_tensor(F.center_crop(image, [self.image_size, self.image_size]))
 
@@ -50,7 +50,7 @@ class Squash:
         self.image_size = image_size
         self._decode = decode
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         side = [self.image_size, self.image_size]
         return _as_tensor(F.resize(self._decode(data, None).image, side, InterpolationMode.BICUBIC))
 
@@ -63,11 +63,11 @@ class RandomCrop:
         self._decode = decode
         self._scale = (crop_scale, 1.0)
         # The smallest crop of the scaled-down decode still has as many pixels a side as the output.
-        self._least_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
+        self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
-        image, (full_width, full_height) = self._decode(data, self._least_side)
-        with _seeded(randomness):
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        image, (full_width, full_height) = self._decode(data, self._min_side)
+        with _seeded(seed):
             top, left, height, width = _draw_crop(full_height, full_width, self._scale)
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale

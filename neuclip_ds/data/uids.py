@@ -17,7 +17,7 @@ from neuclip_ds.errors import UserError
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])
 _CHECKED_AT_ONCE = 1 << 22
-Words = NDArray[np.void]  # dtype UID
+UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
@@ -39,7 +39,7 @@ class UidFiles:
                     name = getattr(path_words, "filename", "a uid file")
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
-    def count(self, uids: Words) -> NDArray[np.int64]:
+    def count(self, uids: UidArray) -> NDArray[np.int64]:
         """How often each of (q,) uids is listed."""
         found = np.zeros(len(uids), dtype=np.int64)
         for words in self._files:
@@ -66,7 +66,7 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     return parse_uid(tree.get(key)) if isinstance(tree, dict) else None
 
 
-def _map(path: Path) -> Words:
+def _map(path: Path) -> UidArray:
     try:
         words = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
@@ -76,12 +76,12 @@ def _map(path: Path) -> Words:
     return words.view(UID)
 
 
-def _less_or_equal(left: Words, right: Words) -> NDArray[np.bool_]:
+def _less_or_equal(left: UidArray, right: UidArray) -> NDArray[np.bool_]:
     same = left["high"] == right["high"]
     return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))
 
 
-def _bound(words: Words, uids: Words, *, above: bool) -> NDArray[np.int64]:
+def _bound(words: UidArray, uids: UidArray, *, above: bool) -> NDArray[np.int64]:
     """First positions whose word is >= (or, `above`, >) each uid: bisection of all of them at once."""
     low = np.zeros(len(uids), dtype=np.int64)
     high = np.full(len(uids), len(words), dtype=np.int64)

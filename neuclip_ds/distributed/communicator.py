@@ -70,7 +70,7 @@ class Communicator:
     Attributes:
         rank: this process, 0 <= rank < world_size.
         device: where tensors that travel live.
-        traffic: purpose -> `Traffic`; call `settle()` before reading times on a GPU.
+        traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -79,7 +79,7 @@ class Communicator:
         self.world_size: int = dist.get_world_size() if connected else 1
         self.device = torch.device(device)
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
-        self._unsettled: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._untimed: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """(b, ...) of every rank -> (K b, ...) in rank order; shapes must be equal on all ranks."""
@@ -162,16 +162,16 @@ class Communicator:
         hosts = self.gather_objects(socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
-    def settle(self) -> None:
-        """Waits for the GPU and adds the times of the calls made since the last `settle`."""
-        for purpose, start, end in self._unsettled:
+    def collect_times(self) -> None:
+        """Waits for the GPU and adds the times of the calls made since the last `collect_times`."""
+        for purpose, start, end in self._untimed:
             end.synchronize()
             self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
-        self._unsettled.clear()
+        self._untimed.clear()
 
     def seconds(self) -> float:
         """What all counted calls have taken so far."""
-        self.settle()
+        self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
 
     def close(self) -> None:
@@ -200,9 +200,9 @@ class Communicator:
             start.record()
             yield
             end.record()
-            self._unsettled.append((purpose, start, end))
-            if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
-                self.settle()
+            self._untimed.append((purpose, start, end))
+            if len(self._untimed) > 4096:  # a run that never asks for times must not hoard events
+                self.collect_times()
         else:
             began = time.perf_counter()
             yield

@@ -34,7 +34,7 @@ class Arrival(NamedTuple):
         return f"rank {self.rank} on {self.host}"
 
 
-def meet(environment: RankEnvironment, facts: Mapping[str, str], limit: timedelta = LIMIT) -> dist.Store:
+def rendezvous(environment: RankEnvironment, facts: Mapping[str, str], limit: timedelta = LIMIT) -> dist.Store:
     """Waits for all ranks at MASTER_ADDR:MASTER_PORT and compares them; the store they share there.
 
     Args:

@@ -17,10 +17,10 @@ from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
     CheckpointRef,
-    Loaded,
-    Logits,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
+    Preprocessing,
     logit_tensors,
 )
 from neuclip_ds.models.pretrained.files import read_json
@@ -28,7 +28,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
 from neuclip_ds.models.towers import TextTower, VisionTower
 
 _LOGITS = "logits.json"
-FROM_SCRATCH = Logits(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
+INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
 class ModelSource(Protocol):
@@ -41,7 +41,7 @@ class ModelSource(Protocol):
     """
 
     name: str
-    pixels: Pixels
+    preprocessing: Preprocessing
     embed_dim: int
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
@@ -60,7 +60,7 @@ class ModelSource(Protocol):
         """
         ...
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
+    def load(self, tokenizer: Tokenize) -> LoadedModel:
         """The model to start from, and the logits that it was trained with.
 
         Raises:
@@ -68,11 +68,11 @@ class ModelSource(Protocol):
         """
         ...
 
-    def save(self, folder: Path, logits: Logits) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         """Writes what `open_saved` needs beside config and tokenizer; the folder is made."""
         ...
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """The files' form of trained weights, which are named as those of `build`."""
         ...
 
@@ -83,7 +83,7 @@ class FromConfig:
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self.name = config.vision.name
-        self.pixels = Pixels(config.vision.image_size, config.vision.mean, config.vision.std)
+        self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
         self.embed_dim = config.embed_dim
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> CaptionTokenizer:
@@ -93,25 +93,25 @@ class FromConfig:
     def build(self, tokenizer: Tokenize) -> DualEncoder:
         return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` gave
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
-        return Loaded(self.build(tokenizer), FROM_SCRATCH)
+    def load(self, tokenizer: Tokenize) -> LoadedModel:
+        return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
 
-    def save(self, folder: Path, logits: Logits) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         """The run's config.yaml and tokenizer say it all."""
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         with torch.device("meta"):
             model = self.build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
         config = {
             "embed_dim": self.embed_dim,
             "vision": self._config.vision.model_dump(),
-            "clip_vision": clip_vision_config(vision, self.pixels.size),
+            "clip_vision": clip_vision_config(vision, self.preprocessing.size),
             "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
             "linear_projection": isinstance(vision.projection, nn.Linear),
             "text": text.trunk.config.to_dict(),
         }
-        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.pixels, tokenizer)
+        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.preprocessing, tokenizer)
 
 
 class Pretrained:
@@ -120,7 +120,7 @@ class Pretrained:
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
         self.name = config.pretrained
-        self.pixels, self.embed_dim = checkpoint.pixels, checkpoint.embed_dim
+        self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
         return self._checkpoint.tokenizer()
@@ -128,15 +128,15 @@ class Pretrained:
     def build(self, tokenizer: Tokenize) -> DualEncoder:
         return self._prepared(self._checkpoint.build())
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
+    def load(self, tokenizer: Tokenize) -> LoadedModel:
         model, logits = self._checkpoint.load()
-        return Loaded(self._prepared(model), logits)
+        return LoadedModel(self._prepared(model), logits)
 
-    def save(self, folder: Path, logits: Logits) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         self._checkpoint.save(folder)
         (folder / _LOGITS).write_text(json.dumps(logits._asdict()), encoding="utf-8")
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         return self._checkpoint.package(weights, logits)
 
     def _prepared(self, model: DualEncoder) -> DualEncoder:
@@ -153,7 +153,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | N
         weights: False looks for the architecture alone, as a plan does.
 
     Returns:
-        What `open_source` takes on every rank; None without a checkpoint.
+        What `model_source` takes on every rank; None without a checkpoint.
 
     Raises:
         UserError: there is no such checkpoint, or no network to fetch it.
@@ -161,16 +161,16 @@ def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | N
     return locate(config.pretrained, weights) if config.pretrained else None
 
 
-def open_source(config: ModelConfig, place: CheckpointRef | None) -> ModelSource:
+def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
     """The source that `locate_model` found.
 
     Raises:
         UserError: the checkpoint's config is missing or lacks something.
     """
-    return FromConfig(config) if place is None else Pretrained(config, open_checkpoint(place))
+    return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
 
 
-def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
+def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """The model of a run and the logits that it started with; a checkpoint's weights are not there any more.
 
     Args:
@@ -181,5 +181,5 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
         UserError: files are missing.
     """
     if not config.pretrained:
-        return FromConfig(config), FROM_SCRATCH
-    return open_source(config, locate(str(folder), weights=False)), Logits(**read_json(folder / _LOGITS))
+        return FromConfig(config), INITIAL_LOGITS
+    return model_source(config, locate(str(folder), weights=False)), LogitParameters(**read_json(folder / _LOGITS))

@@ -21,7 +21,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 
-def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
     """(b, 3, H, W) uint8 pixels to float32: over 255, minus mean, over standard deviation of each channel."""
     if image.dtype != torch.uint8:
         raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
@@ -68,7 +68,7 @@ class VisionTower(Encoder):
             self.projection = _projection(width, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        pixels = normalised(image, self._mean, self._std)
+        pixels = normalize_pixels(image, self._mean, self._std)
         return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:

@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import pieces, save_tensors
+from neuclip_ds.state.tensor_file import row_chunks, save_tensors
 
 
 class Partition(NamedTuple):
@@ -108,6 +108,6 @@ def _copy_rows(path: Path, table: RowTable, first: int, low: int, high: int) -> 
             if like.shape[1:] != target.shape[1:] or like.dtype != target.dtype:
                 raise UserError(f"{path}: {key} has rows of {tuple(like.shape[1:])} {like.dtype}, this run's differ.")
             with torch.no_grad():
-                for piece in pieces(target[low - table.partition.start : high - table.partition.start]):
-                    piece.copy_(stored[at : at + len(piece)])
-                    at += len(piece)
+                for chunk in row_chunks(target[low - table.partition.start : high - table.partition.start]):
+                    chunk.copy_(stored[at : at + len(chunk)])
+                    at += len(chunk)

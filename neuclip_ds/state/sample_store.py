@@ -16,7 +16,7 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.state.partition import Partition, RowTable
 
-ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
+MAX_DEVICE_BYTES = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
 
 
 class SampleStore:
@@ -27,7 +27,7 @@ class SampleStore:
         fields: name -> initial value (`-inf` stands for a logarithm not yet seen).
         communicator: the ranks over which rows are partitioned.
         dtype: of the rows.
-        on_device: bytes up to which a rank's rows lie on its device.
+        max_device_bytes: bytes up to which a rank's rows lie on its device.
     """
 
     def __init__(
@@ -36,7 +36,7 @@ class SampleStore:
         fields: Mapping[str, float],
         communicator: Communicator,
         dtype: torch.dtype = torch.float32,
-        on_device: int = ON_DEVICE,
+        max_device_bytes: int = MAX_DEVICE_BYTES,
     ) -> None:
         self.partition = Partition.of(n, communicator.rank, communicator.world_size)
         self.fields = tuple(fields)
@@ -44,7 +44,7 @@ class SampleStore:
         shape = (self.partition.size + 1, len(fields))  # the row behind the last takes what other ranks own
         device = torch.device(communicator.device)
         size = shape[0] * shape[1] * dtype.itemsize
-        if device.type == "cpu" or size <= on_device:
+        if device.type == "cpu" or size <= max_device_bytes:
             self._rows = torch.empty(shape, dtype=dtype, device=device)
         else:
             self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -67,7 +67,7 @@ class SampleStore:
         """The first `count` fields of everyone's rows, on their way: (B, count), zeros for empty rows."""
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
-    def owned(self, index: Tensor) -> Tensor:
+    def local_rows(self, index: Tensor) -> Tensor:
         """(B, f): the rows of the batch that this rank owns; what the others own holds numbers without a meaning."""
         return self._rows.index_select(0, self._place(index)[0]).to(index.device)
 

@@ -22,7 +22,7 @@ from neuclip_ds.evaluation.sharded_batches import together
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
-from neuclip_ds.models.pretrained.base import Pixels
+from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.models.tokenizer import Tokenize
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
@@ -40,7 +40,7 @@ class Evaluator:
         config: Config,
         manifest: Manifest,
         tokenizer: Tokenize,
-        pixels: Pixels,
+        preprocessing: Preprocessing,
         communicator: Communicator,
         folder: Path,
     ) -> None:
@@ -49,13 +49,13 @@ class Evaluator:
             config: the run's.
             manifest: its training data.
             tokenizer: its tokenizer.
-            pixels: what becomes of an image for its model.
+            preprocessing: image size and normalisation of its model.
             communicator: the ranks, who evaluate together.
             folder: of the run.
         """
         self._config, self._manifest, self._tokenizer = config, manifest, tokenizer
         self._communicator = communicator
-        self._transform = eval_transform(pixels.size, pixels.squash)
+        self._transform = eval_transform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         data = config.data
         val, images = (

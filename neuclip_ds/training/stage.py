@@ -177,7 +177,7 @@ class Stage:
                 last = number + 1 == self._total
                 logs, saves = (last or (number + 1) % every == 0 for every in (run.log_every, run.checkpoint_every))
                 if logs or saves:
-                    bad_samples.settle(communicator.gather_objects)
+                    bad_samples.merge(communicator.gather_objects)
                 if logs:
                     if metrics is not None:
                         record = self._record(gradients, number)

@@ -21,7 +21,7 @@ from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import locate_model, open_source
+from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
@@ -87,8 +87,8 @@ class Run:
         manifest = open_data(data.train, data, communicator, folder)
         loading = loader_options(data, manifest, communicator)
         order = open_order(config, manifest)
-        source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
-        pixels = source.pixels
+        source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+        pixels = source.preprocessing
         transform = train_transform(pixels.size, data.crop_scale, find_decoder(data.decoder), pixels.squash)
         tokenizer = source.tokenizer(lambda: self._train_tokenizer(manifest, loading))
         self._evaluator = Evaluator(config, manifest, tokenizer, pixels, communicator, folder)

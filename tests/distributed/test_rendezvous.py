@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.distributed.rendezvous import rendezvous
 from neuclip_ds.errors import UserError
 
 FACTS = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
@@ -31,7 +31,7 @@ def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 2
 
     def one(rank: int, world_size: int, facts: Mapping[str, str]) -> str | dist.Store:
         try:
-            return meet(RankEnvironment(rank, 0, world_size), facts, timedelta(seconds=seconds))
+            return rendezvous(RankEnvironment(rank, 0, world_size), facts, timedelta(seconds=seconds))
         except UserError as error:
             return str(error)
 

@@ -15,9 +15,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.base import Package, renamed
+from neuclip_ds.models.pretrained.base import Package, rename_prefixes
 from neuclip_ds.models.pretrained.open_clip_models import config_names, custom_text_names, library
-from neuclip_ds.models.pretrained.transformers_models import KINDS
+from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.towers import VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
@@ -25,7 +25,7 @@ _DEFAULT_EPS = 1e-5
 _LOGITS = {"logit_scale": "logit_scale", "logit_bias": "logit_bias"}
 
 
-class Pair(NamedTuple):
+class TensorNames(NamedTuple):
     """A tensor under another library's name."""
 
     name: str
@@ -33,7 +33,7 @@ class Pair(NamedTuple):
     transposed: bool = False
 
 
-def _blocks(clip: str, other: str, layers: int, words: Mapping[str, str], qkv: str) -> Iterator[Pair]:
+def _blocks(clip: str, other: str, layers: int, words: Mapping[str, str], qkv: str) -> Iterator[TensorNames]:
     """The pairs of a transformer's blocks.
 
     Args:
@@ -47,9 +47,9 @@ def _blocks(clip: str, other: str, layers: int, words: Mapping[str, str], qkv: s
         ours, theirs = f"{clip}encoder.layers.{layer}.", f"{other}{layer}."
         for kind in ("weight", "bias"):
             for part, word in words.items():
-                yield Pair(f"{theirs}{part}.{kind}", (f"{ours}{word}.{kind}",))
+                yield TensorNames(f"{theirs}{part}.{kind}", (f"{ours}{word}.{kind}",))
             heads = tuple(f"{ours}self_attn.{letter}_proj.{kind}" for letter in "qkv")
-            yield Pair(f"{theirs}{qkv}{kind}", heads)
+            yield TensorNames(f"{theirs}{qkv}{kind}", heads)
 
 
 _OPEN_CLIP_BLOCK = {
@@ -68,40 +68,40 @@ _TIMM_BLOCK = {
 }
 
 
-def open_clip_vision(layers: int) -> Iterator[Pair]:
-    yield Pair("visual.class_embedding", ("vision_model.embeddings.class_embedding",))
-    yield Pair("visual.conv1.weight", ("vision_model.embeddings.patch_embedding.weight",))
-    yield Pair("visual.positional_embedding", ("vision_model.embeddings.position_embedding.weight",))
+def open_clip_vision(layers: int) -> Iterator[TensorNames]:
+    yield TensorNames("visual.class_embedding", ("vision_model.embeddings.class_embedding",))
+    yield TensorNames("visual.conv1.weight", ("vision_model.embeddings.patch_embedding.weight",))
+    yield TensorNames("visual.positional_embedding", ("vision_model.embeddings.position_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"visual.ln_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
-        yield Pair(f"visual.ln_post.{kind}", (f"vision_model.post_layernorm.{kind}",))
+        yield TensorNames(f"visual.ln_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
+        yield TensorNames(f"visual.ln_post.{kind}", (f"vision_model.post_layernorm.{kind}",))
     yield from _blocks("vision_model.", "visual.transformer.resblocks.", layers, _OPEN_CLIP_BLOCK, "attn.in_proj_")
-    yield Pair("visual.proj", ("visual_projection.weight",), transposed=True)
+    yield TensorNames("visual.proj", ("visual_projection.weight",), transposed=True)
 
 
-def open_clip_text(layers: int) -> Iterator[Pair]:
-    yield Pair("text.token_embedding.weight", ("text_model.embeddings.token_embedding.weight",))
-    yield Pair("text.positional_embedding", ("text_model.embeddings.position_embedding.weight",))
+def open_clip_text(layers: int) -> Iterator[TensorNames]:
+    yield TensorNames("text.token_embedding.weight", ("text_model.embeddings.token_embedding.weight",))
+    yield TensorNames("text.positional_embedding", ("text_model.embeddings.position_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"text.ln_final.{kind}", (f"text_model.final_layer_norm.{kind}",))
+        yield TensorNames(f"text.ln_final.{kind}", (f"text_model.final_layer_norm.{kind}",))
     yield from _blocks("text_model.", "text.transformer.resblocks.", layers, _OPEN_CLIP_BLOCK, "attn.in_proj_")
-    yield Pair("text.text_projection", ("text_projection.weight",), transposed=True)
+    yield TensorNames("text.text_projection", ("text_projection.weight",), transposed=True)
 
 
-def timm_vision(layers: int) -> Iterator[Pair]:
+def timm_vision(layers: int) -> Iterator[TensorNames]:
     """timm's ViTs of CLIP, under our own names."""
     trunk = "vision.trunk."
-    yield Pair(f"{trunk}cls_token", ("vision_model.embeddings.class_embedding",))
-    yield Pair(f"{trunk}pos_embed", ("vision_model.embeddings.position_embedding.weight",))
-    yield Pair(f"{trunk}patch_embed.proj.weight", ("vision_model.embeddings.patch_embedding.weight",))
+    yield TensorNames(f"{trunk}cls_token", ("vision_model.embeddings.class_embedding",))
+    yield TensorNames(f"{trunk}pos_embed", ("vision_model.embeddings.position_embedding.weight",))
+    yield TensorNames(f"{trunk}patch_embed.proj.weight", ("vision_model.embeddings.patch_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"{trunk}norm_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
-        yield Pair(f"{trunk}norm.{kind}", (f"vision_model.post_layernorm.{kind}",))
+        yield TensorNames(f"{trunk}norm_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
+        yield TensorNames(f"{trunk}norm.{kind}", (f"vision_model.post_layernorm.{kind}",))
     yield from _blocks("vision_model.", f"{trunk}blocks.", layers, _TIMM_BLOCK, "attn.qkv.")
-    yield Pair("vision.projection.weight", ("visual_projection.weight",))
+    yield TensorNames("vision.projection.weight", ("visual_projection.weight",))
 
 
-def from_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def from_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """transformers' tensors under the other library's names."""
     result = {}
     for pair in pairs:
@@ -110,7 +110,7 @@ def from_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def to_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The other library's tensors under transformers' names."""
     result: dict[str, Tensor] = {}
     for pair in pairs:
@@ -159,9 +159,9 @@ def clip_to_open_clip(package: Package) -> Package:
     weights = {
         **from_clip(open_clip_vision(vision["num_hidden_layers"]), package.weights),
         **from_clip(open_clip_text(text["num_hidden_layers"]), package.weights),
-        **renamed(package.weights, _LOGITS),
+        **rename_prefixes(package.weights, _LOGITS),
     }
-    return Package("open_clip", config, config_names(config, weights), package.pixels, package.tokenizer)
+    return Package("open_clip", config, config_names(config, weights), package.preprocessing, package.tokenizer)
 
 
 def open_clip_to_clip(package: Package) -> Package:
@@ -182,10 +182,10 @@ def open_clip_to_clip(package: Package) -> Package:
         raise UserError(
             f"The text tower is read at token {pooled}, where the tokenizer has no EOS; mend text_cfg.eos_id."
         )
-    config = KINDS["clip"].config(
+    config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"],
         vision_config={
-            "image_size": package.pixels.size,
+            "image_size": package.preprocessing.size,
             "patch_size": vision.get("patch_size", 16),
             "num_attention_heads": width // vision.get("head_width", 64),
             "hidden_act": act,
@@ -204,9 +204,9 @@ def open_clip_to_clip(package: Package) -> Package:
     weights = {
         **to_clip(open_clip_vision(config.vision_config.num_hidden_layers), named),
         **to_clip(open_clip_text(config.text_config.num_hidden_layers), named),
-        **renamed(named, {"logit_scale": "logit_scale"}),
+        **rename_prefixes(named, {"logit_scale": "logit_scale"}),
     }
-    return Package("transformers", config.to_dict(), weights, package.pixels, package.tokenizer)
+    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
 _VISION_PARTS = {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "norm_kwargs"}
@@ -280,15 +280,15 @@ def timm_to_clip(package: Package) -> Package:
         )
     if tree["text"]["eos_token_id"] == 2:  # transformers would read the feature at the largest id
         raise UserError("transformers reads the text feature elsewhere where a tokenizer's EOS is 2; use another one.")
-    config = KINDS["clip"].config(
+    config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"], vision_config=tree["clip_vision"], text_config=tree["text"]
     )
     vision = to_clip(timm_vision(tree["clip_vision"]["num_hidden_layers"]), package.weights)
     for name in ("class_embedding", "position_embedding.weight"):
         key = f"vision_model.embeddings.{name}"
         vision[key] = vision[key].flatten(0, -2).squeeze(0)  # timm's have a leading dimension of 1
-    weights = {**vision, **renamed(package.weights, _TEXT_TOWER), **renamed(package.weights, _LOGITS)}
-    return Package("transformers", config.to_dict(), weights, package.pixels, package.tokenizer)
+    weights = {**vision, **rename_prefixes(package.weights, _TEXT_TOWER), **rename_prefixes(package.weights, _LOGITS)}
+    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
 _TEXT_TOWER = {"text.trunk.": "text_model.", "text.projection.": "text_projection."}
@@ -310,8 +310,8 @@ def timm_to_open_clip(package: Package) -> Package:
             f"open_clip's config cannot express {problem} of the image model {vision['name']!r}; train one of timm's "
             "models as it is, or one of its vit_*_clip_* models, which may have options."
         )
-    text = KINDS["clip"].config(text_config=tree["text"]).text_config.to_dict()
-    named = {**package.weights, **renamed(package.weights, _TEXT_TOWER)}
+    text = MODEL_TYPES["clip"].config(text_config=tree["text"]).text_config.to_dict()
+    named = {**package.weights, **rename_prefixes(package.weights, _TEXT_TOWER)}
     config = {
         "embed_dim": tree["embed_dim"],
         "custom_text": True,
@@ -334,11 +334,13 @@ def timm_to_open_clip(package: Package) -> Package:
         },
     }
     weights = {
-        **renamed(package.weights, {"vision.trunk.": "visual.trunk.", "vision.projection.": "visual.head.proj."}),
+        **rename_prefixes(
+            package.weights, {"vision.trunk.": "visual.trunk.", "vision.projection.": "visual.head.proj."}
+        ),
         **from_clip(open_clip_text(text["num_hidden_layers"]), named),
-        **renamed(package.weights, _LOGITS),
+        **rename_prefixes(package.weights, _LOGITS),
     }
-    return Package("open_clip", config, weights, package.pixels, package.tokenizer)
+    return Package("open_clip", config, weights, package.preprocessing, package.tokenizer)
 
 
 def _not_by_name(vision: Mapping[str, Any], tree: Mapping[str, Any]) -> str | None:

@@ -58,15 +58,15 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     return CheckpointRef(family, str(folder.resolve()))
 
 
-def open_checkpoint(place: CheckpointRef) -> Checkpoint:
-    """The checkpoint at a place that `locate` gave, here or on another rank.
+def open_checkpoint(ref: CheckpointRef) -> Checkpoint:
+    """The checkpoint at a ref that `locate` gave, here or on another rank.
 
     Raises:
         UserError: a config or what the family needs is missing there.
     """
-    if not Path(place.path).exists():
-        raise UserError(f"Rank 0 found {place.path}, this rank does not: put the checkpoint under one path everywhere.")
-    return FAMILIES[place.family].open(place)
+    if not Path(ref.path).exists():
+        raise UserError(f"Rank 0 found {ref.path}, this rank does not: put the checkpoint under one path everywhere.")
+    return FAMILIES[ref.family].open(ref)
 
 
 def _download_weights(name: str, patterns: Sequence[str]) -> None:
@@ -77,7 +77,7 @@ def _download_weights(name: str, patterns: Sequence[str]) -> None:
 
 
 def _family(folder: Path) -> str:
-    if transformers_models.is_ours(folder):
+    if transformers_models.is_transformers_model(folder):
         return "transformers"
     if (folder / open_clip_models.CONFIG).is_file():
         return "open_clip"

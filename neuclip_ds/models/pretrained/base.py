@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import Tokenize
-from neuclip_ds.models.towers import Encoder, normalised
+from neuclip_ds.models.towers import Encoder, normalize_pixels
 
 
 class CheckpointRef(NamedTuple):
@@ -28,14 +28,14 @@ class CheckpointRef(NamedTuple):
     name: str = ""  # ARCHITECTURE/TAG, for those that the library has by name
 
 
-class Logits(NamedTuple):
+class LogitParameters(NamedTuple):
     """How the features were turned into logits, s / temperature + bias; None is not in the checkpoint."""
 
     temperature: float | None
     bias: float | None
 
 
-class Pixels(NamedTuple):
+class Preprocessing(NamedTuple):
     """What becomes of an image before it enters the model."""
 
     size: int  # side of the square, pixels
@@ -44,11 +44,11 @@ class Pixels(NamedTuple):
     squash: bool = False  # whether the whole image is squeezed into the square, instead of its centre cut out
 
 
-class Loaded(NamedTuple):
+class LoadedModel(NamedTuple):
     """A dual encoder with its weights."""
 
     model: DualEncoder
-    logits: Logits
+    logits: LogitParameters
 
 
 class Package(NamedTuple):
@@ -57,7 +57,7 @@ class Package(NamedTuple):
     family: str
     config: dict[str, Any]  # of the architecture
     weights: dict[str, Tensor]  # by the family's names, logit scale and bias among them
-    pixels: Pixels
+    preprocessing: Preprocessing
     tokenizer: Tokenize
 
 
@@ -69,7 +69,7 @@ class Checkpoint(Protocol):
         embed_dim: width of the joint space.
     """
 
-    pixels: Pixels
+    preprocessing: Preprocessing
     embed_dim: int
 
     def tokenizer(self) -> Tokenize:
@@ -84,7 +84,7 @@ class Checkpoint(Protocol):
         """The architecture with random weights, or with none under `torch.device("meta")`."""
         ...
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedModel:
         """The model with its weights in float32.
 
         Raises:
@@ -92,7 +92,7 @@ class Checkpoint(Protocol):
         """
         ...
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """The family's form of weights that are named as those of `build()`."""
         ...
 
@@ -101,7 +101,7 @@ class Checkpoint(Protocol):
         ...
 
 
-class Tower(Encoder):
+class LibraryTower(Encoder):
     """A library's encoder and the projection behind it.
 
     Image towers get uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both give (b, d) in the weights' dtype.
@@ -111,7 +111,7 @@ class Tower(Encoder):
         self,
         trunk: nn.Module,
         projection: nn.Module | None = None,
-        pixels: Pixels | None = None,
+        preprocessing: Preprocessing | None = None,
         checkpointing: Callable[[nn.Module], None] | None = None,
     ) -> None:
         """
@@ -124,12 +124,12 @@ class Tower(Encoder):
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
-        self._pixels = pixels
+        self._preprocessing = preprocessing
         self._checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._pixels is not None:
-            x = normalised(x, self._pixels.mean, self._pixels.std).to(next(self.parameters()).dtype)
+        if self._preprocessing is not None:
+            x = normalize_pixels(x, self._preprocessing.mean, self._preprocessing.std).to(next(self.parameters()).dtype)
         feature = self.trunk(x)
         return self.projection(getattr(feature, "pooler_output", feature))
 
@@ -139,17 +139,17 @@ class Tower(Encoder):
         self._checkpointing(self.trunk)
 
 
-def logits_of(weights: Mapping[str, Tensor]) -> Logits:
+def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
     """Temperature exp(-logit_scale) and bias of a checkpoint's tensors, where they have them."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
-    return Logits(
+    return LogitParameters(
         temperature=None if scale is None else math.exp(-scale.item()),
         bias=None if bias is None else bias.item(),
     )
 
 
-def logit_tensors(logits: Logits, shape: Sequence[int]) -> dict[str, Tensor]:
-    """The inverse of `logits_of`, for what is known."""
+def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Tensor]:
+    """The inverse of `read_logit_parameters`, for what is known."""
     tensors = {}
     if logits.temperature is not None:
         tensors["logit_scale"] = torch.full(shape, -math.log(logits.temperature))
@@ -158,7 +158,7 @@ def logit_tensors(logits: Logits, shape: Sequence[int]) -> dict[str, Tensor]:
     return tensors
 
 
-def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Tensors under names whose beginnings are exchanged; those that begin with none of the keys are left out."""
     result = {}
     for name, tensor in tensors.items():
@@ -169,7 +169,7 @@ def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[
     return result
 
 
-def check_fit(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
     """
     Raises:
         UserError: tensors are missing, left over or of another shape; names the first of each kind.
@@ -179,10 +179,12 @@ def check_fit(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tens
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
-    refuse_misfit(where, [name for name in wanted if name not in found], [n for n in found if n not in wanted], shapes)
+    raise_on_mismatch(
+        where, [name for name in wanted if name not in found], [n for n in found if n not in wanted], shapes
+    )
 
 
-def refuse_misfit(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
+def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
     """
     Raises:
         UserError: any of the lists has an entry.

@@ -19,15 +19,15 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    Loaded,
-    Logits,
+    LibraryTower,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
-    Tower,
-    check_fit,
+    Preprocessing,
+    check_tensors,
     logit_tensors,
-    logits_of,
-    renamed,
+    read_logit_parameters,
+    rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
 from neuclip_ds.models.tokenizer import Tokenize, special_ids
@@ -67,7 +67,7 @@ def is_architecture(name: str) -> bool:
 
 
 def locate(name: str, weights: bool) -> CheckpointRef:
-    """The place of ARCHITECTURE/TAG, downloaded where the cache lacks it, or ARCHITECTURE/FILE.
+    """The ref of ARCHITECTURE/TAG, downloaded where the cache lacks it, or ARCHITECTURE/FILE.
 
     Raises:
         UserError: no such tag or file, or no network to fetch it.
@@ -112,16 +112,16 @@ class OpenClipTokenizer:
 class OpenClipCheckpoint:
     """A model of open_clip's, whose architecture a config or its own list of names tells."""
 
-    def __init__(self, place: CheckpointRef) -> None:
+    def __init__(self, ref: CheckpointRef) -> None:
         """
         Raises:
             UserError: open_clip is not installed, or the config lacks what the run needs.
         """
         library()
-        self._place = place
-        self._where = f"open_clip:{place.name}" if place.name else place.path
-        self._tokenizer_source = place.name.partition("/")[0] if place.name else f"local-dir:{place.path}"
-        self._config, preprocess = _config_of(place)
+        self._ref = ref
+        self._where = f"open_clip:{ref.name}" if ref.name else ref.path
+        self._tokenizer_source = ref.name.partition("/")[0] if ref.name else f"local-dir:{ref.path}"
+        self._config, preprocess = _config_of(ref)
         if "embed_dim" not in self._config:
             raise UserError(
                 f"{CONFIG} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
@@ -130,7 +130,7 @@ class OpenClipCheckpoint:
             raise UserError(f"{self._where} is a CoCa model with a caption decoder, which is not trained here.")
         self.embed_dim = int(self._config["embed_dim"])
         self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
-        self.pixels = _pixels(self._config["vision_cfg"], preprocess, self._where)
+        self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
 
     def tokenizer(self) -> Tokenize:
         try:
@@ -146,35 +146,36 @@ class OpenClipCheckpoint:
     def build(self) -> DualEncoder:
         return self._wrapped(architecture(self._config, self._where))
 
-    def load(self) -> Loaded:
-        path = Path(self._place.path)
+    def load(self) -> LoadedModel:
+        path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
-        if not self._place.path or weights is None:
+        if not self._ref.path or weights is None:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
         tensors = custom_text_names(read_tensors(weights))
-        logits = logits_of(tensors)
+        logits = read_logit_parameters(tensors)
         model = architecture(self._config, self._where)
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        check_fit(self._where, wanted, found)
+        check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
-        return Loaded(self._wrapped(model), logits)
+        return LoadedModel(self._wrapped(model), logits)
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
-        tensors = renamed(weights, _PREFIXES) | logit_tensors(logits, ())
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._config)
         if logits.bias is not None:
             config.setdefault("init_logit_bias", logits.bias)
-        return Package("open_clip", config, config_names(config, tensors), self.pixels, self.tokenizer())
+        return Package("open_clip", config, config_names(config, tensors), self.preprocessing, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(folder, self._config, self.pixels)
+        write_config(folder, self._config, self.preprocessing)
         self.tokenizer().save(folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
-            Tower(model.visual, None, self.pixels, _checkpoint), Tower(model.text, checkpointing=_checkpoint)
+            LibraryTower(model.visual, None, self.preprocessing, _checkpoint),
+            LibraryTower(model.text, checkpointing=_checkpoint),
         )
 
 
@@ -209,13 +210,13 @@ def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> di
     return {name.removeprefix("text."): value for name, value in tensors.items()}
 
 
-def write_config(folder: Path, config: Mapping[str, Any], pixels: Pixels) -> None:
+def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preprocessing) -> None:
     """Writes open_clip_config.json."""
     preprocess = {
-        "mean": list(pixels.mean),
-        "std": list(pixels.std),
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
         "interpolation": "bicubic",
-        "resize_mode": "squash" if pixels.squash else "shortest",
+        "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
     tree = {"model_cfg": config, "preprocess_cfg": preprocess}
     (folder / CONFIG).write_text(json.dumps(tree, indent=2), encoding="utf-8")
@@ -241,18 +242,18 @@ def _checkpoint(trunk: Any) -> None:
     trunk.set_grad_checkpointing(True)
 
 
-def _config_of(place: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
+def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     """`model_cfg` and `preprocess_cfg`."""
-    if not place.name:
-        tree = read_json(Path(place.path) / CONFIG)
+    if not ref.name:
+        tree = read_json(Path(ref.path) / CONFIG)
         if not isinstance(tree.get("model_cfg"), dict):
-            raise UserError(f"{place.path}/{CONFIG} has no model_cfg; put the checkpoint's own there.")
+            raise UserError(f"{ref.path}/{CONFIG} has no model_cfg; put the checkpoint's own there.")
         return tree["model_cfg"], tree.get("preprocess_cfg", {})
-    architecture, _, tag = place.name.partition("/")
+    architecture, _, tag = ref.name.partition("/")
     return library().get_model_config(architecture), library().get_pretrained_cfg(architecture, tag) or {}
 
 
-def _pixels(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Pixels:
+def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Preprocessing:
     size = vision.get("image_size", 224)  # open_clip's own default
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
@@ -261,7 +262,7 @@ def _pixels(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str
     mean, std = tuple(preprocess.get("mean", _OPENAI_MEAN)), tuple(preprocess.get("std", _OPENAI_STD))
     if len(mean) != 3 or len(std) != 3:
         raise UserError(f"preprocess_cfg of {where} has mean {mean} and std {std}; three channels are needed.")
-    return Pixels(int(size), mean, std, preprocess.get("resize_mode") == "squash")
+    return Preprocessing(int(size), mean, std, preprocess.get("resize_mode") == "squash")
 
 
 def _check_activation(architecture: str, tag: str, quick_gelu: bool) -> None:

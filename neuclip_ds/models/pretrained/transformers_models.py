@@ -27,15 +27,15 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    Loaded,
-    Logits,
+    LibraryTower,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
-    Tower,
+    Preprocessing,
     logit_tensors,
-    logits_of,
-    refuse_misfit,
-    renamed,
+    raise_on_mismatch,
+    read_logit_parameters,
+    rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, first_sentence, read_json
 from neuclip_ds.models.tokenizer import special_ids
@@ -51,7 +51,7 @@ _PROCESSOR = "preprocessor_config.json"
 _LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature at the largest id
 
 
-class Kind(NamedTuple):
+class ModelType(NamedTuple):
     """A `model_type` of config.json."""
 
     config: Any
@@ -63,16 +63,16 @@ class Kind(NamedTuple):
 
 _TRUNKS = {"vision.trunk.": "vision_model.", "text.trunk.": "text_model."}
 _PROJECTIONS = {"vision.projection.": "visual_projection.", "text.projection.": "text_projection."}
-KINDS = {
-    "clip": Kind(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
-    "siglip": Kind(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
+MODEL_TYPES = {
+    "clip": ModelType(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
+    "siglip": ModelType(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
 }
 
 
-def is_ours(folder: Path) -> bool:
+def is_transformers_model(folder: Path) -> bool:
     """Whether the folder's config.json is that of a model of this family."""
     path = folder / "config.json"
-    return path.is_file() and read_json(path).get("model_type") in KINDS
+    return path.is_file() and read_json(path).get("model_type") in MODEL_TYPES
 
 
 class LibraryTokenizer:
@@ -113,18 +113,18 @@ class LibraryTokenizer:
 class TransformersCheckpoint:
     """A folder that `save_pretrained` wrote."""
 
-    def __init__(self, place: CheckpointRef) -> None:
+    def __init__(self, ref: CheckpointRef) -> None:
         """
         Raises:
             UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
         """
-        self._folder = Path(place.path)
+        self._folder = Path(ref.path)
         tree = read_json(self._folder / "config.json")
         self._kind = _kind_of(tree, self._folder)
         self._config = self._kind.config.from_dict(tree)
         self._config._attn_implementation = "sdpa"
         self.embed_dim = _embed_dim(tree, self._config, self._folder)
-        self.pixels = _pixels(self._folder, self._config.vision_config.image_size)
+        self.preprocessing = _preprocessing(self._folder, self._config.vision_config.image_size)
 
     def tokenizer(self) -> LibraryTokenizer:
         tokenizer = load_tokenizer(self._folder)
@@ -136,7 +136,7 @@ class TransformersCheckpoint:
                 f"{text.vocab_size - 1}; put the model's own tokenizer files there."
             )
         read_at = largest if text.eos_token_id == _LEGACY_EOS else text.eos_token_id
-        if self._kind is KINDS["clip"] and read_at != eos:
+        if self._kind is MODEL_TYPES["clip"] and read_at != eos:
             raise UserError(
                 f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
                 f"caption with {eos}; put the model's own tokenizer files there, or mend eos_token_id in config.json."
@@ -146,7 +146,7 @@ class TransformersCheckpoint:
     def build(self) -> DualEncoder:
         return self._wrapped(self._kind.model(self._config))
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedModel:
         if first_file(self._folder, _WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
         logging.disable_progress_bar()  # a bar a rank says nothing that the log does not
@@ -167,20 +167,20 @@ class TransformersCheckpoint:
             ) from error
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
-        refuse_misfit(
+        raise_on_mismatch(
             str(self._folder),
             sorted(missing - logit_names),
             sorted(info["unexpected_keys"]),
             [f"{name} is {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]],
         )
         state = {name: value for name, value in model.named_parameters() if name in logit_names - missing}
-        return Loaded(self._wrapped(model), logits_of(state))
+        return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         if self._kind.logit_shape and logits.bias is None:
             logits = logits._replace(bias=0.0)  # SiglipModel adds one
-        tensors = renamed(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
-        return Package("transformers", self._config.to_dict(), tensors, self.pixels, self.tokenizer())
+        tensors = rename_prefixes(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
+        return Package("transformers", self._config.to_dict(), tensors, self.preprocessing, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,8 +191,10 @@ class TransformersCheckpoint:
 
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
-            Tower(model.vision_model, getattr(model, "visual_projection", None), self.pixels, _checkpoint),
-            Tower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
+            LibraryTower(
+                model.vision_model, getattr(model, "visual_projection", None), self.preprocessing, _checkpoint
+            ),
+            LibraryTower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
         )
 
 
@@ -217,14 +219,14 @@ def _checkpoint(trunk: Any) -> None:
     trunk.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _kind_of(tree: dict[str, Any], folder: Path) -> Kind:
+def _kind_of(tree: dict[str, Any], folder: Path) -> ModelType:
     model_type = tree.get("model_type")
-    if model_type not in KINDS:
+    if model_type not in MODEL_TYPES:
         raise UserError(
             f"config.json in {folder} is of model_type {model_type!r}, which is not loaded here; "
-            f"name a checkpoint of type {' or '.join(KINDS)}."
+            f"name a checkpoint of type {' or '.join(MODEL_TYPES)}."
         )
-    return KINDS[model_type]
+    return MODEL_TYPES[model_type]
 
 
 def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
@@ -249,7 +251,7 @@ def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
     return int(tree["projection_dim"])
 
 
-def _pixels(folder: Path, image_size: Any) -> Pixels:
+def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
     nested = folder / "processor_config.json"  # transformers 5 keeps the image processor in it
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
         tree = read_json(nested).get("image_processor", {})
@@ -262,4 +264,4 @@ def _pixels(folder: Path, image_size: Any) -> Pixels:
         raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones can be trained.")
     size = tree.get("size")
     squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
-    return Pixels(image_size, tuple(mean), tuple(std), squash)
+    return Preprocessing(image_size, tuple(mean), tuple(std), squash)

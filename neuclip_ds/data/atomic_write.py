@@ -9,7 +9,7 @@ from pathlib import Path
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """A name beside `path` to write to; it takes the place of `path` where the block ends well."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
