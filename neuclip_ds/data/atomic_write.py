@@ -1,4 +1,4 @@
-"""Writes a file so that it is complete or absent."""
+"""Write a file atomically: readers see the whole new file or none of it."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """A name beside `path` to write to; it takes the place of `path` where the block ends well."""
-    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    """Yield a temporary path in the same folder; it replaces `path` when the block succeeds."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        yield aside
-        aside.replace(path)
+        yield temporary
+        temporary.replace(path)
     finally:
-        aside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -93,7 +93,7 @@ def test_http_faults_are_tried_again(shard, http, tmp_path, fault, expected_byte
 )
 def test_http_faults_that_stay(shard, http, tmp_path, fault, message):
     http.faults[shard[1]] = [fault] * 9
-    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 tries\)\.$"):
+    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 attempts\)\.$"):
         fetch_here(shard[0], tmp_path)
     assert http.gets[shard[1]] == 3
 
@@ -106,7 +106,7 @@ def test_a_stalled_transfer_is_given_up_and_tried_again(shard, http, tmp_path):
 
 def test_a_server_that_always_stalls(shard, http, tmp_path):
     http.faults[shard[1]] = ["stall"] * 2
-    with pytest.raises(FetchError, match=r"no byte came for 0.3 s \(after \d+ bytes\) \(2 tries\)"):
+    with pytest.raises(FetchError, match=r"no byte arrived for 0.3 s \(after \d+ bytes\) \(2 attempts\)"):
         fetch_here(shard[0], tmp_path, timeout=0.3, retries=1)
 
 
@@ -118,7 +118,7 @@ def test_a_slow_transfer_that_goes_on_is_not_given_up(tmp_path):
 @pytest.mark.parametrize("status", [404, 403, 401, 410])
 def test_what_cannot_change_is_not_tried_again(shard, http, tmp_path, status):
     http.faults[shard[1]] = [status] * 9
-    with pytest.raises(FetchError, match=r"\(1 try\)\.$"):
+    with pytest.raises(FetchError, match=r"\(1 attempt\)\.$"):
         fetch_here(shard[0], tmp_path)
     assert http.gets[shard[1]] == 1
 
@@ -127,18 +127,18 @@ def test_what_cannot_change_is_not_tried_again(shard, http, tmp_path, status):
     ("url", "message"),
     [
         ("nosuch://bucket/x.tar", "Protocol not known: nosuch"),
-        ("file:///nowhere/x.tar", "there is no such file"),
+        ("file:///nowhere/x.tar", "the file does not exist"),
         ("oci://bucket/x.tar", "Install ocifs .*pip install"),
         ("pipe:nosuchcommand", "code 127: .*nosuchcommand: command not found"),
     ],
 )
 def test_hopeless_urls(tmp_path, url, message):
-    with pytest.raises(FetchError, match=rf"{message}.* \(1 try\)\.$"):
+    with pytest.raises(FetchError, match=rf"{message}.* \(1 attempt\)\.$"):
         fetch_here(url, tmp_path)
 
 
 def test_a_dead_host_is_tried_again(tmp_path):
-    with pytest.raises(FetchError, match=r"127.0.0.1:9.*\(3 tries\)"):
+    with pytest.raises(FetchError, match=r"127.0.0.1:9.*\(3 attempts\)"):
         fetch_here("http://127.0.0.1:9/x.tar", tmp_path)
 
 
@@ -159,13 +159,13 @@ def test_pipe(tmp_path):
         ("true", "the command wrote nothing"),
         ("head -c 20 /dev/zero", "20 bytes came where 300000 were expected"),
         ("cat /dev/zero", "longer than the 300000 bytes"),
-        ("sleep 1000.25", "no byte came for 0.3 s"),
-        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte came for 0.3 s \(after 50 bytes\)"),
+        ("sleep 1000.25", "no byte arrived for 0.3 s"),
+        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte arrived for 0.3 s \(after 50 bytes\)"),
         ("kill -9 $$", "code 137"),
     ],
 )
 def test_pipe_failures(tmp_path, command, message):
-    with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 tries\)\.$"):
+    with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 attempts\)\.$"):
         fetch_here(f"pipe:{command}", tmp_path, timeout=0.3, retries=1)
     assert not still_running("sleep 1000.25")
 
@@ -217,7 +217,7 @@ def test_s3_faults_are_got_over(s3, tmp_path, fault):
 
 @pytest.mark.parametrize("url", ["s3://pairs/train/nosuch.tar", "s3://nosuchbucket/x.tar"])
 def test_s3_without_the_file(s3, tmp_path, url):
-    with pytest.raises(FetchError, match=r"there is no such file \(1 try\)"):
+    with pytest.raises(FetchError, match=r"the file does not exist \(1 attempt\)"):
         fetch_here(url, tmp_path)
 
 
