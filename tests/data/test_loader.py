@@ -227,13 +227,13 @@ def test_a_changed_shard_is_one_clear_error(tmp_path, workers):
 class Sleeps:
     image_size = 16
 
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         time.sleep(2)
         return torch.zeros(3, 16, 16, dtype=torch.uint8)
 
 
 class Dies(Sleeps):
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
@@ -260,7 +260,7 @@ class Fails:
     def __init__(self, folder: Path, deadly: tuple[int, ...], stuck: tuple[int, ...]) -> None:
         self.folder, self.deadly, self.stuck = folder, deadly, stuck
 
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         with (self.folder / "calls").open("ab") as calls:
             calls.write(b".")
             number = calls.tell()
@@ -268,7 +268,7 @@ class Fails:
             os.kill(os.getpid(), signal.SIGKILL)
         if number in self.stuck:
             time.sleep(60)
-        return TRANSFORM(data, randomness)
+        return TRANSFORM(data, seed)
 
 
 def test_dead_and_stuck_workers_are_replaced_at_the_current_step(manifest, uninterrupted, tmp_path, caplog):

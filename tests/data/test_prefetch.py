@@ -143,8 +143,8 @@ def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
     for _ in range(3):
         window.move(0, order.steps_per_epoch)
     assert [record.message for record in caplog.records] == [
-        "data.cache_gb=6e-06 does not hold the shards that one batch is mixed from (more than 0.00 GB), which are "
-        "therefore fetched again and again: raise it, or lower data.shuffle_block"
+        "data.cache_gb=6e-06 is too small for the shards that one batch reads (more than 0.00 GB), which are "
+        "therefore fetched repeatedly: raise data.cache_gb, or lower data.shuffle_block"
     ]
     wait_for(lambda: len(held(tmp_path)) == 6)
     assert http.gets.total() == 6
@@ -172,7 +172,7 @@ def test_its_death_is_logged_once_and_training_goes_on(http, tmp_path, caplog):
         for number in range(3):
             ahead.advance(number)
     assert [record.message for record in caplog.records] == [
-        "the prefetching process has ended (code -15): shards are fetched only when they are needed"
+        "the prefetching process has ended (code -15): shards are now fetched only when they are read"
     ]
 
 

@@ -64,7 +64,7 @@ def test_webdataset_refuses_what_it_would_lose(tmp_path):
     path.write_bytes(bytes(raw))
     manifest = build_manifest([str(path)], processes=1)
     assert TarReader(manifest).read(3).texts == {"txt": b"caption 3"}
-    with pytest.raises(UserError, match="data.reader=tar"):
+    with pytest.raises(UserError, match=r"data\.reader=tar"):
         WebdatasetReader(manifest).read(0)
 
 

@@ -1,4 +1,4 @@
-"""Pixels: shapes, purity in the randomness, agreement with torchvision's own pipeline."""
+"""Pixels: shapes, dependence on the seed alone, agreement with torchvision's own pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_odd_sizes(name, size):
     assert TRANSFORMS[name](jpeg(2, *size), 3).shape == (3, 32, 32)
 
 
-def test_augmentation_is_a_function_of_its_randomness_alone():
+def test_augmentation_is_a_function_of_its_seed_alone():
     transform, data = TRANSFORMS["train"], jpeg(3)
     first = transform(data, 11)
     torch.manual_seed(99)

@@ -1,4 +1,4 @@
-"""Processes tied by a lifeline: however one ends, all end, with one reason; their "collective" never returns."""
+"""Processes tied by a failure detector: however one ends, all end, with one reason; their "collective" never returns."""
 
 from __future__ import annotations
 
@@ -124,13 +124,13 @@ def test_a_killed_rank_ends_all(work: str, tmp_path: Path) -> None:
     if work == "killed_with_a_loader_process":
         os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
     assert found.codes == [1, -signal.SIGKILL, 1]
-    assert all("rank 1 on node1 failed: it died without a word" in found.said[rank] for rank in (0, 2))
+    assert all("rank 1 on node1 failed: it was killed and reported no error" in found.said[rank] for rank in (0, 2))
 
 
 def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
     found = ends(tmp_path, "killed_zero")
     assert found.codes == [-signal.SIGKILL, 1, 1]
-    assert all("rank 0 on 127.0.0.1 failed: it died" in said for said in found.said[1:])
+    assert all("rank 0 on 127.0.0.1 failed: it was killed" in said for said in found.said[1:])
 
 
 @pytest.mark.parametrize("work", ["raised", "raised_and_made_others_fail"])
@@ -141,7 +141,7 @@ def test_the_first_exception_is_shown_with_its_rank(work: str, tmp_path: Path) -
     assert "rank 2 on node2 failed" in found.said[2]
     for said in found.said[:2]:
         assert said.splitlines() == [
-            "ended, because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
+            "ended because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
         ]
 
 
