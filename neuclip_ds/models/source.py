@@ -1,4 +1,4 @@
-"""Where a run's dual encoder comes from: built from the config with random weights, or a pretrained checkpoint."""
+"""The source of a run's dual encoder: the config with random weights, or a pretrained checkpoint."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and Sig
 
 
 class ModelSource(Protocol):
-    """What a run asks of its model.
+    """The interface through which a run builds, loads and saves its model.
 
     Attributes:
-        name: for people.
-        pixels: what becomes of an image before it enters the model.
+        name: name for messages.
+        preprocessing: size and normalisation of its images.
         embed_dim: width d of the joint space.
     """
 
@@ -45,7 +45,7 @@ class ModelSource(Protocol):
     embed_dim: int
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
-        """The model's tokenizer; `train` makes one where none is named.
+        """Return the model's tokenizer; `train` makes one if none is named.
 
         Raises:
             UserError: it cannot be found.
@@ -53,7 +53,7 @@ class ModelSource(Protocol):
         ...
 
     def build(self, tokenizer: Tokenize) -> DualEncoder:
-        """The architecture, without memory under `torch.device("meta")`.
+        """Build the architecture; without memory under `torch.device("meta")`.
 
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
@@ -61,7 +61,7 @@ class ModelSource(Protocol):
         ...
 
     def load(self, tokenizer: Tokenize) -> LoadedModel:
-        """The model to start from, and the logits that it was trained with.
+        """Load the initial model and the logit parameters it was trained with.
 
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
@@ -69,16 +69,16 @@ class ModelSource(Protocol):
         ...
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Writes what `open_saved` needs beside config and tokenizer; the folder is made."""
+        """Save what `open_saved` needs in addition to config and tokenizer; the folder is created."""
         ...
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """The files' form of trained weights, which are named as those of `build`."""
+        """Return trained weights, named as those of `build`, in the form of the family's files."""
         ...
 
 
 class FromConfig:
-    """Random weights, a function of torch's seed."""
+    """A model built from the config with random weights, which depend on torch's seed only."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
@@ -91,13 +91,13 @@ class FromConfig:
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: Tokenize) -> DualEncoder:
-        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` gave
+        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
 
     def load(self, tokenizer: Tokenize) -> LoadedModel:
         return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """The run's config.yaml and tokenizer say it all."""
+        """Save nothing: the run's config.yaml and tokenizer are enough."""
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         with torch.device("meta"):
@@ -115,7 +115,7 @@ class FromConfig:
 
 
 class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights; nothing of the config but activation checkpointing."""
+    """A checkpoint's architecture, tokenizer and weights; the config only sets activation checkpointing."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -146,23 +146,23 @@ class Pretrained:
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
-    """Finds the checkpoint that the config names, and downloads it where it is the hub's: for one rank to do.
+    """Locate the checkpoint that the config names, downloading it from the hub if needed; call on one rank only.
 
     Args:
-        config: the model's.
-        weights: False looks for the architecture alone, as a plan does.
+        config: config of the model.
+        weights: False needs the architecture only, as a plan does.
 
     Returns:
-        What `model_source` takes on every rank; None without a checkpoint.
+        A reference for `model_source` on every rank; None without a checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, or no network to fetch it.
+        UserError: the checkpoint does not exist, or cannot be downloaded.
     """
     return locate(config.pretrained, weights) if config.pretrained else None
 
 
 def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
-    """The source that `locate_model` found.
+    """Open the source that `locate_model` found.
 
     Raises:
         UserError: the checkpoint's config is missing or lacks something.
@@ -171,11 +171,11 @@ def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
-    """The model of a run and the logits that it started with; a checkpoint's weights are not there any more.
+    """Open the model of a run and its initial logit parameters, without a pretrained checkpoint's weights.
 
     Args:
-        config: the run's.
-        folder: that `ModelSource.save` wrote.
+        config: config of the model.
+        folder: folder that `ModelSource.save` wrote.
 
     Raises:
         UserError: files are missing.

@@ -89,7 +89,7 @@ def test_http_faults_are_tried_again(shard, http, tmp_path, fault, expected_byte
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("cut", "ClientPayloadError"), (500, "500"), ("short", "100000 bytes came where 300000 were expected")],
+    [("cut", "ClientPayloadError"), (500, "500"), ("short", "100000 bytes arrived, expected 300000")],
 )
 def test_http_faults_that_stay(shard, http, tmp_path, fault, message):
     http.faults[shard[1]] = [fault] * 9
@@ -153,12 +153,12 @@ def test_pipe(tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("false", "the command ended with code 1"),
-        ("false | cat", "the command ended with code 1"),
-        ("echo first >&2; echo no such bucket >&2; echo >&2; exit 3", "ended with code 3: no such bucket"),
+        ("false", "the command exited with code 1"),
+        ("false | cat", "the command exited with code 1"),
+        ("echo first >&2; echo no such bucket >&2; echo >&2; exit 3", "exited with code 3: no such bucket"),
         ("true", "the command wrote nothing"),
-        ("head -c 20 /dev/zero", "20 bytes came where 300000 were expected"),
-        ("cat /dev/zero", "longer than the 300000 bytes"),
+        ("head -c 20 /dev/zero", "20 bytes arrived, expected 300000"),
+        ("cat /dev/zero", "longer than the expected 300000 bytes"),
         ("sleep 1000.25", "no byte arrived for 0.3 s"),
         ("head -c 50 /dev/zero; sleep 1000.25", r"no byte arrived for 0.3 s \(after 50 bytes\)"),
         ("kill -9 $$", "code 137"),

@@ -272,11 +272,11 @@ class Fails:
 
 
 def test_dead_and_stuck_workers_are_replaced_at_the_current_step(manifest, uninterrupted, tmp_path, caplog):
-    """Three mishaps, never more than two in a row at one batch: the batches are those of a run without any."""
+    """Three failures, never more than two in a row at one batch: the batches are those of a run without any."""
     failing = Fails(tmp_path, deadly=(3, 40), stuck=(71,))
     options = {"workers": 1, "prefetch": 1, "timeout": 3, "restarts": 2}
     assert_same(load(manifest, order_of(manifest), transform=failing, **options), uninterrupted)
-    assert caplog.text.count("the loader processes are replaced") == 3
+    assert caplog.text.count("restarting the loader processes") == 3
     assert "died" in caplog.text
     assert "Timed out" in caplog.text
 

@@ -130,7 +130,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = capfd.readouterr().err
-    assert "not fetched ahead" in logged
+    assert "cannot prefetch a shard" in logged
     assert "500" in logged
     with pytest.raises(OSError, match="500"):
         cache.path(shards[3].url, SIZE)

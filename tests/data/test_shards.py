@@ -86,5 +86,5 @@ def test_globs_of_a_file_system_of_fsspec():
 
 @pytest.mark.parametrize("source", ["nonsense://a/*.tar", "abfs://container/*.tar"])
 def test_protocols_that_are_unknown_or_not_installed(source):
-    with pytest.raises(UserError, match=r"pip install|fsspec knows"):
+    with pytest.raises(UserError, match=r"pip install|fsspec supports"):
         resolve_shards(source)

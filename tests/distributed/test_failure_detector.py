@@ -1,4 +1,4 @@
-"""Processes tied by a failure detector: however one ends, all end, with one reason; their "collective" never returns."""
+"""Failure detector: however one process ends, all end with one reason; their "collective" never returns."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def mistake_of_one(rank: int) -> None:
 
 
 def mistake_of_all(rank: int) -> None:
-    time.sleep(0.1 * (RANKS - rank))  # rank 0 is the last to meet it
+    time.sleep(0.1 * (RANKS - rank))  # rank 0 is the last to fail
     raise UserError("the batch is too small")
 
 
@@ -84,7 +84,7 @@ def diverged(rank: int) -> None:
 
 
 def done(rank: int) -> None:
-    """Rank 0 first, with whom the connections end."""
+    """End rank 0 first, which closes the connections."""
     time.sleep(0.3 * rank)
 
 
@@ -102,7 +102,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 
 
 def ends(folder: Path, work: str) -> Ends:
-    """The exit codes of all ranks and what each said."""
+    """Return the exit codes of all ranks and what each one logged."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "neuclip_ds.distributed.failure_detector"])
     processes = [context.Process(target=one_rank, args=(rank, str(folder), work)) for rank in range(RANKS)]

@@ -1,7 +1,7 @@
-"""One CLIP in the words of three libraries: transformers' CLIPModel, open_clip's own ViT, timm's ViT.
+"""Convert CLIP weights and configs between transformers' CLIPModel, open_clip's ViT and timm's ViT.
 
-The tables pair names; a tensor of the left-hand side may be several of the right (q, k and v), and a projection is kept
-transposed by open_clip. Both directions read the same table.
+The tables map names; one tensor may be several of transformers' (q, k and v), and open_clip transposes projections.
+Both directions use the same table.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ _LOGITS = {"logit_scale": "logit_scale", "logit_bias": "logit_bias"}
 
 
 class TensorNames(NamedTuple):
-    """A tensor under another library's name."""
+    """The name of a tensor in another library and in transformers."""
 
     name: str
-    clip: tuple[str, ...]  # transformers' names, whose tensors follow each other along the first dimension
+    clip: tuple[str, ...]  # transformers' names; their tensors are concatenated along the first dimension
     transposed: bool = False
 
 
-def _blocks(clip: str, other: str, layers: int, words: Mapping[str, str], qkv: str) -> Iterator[TensorNames]:
-    """The pairs of a transformer's blocks.
+def _blocks(clip: str, other: str, layers: int, names: Mapping[str, str], qkv: str) -> Iterator[TensorNames]:
+    """Yield the names of the tensors of a transformer's blocks.
 
     Args:
-        clip: beginning of transformers' names.
-        other: beginning of the other library's.
+        clip: prefix of transformers' names.
+        other: prefix of the other library's names.
         layers: number of blocks.
-        words: parts of a block, the other library's name -> transformers'.
+        names: modules of a block, the other library's name -> transformers'.
         qkv: the other library's name of the joint projection, to which weight and bias are appended.
     """
     for layer in range(layers):
         ours, theirs = f"{clip}encoder.layers.{layer}.", f"{other}{layer}."
         for kind in ("weight", "bias"):
-            for part, word in words.items():
-                yield TensorNames(f"{theirs}{part}.{kind}", (f"{ours}{word}.{kind}",))
+            for part, name in names.items():
+                yield TensorNames(f"{theirs}{part}.{kind}", (f"{ours}{name}.{kind}",))
             heads = tuple(f"{ours}self_attn.{letter}_proj.{kind}" for letter in "qkv")
             yield TensorNames(f"{theirs}{qkv}{kind}", heads)
 
@@ -69,6 +69,7 @@ _TIMM_BLOCK = {
 
 
 def open_clip_vision(layers: int) -> Iterator[TensorNames]:
+    """Yield the tensor names of open_clip's image tower."""
     yield TensorNames("visual.class_embedding", ("vision_model.embeddings.class_embedding",))
     yield TensorNames("visual.conv1.weight", ("vision_model.embeddings.patch_embedding.weight",))
     yield TensorNames("visual.positional_embedding", ("vision_model.embeddings.position_embedding.weight",))
@@ -80,6 +81,7 @@ def open_clip_vision(layers: int) -> Iterator[TensorNames]:
 
 
 def open_clip_text(layers: int) -> Iterator[TensorNames]:
+    """Yield the tensor names of open_clip's text tower."""
     yield TensorNames("text.token_embedding.weight", ("text_model.embeddings.token_embedding.weight",))
     yield TensorNames("text.positional_embedding", ("text_model.embeddings.position_embedding.weight",))
     for kind in ("weight", "bias"):
@@ -89,7 +91,7 @@ def open_clip_text(layers: int) -> Iterator[TensorNames]:
 
 
 def timm_vision(layers: int) -> Iterator[TensorNames]:
-    """timm's ViTs of CLIP, under our own names."""
+    """Yield the tensor names of timm's CLIP ViTs in our `VisionTower`."""
     trunk = "vision.trunk."
     yield TensorNames(f"{trunk}cls_token", ("vision_model.embeddings.class_embedding",))
     yield TensorNames(f"{trunk}pos_embed", ("vision_model.embeddings.position_embedding.weight",))
@@ -102,7 +104,7 @@ def timm_vision(layers: int) -> Iterator[TensorNames]:
 
 
 def from_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' tensors under the other library's names."""
+    """Return transformers' tensors under the other library's names."""
     result = {}
     for pair in pairs:
         tensor = torch.cat([weights[name] for name in pair.clip])
@@ -111,7 +113,7 @@ def from_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> di
 
 
 def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other library's tensors under transformers' names."""
+    """Return the other library's tensors under transformers' names."""
     result: dict[str, Tensor] = {}
     for pair in pairs:
         tensor = weights[pair.name].T if pair.transposed else weights[pair.name]
@@ -120,15 +122,15 @@ def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict
 
 
 def clip_to_open_clip(package: Package) -> Package:
-    """transformers' CLIPModel as open_clip's.
+    """Convert transformers' CLIPModel to open_clip.
 
     Raises:
-        UserError: a SiglipModel, or an activation that open_clip has not.
+        UserError: it is a SiglipModel, or has an activation that open_clip lacks.
     """
     tree = package.config
     if tree["model_type"] != "clip":
         raise UserError(
-            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot ask of its "
+            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
         )
     vision, text = tree["vision_config"], tree["text_config"]
@@ -153,7 +155,7 @@ def clip_to_open_clip(package: Package) -> Package:
             "heads": text["num_attention_heads"],
             **_open_clip_sizes(text),
             **_open_clip_pooling(text),
-            "hf_tokenizer_name": "tokenizer",  # beside the weights: open_clip looks there in a local folder
+            "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
         },
     }
     weights = {
@@ -165,10 +167,10 @@ def clip_to_open_clip(package: Package) -> Package:
 
 
 def open_clip_to_clip(package: Package) -> Package:
-    """open_clip's own ViT with its text transformer as transformers' CLIPModel.
+    """Convert open_clip's ViT and text transformer to transformers' CLIPModel.
 
     Raises:
-        UserError: the config has parts that CLIPModel has not.
+        UserError: the config has options that CLIPModel lacks.
     """
     tree = package.config
     vision, text = dict(tree["vision_cfg"]), dict(tree["text_cfg"])
@@ -180,7 +182,7 @@ def open_clip_to_clip(package: Package) -> Package:
     pooled = text["eos_id"] if text.get("pool_type") == "eos" else specials["eos_token_id"]
     if pooled != specials["eos_token_id"]:
         raise UserError(
-            f"The text tower is read at token {pooled}, where the tokenizer has no EOS; mend text_cfg.eos_id."
+            f"The text tower is read at token {pooled}, which is not the tokenizer's EOS; correct text_cfg.eos_id."
         )
     config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"],
@@ -241,7 +243,7 @@ def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[
 
 def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
     width, inner = part["hidden_size"], part["intermediate_size"]
-    exact = int(width * (inner / width)) == inner  # as open_clip computes it, rounding down
+    exact = int(width * (inner / width)) == inner  # as open_clip computes it
     sizes = {
         "width": width,
         "layers": part["num_hidden_layers"],
@@ -252,7 +254,7 @@ def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_clip_pooling(text: Mapping[str, Any]) -> dict[str, Any]:
-    legacy = text["eos_token_id"] == 2  # read at the largest id
+    legacy = text["eos_token_id"] == 2  # feature at the largest id
     return {"pool_type": "argmax"} if legacy else {"pool_type": "eos", "eos_id": text["eos_token_id"]}
 
 
@@ -266,10 +268,10 @@ def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def timm_to_clip(package: Package) -> Package:
-    """A model trained from scratch, whose image tower is one of timm's ViTs of CLIP, as transformers' CLIPModel.
+    """Convert a model trained from scratch with one of timm's CLIP ViTs to transformers' CLIPModel.
 
     Raises:
-        UserError: it is another image model.
+        UserError: it has another image model.
     """
     tree = package.config
     if tree["clip_vision"] is None:
@@ -279,7 +281,7 @@ def timm_to_clip(package: Package) -> Package:
             f"timm's vit_*_clip_* models, which may have options{other}."
         )
     if tree["text"]["eos_token_id"] == 2:  # transformers would read the feature at the largest id
-        raise UserError("transformers reads the text feature elsewhere where a tokenizer's EOS is 2; use another one.")
+        raise UserError("transformers reads the text feature at another token if EOS is 2; use another tokenizer.")
     config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"], vision_config=tree["clip_vision"], text_config=tree["text"]
     )
@@ -295,10 +297,10 @@ _TEXT_TOWER = {"text.trunk.": "text_model.", "text.projection.": "text_projectio
 
 
 def timm_to_open_clip(package: Package) -> Package:
-    """A model trained from scratch as open_clip's: its own ViT where it is CLIP's, else timm's image model by name.
+    """Convert a model trained from scratch to open_clip: its ViT if it is CLIP's, else timm's image model by name.
 
     Raises:
-        UserError: the image model has options, an image size or a head that open_clip's config cannot name.
+        UserError: the image model has options, an image size or a head that open_clip's config cannot express.
     """
     tree = package.config
     if tree["clip_vision"] is not None:
@@ -308,7 +310,7 @@ def timm_to_open_clip(package: Package) -> Package:
     if problem:
         raise UserError(
             f"open_clip's config cannot express {problem} of the image model {vision['name']!r}; train one of timm's "
-            "models as it is, or one of its vit_*_clip_* models, which may have options."
+            "models without options, or one of its vit_*_clip_* models, which may have options."
         )
     text = MODEL_TYPES["clip"].config(text_config=tree["text"]).text_config.to_dict()
     named = {**package.weights, **rename_prefixes(package.weights, _TEXT_TOWER)}
@@ -352,7 +354,7 @@ def _not_by_name(vision: Mapping[str, Any], tree: Mapping[str, Any]) -> str | No
 
 
 def clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
-    """The tower as transformers' CLIPVisionConfig; None where it is not CLIP's vision transformer."""
+    """Return the tower as transformers' CLIPVisionConfig, or None if it is not CLIP's vision transformer."""
     trunk = tower.trunk
     if not isinstance(trunk, VisionTransformer) or trunk.global_pool != "token":
         return None

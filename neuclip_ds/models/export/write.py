@@ -1,4 +1,4 @@
-"""The files of each format, out of a package that is already in its form."""
+"""Write the files of each format from a package that is already in that format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 
 
 def write_transformers(package: Package, folder: Path) -> None:
-    """config.json, model.safetensors, preprocessor_config.json, the tokenizer: for `AutoModel` and `AutoProcessor`."""
+    """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
     kind = MODEL_TYPES[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
     with torch.device("meta"):
@@ -37,7 +37,7 @@ def write_transformers(package: Package, folder: Path) -> None:
 
 
 def write_open_clip(package: Package, folder: Path) -> None:
-    """open_clip_config.json, open_clip_model.safetensors and the tokenizer: for open_clip's `local-dir:`."""
+    """Write open_clip_config.json, open_clip_model.safetensors and the tokenizer for open_clip's `local-dir:`."""
     with torch.device("meta"):
         wanted = open_clip_models.architecture(package.config, str(folder)).state_dict()
     check_tensors(str(folder), wanted, open_clip_models.custom_text_names(package.weights))
@@ -47,7 +47,7 @@ def write_open_clip(package: Package, folder: Path) -> None:
 
 
 def _plain(package: Package) -> dict[str, Tensor]:
-    """float32 tensors that own their memory, as safetensors wants them."""
+    """Return contiguous float32 tensors that share no memory, as safetensors requires."""
     return {
         name: tensor.float().contiguous().clone() if tensor.is_floating_point() else tensor.contiguous().clone()
         for name, tensor in package.weights.items()

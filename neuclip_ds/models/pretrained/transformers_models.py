@@ -1,4 +1,4 @@
-"""transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor_config.json and tokenizer files."""
+"""Checkpoints of transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor and tokenizer files."""
 
 from __future__ import annotations
 
@@ -48,17 +48,17 @@ _WEIGHTS = (
 )
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PROCESSOR = "preprocessor_config.json"
-_LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature at the largest id
+_LEGACY_EOS = 2  # of old CLIP configs, for which transformers reads the feature at the largest id
 
 
 class ModelType(NamedTuple):
-    """A `model_type` of config.json."""
+    """The classes of a `model_type` in config.json."""
 
     config: Any
     model: Any
-    processor: Any  # of images
-    prefixes: dict[str, str]  # beginnings of our parameters' names -> of the library's
-    logit_shape: tuple[int, ...]  # of logit_scale and logit_bias
+    processor: Any  # the image processor
+    prefixes: dict[str, str]  # prefixes of our parameters' names -> the library's
+    logit_shape: tuple[int, ...]  # shape of logit_scale and logit_bias
 
 
 _TRUNKS = {"vision.trunk.": "vision_model.", "text.trunk.": "text_model."}
@@ -70,15 +70,15 @@ MODEL_TYPES = {
 
 
 def is_transformers_model(folder: Path) -> bool:
-    """Whether the folder's config.json is that of a model of this family."""
+    """Whether the folder's config.json has a supported `model_type`."""
     path = folder / "config.json"
     return path.is_file() and read_json(path).get("model_type") in MODEL_TYPES
 
 
 class LibraryTokenizer:
-    """A transformers tokenizer used as its own model's processor does: special tokens its own, padded to one length.
+    """A transformers tokenizer used as by its model's processor, with its special tokens and padded to one length.
 
-    A caption that spells a special token is taken as plain text.
+    Special tokens spelled in a caption are treated as plain text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
@@ -92,7 +92,7 @@ class LibraryTokenizer:
         return special_ids(self.inner)
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """(b, context_length) int64 ids."""
+        """Return (b, context_length) int64 ids."""
         if not captions:  # transformers raises IndexError
             return torch.empty(0, self.context_length, dtype=torch.int64)
         encoded = self.inner(
@@ -106,7 +106,7 @@ class LibraryTokenizer:
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer's files; `transformers.AutoTokenizer` reads them."""
+        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
         self.inner.save_pretrained(folder)
 
 
@@ -132,14 +132,14 @@ class TransformersCheckpoint:
         largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
         if largest >= text.vocab_size:
             raise UserError(
-                f"The tokenizer in {self._folder} has ids up to {largest}, the model's vocabulary ends at "
-                f"{text.vocab_size - 1}; put the model's own tokenizer files there."
+                f"The tokenizer in {self._folder} has ids up to {largest}, but the model's vocabulary ends at "
+                f"{text.vocab_size - 1}; put the model's tokenizer files there."
             )
         read_at = largest if text.eos_token_id == _LEGACY_EOS else text.eos_token_id
         if self._kind is MODEL_TYPES["clip"] and read_at != eos:
             raise UserError(
                 f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
-                f"caption with {eos}; put the model's own tokenizer files there, or mend eos_token_id in config.json."
+                f"caption with {eos}; put the model's tokenizer files there, or correct eos_token_id in config.json."
             )
         return LibraryTokenizer(tokenizer, text.max_position_embeddings)
 
@@ -149,7 +149,7 @@ class TransformersCheckpoint:
     def load(self) -> LoadedModel:
         if first_file(self._folder, _WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
-        logging.disable_progress_bar()  # a bar a rank says nothing that the log does not
+        logging.disable_progress_bar()  # one bar per rank would flood the log
         try:
             model, info = self._kind.model.from_pretrained(
                 self._folder,
@@ -157,13 +157,13 @@ class TransformersCheckpoint:
                 local_files_only=True,
                 weights_only=True,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # they are told in `info`, and refused below
+                ignore_mismatched_sizes=True,  # listed in `info` and refused below
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
             reason = first_sentence(error)
             raise UserError(
-                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's own there."
+                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's file there."
             ) from error
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
@@ -178,7 +178,7 @@ class TransformersCheckpoint:
 
     def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         if self._kind.logit_shape and logits.bias is None:
-            logits = logits._replace(bias=0.0)  # SiglipModel adds one
+            logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
         tensors = rename_prefixes(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
         return Package("transformers", self._config.to_dict(), tensors, self.preprocessing, self.tokenizer())
 
@@ -199,13 +199,14 @@ class TransformersCheckpoint:
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """
+    """Load the tokenizer in a folder.
+
     Raises:
         UserError: the folder has no tokenizer files, or transformers cannot read them.
     """
     try:
-        if first_file(folder, _TOKENIZERS) is None:  # transformers would make an empty one
-            raise FileNotFoundError("there are no files of one")
+        if first_file(folder, _TOKENIZERS) is None:  # transformers would create an empty one
+            raise FileNotFoundError("it has no tokenizer files")
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, ImportError) as error:
         reason = first_sentence(error)
@@ -223,24 +224,25 @@ def _kind_of(tree: dict[str, Any], folder: Path) -> ModelType:
     model_type = tree.get("model_type")
     if model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json in {folder} is of model_type {model_type!r}, which is not loaded here; "
+            f"config.json in {folder} has model_type {model_type!r}, which is not supported; "
             f"name a checkpoint of type {' or '.join(MODEL_TYPES)}."
         )
     return MODEL_TYPES[model_type]
 
 
 def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
-    """Width of the joint space; transformers would fill a missing one with 512 without a word."""
+    """Return the width of the joint space; for a missing one transformers would silently use 512."""
     if isinstance(config, SiglipConfig):
         text, vision = config.text_config, config.vision_config
         if not vision.vision_use_head:
             raise UserError(
-                f"The image tower in {folder} has no pooling head (vision_use_head); it cannot be trained here."
+                f"The image tower in {folder} has no pooling head (vision_use_head), which is not supported; "
+                "use another model."
             )
         if text.projection_size != vision.hidden_size:
             raise UserError(
                 f"config.json in {folder} projects texts to {text.projection_size} numbers and images to "
-                f"{vision.hidden_size}; mend text_config.projection_size."
+                f"{vision.hidden_size}; correct text_config.projection_size."
             )
         return int(vision.hidden_size)
     if "projection_dim" not in tree:
@@ -252,7 +254,7 @@ def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
 
 
 def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
-    nested = folder / "processor_config.json"  # transformers 5 keeps the image processor in it
+    nested = folder / "processor_config.json"  # where transformers 5 keeps the image processor
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
         tree = read_json(nested).get("image_processor", {})
     else:
@@ -261,7 +263,7 @@ def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
     if not isinstance(image_size, int):
-        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones can be trained.")
+        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones are supported.")
     size = tree.get("size")
     squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
     return Preprocessing(image_size, tuple(mean), tuple(std), squash)
