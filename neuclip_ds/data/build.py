@@ -178,15 +178,14 @@ def write_manifest(
     Args:
         folder: folder of the manifest; must hold one exactly when `update` is set.
         paths: shards, in the order in which they get indices.
-        executor: its workers scan the shards: processes of this machine, or MPI ranks.
+        executor: its workers scan the shards: processes on this machine, or MPI ranks.
         options: what to scan for.
         samples: whether to store the samples' offsets and keys; always done with uids.
         update: append new shards and mark missing ones as removed.
         on_progress: called with the shards done, those of an interrupted build included.
 
     Raises:
-        UserError: shards cannot be read (a restart scans only these), there is nothing to train on, or `folder` holds
-            a manifest and `update` is not set.
+        UserError: shards cannot be read, there is nothing to train on, or `folder` does not fit `update`.
     """
     samples = samples or bool(options.uids)
     existing = _existing(folder, update, samples)
@@ -196,11 +195,9 @@ def write_manifest(
     first = 0 if existing is None else existing.n_shards
     groups = _make_groups(folder, changes.new, options, samples, first)
     _run(groups, executor, len(changes.new), on_progress)
-    scans = [scan for group in groups for scan in _read(group.result)]
+    scans = _collect(groups)
     if existing is None:
         check_usable(scans, describe_paths(list(paths)))
-    for scan in scans:
-        _warn(scan)
     manifest = _merge(existing, changes, [scan.shard for scan in scans])
     _write_bad(folder / _BAD, manifest.shards[first:], scans, 0 if existing is None else existing.n)
     write_shards(manifest, folder)
@@ -286,11 +283,16 @@ def _scan_group(group: _Group) -> list[str]:
     return []
 
 
-def _read(result: Path) -> list[Scan]:
-    return [
+def _collect(groups: Sequence[_Group]) -> list[Scan]:
+    """Read the results of all groups and log what is wrong with their shards."""
+    scans = [
         Scan(Shard(*shard), images, captions, tuple(extensions), lost, tuple(BadRow(*row) for row in bad))
-        for shard, images, captions, extensions, lost, bad in json.loads(result.read_text())
+        for group in groups
+        for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_text())
     ]
+    for scan in scans:
+        _warn(scan)
+    return scans
 
 
 def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) -> Manifest:

@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -84,12 +85,11 @@ def make_demo_data(
     duplicate_share: float = 0.05,
     seed: int = 0,
     processes: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the three splits to a temporary folder and rename it, so that `folder` is complete or absent.
+    """Write the three splits to FOLDER.*.partial and rename it, so that `folder` is complete or absent.
 
-    A killed run leaves `FOLDER.*.partial`, which may be removed. Processes are spawned, so a script must call this
-    under `if __name__ == "__main__"`, or with one process.
+    Processes are spawned, so a script must call this under `if __name__ == "__main__"`, or with one process.
 
     Args:
         folder: must be absent or empty.
@@ -105,22 +105,14 @@ def make_demo_data(
         UserError: `folder` is not empty or cannot be written, or a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
-    _check_numbers(pairs, held_out, zero_shot, size, duplicate_share, processes)
-    _check_unused(folder)
-    temporary = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
-    try:
+    _check_numbers(size, duplicate_share, pairs=pairs, held_out=held_out, zero_shot=zero_shot, processes=processes)
+    with _new_folder(folder) as temporary:
         _write_class_files(temporary / "zero_shot")
         labelled = partial(_labelled_image, seed, size)
         shards = [_Shard(temporary / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
         for split, count in (("train", pairs), ("val", held_out)):
-            (temporary / split).mkdir()
             shards += _pair_shards(temporary / split, count, partial(_pair, seed, split, duplicate_share, size))
         _write_shards(shards, processes, on_progress)
-        _move(temporary, folder)
-    except OSError as error:
-        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
 def demo_split(source: str, cache: Path) -> Path:
@@ -144,10 +136,7 @@ def demo_split(source: str, cache: Path) -> Path:
     return folder / split
 
 
-def _check_numbers(
-    pairs: int, held_out: int, zero_shot: int, size: int, duplicate_share: float, processes: int
-) -> None:
-    counts = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes}
+def _check_numbers(size: int, duplicate_share: float, **counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
             raise UserError(f"{name}={count} is out of range; it must be at least 1.")
@@ -162,12 +151,19 @@ def _check_unused(folder: Path) -> None:
         raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
 
 
-def _move(temporary: Path, folder: Path) -> None:
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to `folder` if the block succeeds."""
+    _check_unused(folder)
+    temporary = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
     try:
+        yield temporary
         temporary.rename(folder)  # replaces an empty folder and refuses any other
-    except OSError:
+    except OSError as error:
         _check_unused(folder)
-        raise
+        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
 def _write_class_files(folder: Path) -> None:
@@ -179,18 +175,18 @@ def _write_class_files(folder: Path) -> None:
 
 
 def _pair_shards(folder: Path, count: int, sample: Callable[[int], Sample]) -> Iterator[_Shard]:
+    folder.mkdir()
     for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
         indices = range(first, min(first + PAIRS_PER_SHARD, count))
         yield _Shard(folder / f"{number:05d}.tar", indices, sample)
 
 
-def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None] | None) -> None:
+def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None]) -> None:
     total = sum(len(shard.indices) for shard in shards)
     done = 0
     for written in _written(shards, min(processes, len(shards))):
         done += written
-        if on_progress is not None:
-            on_progress(done, total)
+        on_progress(done, total)
 
 
 def _written(shards: list[_Shard], processes: int) -> Iterator[int]:

@@ -77,21 +77,24 @@ class GlobalOrder:
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
-        if self.n < 2:
-            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
-        if tail == "drop" and self.n < batch_size:
-            raise UserError(
-                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={batch_size}; "
-                "lower it or set data.tail=pad."
-            )
-        if streams is not None and (streams < 1 or batch_size % streams):
-            raise UserError(
-                f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor."
-            )
+        self._check(streams)
         self.streams = streams or _largest_divisor(batch_size, min(len(self._sizes), _MAX_STREAMS))
         self._bounds = self.n * np.arange(self.streams + 1) // self.streams  # (S + 1,) boundaries of the streams
         self._block = shuffle_block
         self._layout: _Layout | None = None
+
+    def _check(self, streams: int | None) -> None:
+        if self.n < 2:
+            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
+        if self.tail == "drop" and self.n < self.batch_size:
+            raise UserError(
+                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
+                "lower it or set data.tail=pad."
+            )
+        if streams is not None and (streams < 1 or self.batch_size % streams):
+            raise UserError(
+                f"data.shard_streams={streams} does not divide data.batch_size={self.batch_size}; choose a divisor."
+            )
 
     @property
     def steps_per_epoch(self) -> int:

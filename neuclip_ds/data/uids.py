@@ -32,18 +32,18 @@ class UidFiles:
 
     def check_order(self) -> None:
         """Read all files once; raise UserError if one is not sorted."""
-        for path_words in self._files:
-            for start in range(0, len(path_words), _CHUNK):
-                words = path_words[start : start + _CHUNK + 1]
-                if not _less_or_equal(words[:-1], words[1:]).all():
-                    name = getattr(path_words, "filename", "a uid file")
+        for file in self._files:
+            for start in range(0, len(file), _CHUNK):
+                chunk = file[start : start + _CHUNK + 1]
+                if not _less_or_equal(chunk[:-1], chunk[1:]).all():
+                    name = getattr(file, "filename", "a uid file")
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
     def count(self, uids: UidArray) -> NDArray[np.int64]:
         """Return how often each of (q,) uids is listed."""
         found = np.zeros(len(uids), dtype=np.int64)
-        for words in self._files:
-            found += _bound(words, uids, above=True) - _bound(words, uids, above=False)
+        for listed in self._files:
+            found += _bound(listed, uids, above=True) - _bound(listed, uids, above=False)
         return found
 
 
@@ -68,14 +68,14 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
 
 def _map(path: Path) -> UidArray:
     try:
-        words = np.load(path, mmap_mode="r", allow_pickle=False)
+        listed = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
         raise UserError(
             f"The uid file {path} cannot be read ({error}); it must be a .npy file of dtype u8,u8."
         ) from error
-    if words.dtype.names is None or len(words.dtype) != 2 or words.dtype.itemsize != 16 or words.ndim != 1:
-        raise UserError(f"The uid file {path} has dtype {words.dtype}, not u8,u8; save pairs of 64-bit words.")
-    return words.view(UID)
+    if listed.dtype.names is None or len(listed.dtype) != 2 or listed.dtype.itemsize != 16 or listed.ndim != 1:
+        raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")
+    return listed.view(UID)
 
 
 def _less_or_equal(left: UidArray, right: UidArray) -> NDArray[np.bool_]:
@@ -83,13 +83,13 @@ def _less_or_equal(left: UidArray, right: UidArray) -> NDArray[np.bool_]:
     return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))
 
 
-def _bound(words: UidArray, uids: UidArray, *, above: bool) -> NDArray[np.int64]:
+def _bound(listed: UidArray, uids: UidArray, *, above: bool) -> NDArray[np.int64]:
     """Return the first positions whose uid is >= (or, if `above`, >) each of `uids`, by bisection."""
     low = np.zeros(len(uids), dtype=np.int64)
-    high = np.full(len(uids), len(words), dtype=np.int64)
-    for _ in range(len(words).bit_length()):
+    high = np.full(len(uids), len(listed), dtype=np.int64)
+    for _ in range(len(listed).bit_length()):
         middle = (low + high) // 2
-        probe = words[np.minimum(middle, len(words) - 1)]
+        probe = listed[np.minimum(middle, len(listed) - 1)]
         goes_right = _less_or_equal(probe, uids) if above else ~_less_or_equal(uids, probe)
         goes_right &= low < high
         low, high = np.where(goes_right, middle + 1, low), np.where(goes_right, high, middle)

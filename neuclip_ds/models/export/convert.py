@@ -149,14 +149,7 @@ def clip_to_open_clip(package: Package) -> Package:
             "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             **_open_clip_sizes(vision),
         },
-        "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            "heads": text["num_attention_heads"],
-            **_open_clip_sizes(text),
-            **_open_clip_pooling(text),
-            "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
-        },
+        "text_cfg": _open_clip_text_cfg(text, _open_clip_pooling(text)),
     }
     weights = {
         **from_clip(open_clip_vision(vision["num_hidden_layers"]), package.weights),
@@ -179,11 +172,7 @@ def open_clip_to_clip(package: Package) -> Package:
     act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
     width = vision.get("width", 768)
     specials = package.tokenizer.special_ids
-    pooled = text["eos_id"] if text.get("pool_type") == "eos" else specials["eos_token_id"]
-    if pooled != specials["eos_token_id"]:
-        raise UserError(
-            f"The text tower is read at token {pooled}, which is not the tokenizer's EOS; correct text_cfg.eos_id."
-        )
+    _check_pooling(text, specials["eos_token_id"])
     config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"],
         vision_config={
@@ -211,20 +200,17 @@ def open_clip_to_clip(package: Package) -> Package:
     return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
-_VISION_PARTS = {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "norm_kwargs"}
-_VISION_PARTS |= {"timm_model_pretrained"}
-_TEXT_PARTS = {
-    "context_length",
-    "vocab_size",
-    "width",
-    "heads",
-    "layers",
-    "mlp_ratio",
-    "norm_kwargs",
-    "eos_id",
-    "pad_id",
-}
-_TEXT_PARTS |= {"hf_tokenizer_name"}
+_SIZES = {"layers", "width", "mlp_ratio", "norm_kwargs"}
+_VISION_PARTS = _SIZES | {"image_size", "head_width", "patch_size", "timm_model_pretrained"}
+_TEXT_PARTS = _SIZES | {"context_length", "vocab_size", "heads", "eos_id", "pad_id", "hf_tokenizer_name"}
+
+
+def _check_pooling(text: Mapping[str, Any], eos_id: int | None) -> None:
+    if text.get("pool_type") == "eos" and text["eos_id"] != eos_id:
+        raise UserError(
+            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
+            "text_cfg.eos_id."
+        )
 
 
 def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
@@ -239,6 +225,17 @@ def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[
             f"transformers' CLIPModel cannot express {', '.join(f'{where}.{name}={config[name]}' for name in extras)} "
             "of open_clip; export with --format=open_clip."
         )
+
+
+def _open_clip_text_cfg(text: Mapping[str, Any], pooling: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+        "heads": text["num_attention_heads"],
+        **_open_clip_sizes(text),
+        **pooling,
+        "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
+    }
 
 
 def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
@@ -325,15 +322,7 @@ def timm_to_open_clip(package: Package) -> Package:
             "timm_proj": "linear",
             "image_size": vision["image_size"],
         },
-        "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            "heads": text["num_attention_heads"],
-            **_open_clip_sizes(text),
-            "pool_type": "eos",
-            "eos_id": text["eos_token_id"],
-            "hf_tokenizer_name": "tokenizer",
-        },
+        "text_cfg": _open_clip_text_cfg(text, {"pool_type": "eos", "eos_id": text["eos_token_id"]}),
     }
     weights = {
         **rename_prefixes(
