@@ -31,18 +31,17 @@ Gather = Callable[[SampleCounts], list[SampleCounts]]  # from one rank to all ra
 class BadSampleLog:
     """Log of bad samples: each one is listed once in FOLDER/bad_samples.jsonl with index, shard, key and reason.
 
+    Args:
+        folder: created when the first bad sample is listed.
+        max_fraction: largest own of bad samples, in [0, 1] (`data.max_bad_fraction`).
+        writes: whether this rank writes the file; true on rank 0 only.
+
     Attributes:
         seen: samples seen by all ranks together, as of the last `merge`.
         causes: number of bad samples by cause.
     """
 
     def __init__(self, folder: Path, max_fraction: float, *, writes: bool = True) -> None:
-        """
-        Args:
-            folder: created when the first bad sample is listed.
-            max_fraction: largest own of bad samples, in [0, 1] (`data.max_bad_fraction`).
-            writes: whether this rank writes the file; true on rank 0 only.
-        """
         self.path = folder / "bad_samples.jsonl"
         self.seen = 0
         self.causes: Counter[str] = Counter()

@@ -19,15 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.manifest import (
-    SAMPLES,
-    Manifest,
-    Shard,
-    extend,
-    is_manifest,
-    load_manifest,
-    write_shards,
-)
+from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
 from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, describe_paths, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards

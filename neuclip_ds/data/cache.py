@@ -35,21 +35,20 @@ _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 class ShardCache:
     """A least-recently-used cache of complete shards, at most `capacity_bytes` in all.
 
+    Args:
+        folder: created if absent; private to this node, on a disk that supports flock.
+        capacity_bytes: limit of the total size, shards being fetched included.
+        timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
+
+    Raises:
+        UserError: the folder cannot be created, or its disk is smaller than the capacity.
+
     Example:
         cache = ShardCache(Path("/local/cache"), capacity_bytes=500 * 10**9)
         path = cache.path("s3://bucket/00000.tar", expected_bytes=461_291_520)
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, timeout: float = 60, retries: int = 4) -> None:
-        """
-        Args:
-            folder: created if absent; private to this node, on a disk that supports flock.
-            capacity_bytes: limit of the total size, shards being fetched included.
-            timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
-
-        Raises:
-            UserError: the folder cannot be created, or its disk is smaller than the capacity.
-        """
         self.capacity_bytes = capacity_bytes
         self._folder, self._timeout, self._retries = folder, timeout, retries
         try:

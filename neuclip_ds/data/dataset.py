@@ -57,7 +57,13 @@ class _Unusable(Exception):
 
 
 class PairDataset(Dataset[Batch]):
-    """Map-style dataset: `dataset.__getitems__([(epoch, index), ...])` returns a Batch that depends on nothing else."""
+    """Map-style dataset: `dataset.__getitems__([(epoch, index), ...])` returns a Batch that depends on nothing else.
+
+    Args:
+        seed: seed of augmentation and of the choice among several captions.
+        captions: caption sources, as `data.captions`.
+        cache: cache of remote shards.
+    """
 
     def __init__(
         self,
@@ -70,12 +76,6 @@ class PairDataset(Dataset[Batch]):
         reader: Literal["tar", "webdataset"] = "tar",
         cache: ShardCache | None = None,
     ) -> None:
-        """
-        Args:
-            seed: seed of augmentation and of the choice among several captions.
-            captions: caption sources, as `data.captions`.
-            cache: cache of remote shards.
-        """
         self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
         self._captions = Captions(captions)
         self._reader = open_reader(reader, manifest, self._captions.extensions, cache)

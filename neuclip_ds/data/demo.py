@@ -31,16 +31,7 @@ from uuid import uuid4
 
 from PIL import Image
 
-from neuclip_ds.data.demo_scenes import (
-    COLOURS,
-    SHAPES,
-    TEMPLATES,
-    Scene,
-    describe,
-    random_scene,
-    render,
-    single_object,
-)
+from neuclip_ds.data.demo_scenes import COLOURS, SHAPES, TEMPLATES, Scene, describe, random_scene, render, single_object
 from neuclip_ds.errors import UserError
 
 SPLITS = ("train", "val", "zero_shot")

@@ -66,10 +66,7 @@ def _star() -> tuple[Point, ...]:
 def _heart() -> tuple[Point, ...]:
     angles = [2 * math.pi * i / 40 for i in range(40)]
     return tuple(
-        (
-            math.sin(a) ** 3,
-            -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16 - 0.1,
-        )
+        (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16 - 0.1)
         for a in angles
     )
 

@@ -185,13 +185,7 @@ def _dataset(
     manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, seed: int, options: LoaderOptions
 ) -> PairDataset:
     return PairDataset(
-        manifest,
-        transform,
-        tokenize,
-        seed=seed,
-        captions=options.captions,
-        reader=options.reader,
-        cache=options.cache,
+        manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
     )
 
 

@@ -34,16 +34,9 @@ _VERSION = 2
 _TABLE = "shards.parquet"
 SAMPLES = "samples"
 _SCHEMA = pa.schema(
-    [
-        ("path", pa.string()),
-        ("start", pa.int64()),
-        ("n", pa.int64()),
-        ("bytes", pa.int64()),
-        ("n_bad", pa.int64()),
-        ("crc32", pa.int64()),
-        ("selection", pa.int64()),
-        ("removed", pa.bool_()),
-    ]
+    [("path", pa.string())]
+    + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
+    + [("removed", pa.bool_())]
 )
 
 

@@ -43,6 +43,19 @@ class ShardRequest(NamedTuple):
 class GlobalOrder:
     """The global sample indices of every batch.
 
+    Args:
+        shard_starts: (n_shards,) global index of each shard's first sample.
+        shard_sizes: (n_shards,) samples in each shard.
+        batch_size: global batch size B.
+        seed: non-negative seed of all permutations.
+        streams: number S of shard streams, a divisor of B; by default the largest <= min(n_shards, 1024).
+        shuffle_block: positions that are shuffled together within a stream.
+        tail: `pad` takes every sample exactly once per epoch and fills the last batch with -1; `drop` omits n mod B
+            samples, different ones in every epoch.
+
+    Raises:
+        UserError: fewer than 2 samples, less than a batch under `drop`, or streams that do not divide the batch.
+
     Example:
         order = GlobalOrder(manifest.starts, manifest.sizes, batch_size=4096, seed=0)
         indices = order.batch(epoch=3, step=17)  # (4096,); rank r of K takes [r * 4096 / K, (r + 1) * 4096 / K)
@@ -59,20 +72,6 @@ class GlobalOrder:
         shuffle_block: int = 80_000,
         tail: Literal["pad", "drop"] = "pad",
     ) -> None:
-        """
-        Args:
-            shard_starts: (n_shards,) global index of each shard's first sample.
-            shard_sizes: (n_shards,) samples in each shard.
-            batch_size: global batch size B.
-            seed: non-negative seed of all permutations.
-            streams: number S of shard streams, a divisor of B; by default the largest <= min(n_shards, 1024).
-            shuffle_block: positions that are shuffled together within a stream.
-            tail: `pad` takes every sample exactly once per epoch and fills the last batch with -1; `drop` omits n mod B
-                samples, different ones in every epoch.
-
-        Raises:
-            UserError: fewer than 2 samples, less than a batch under `drop`, or streams that do not divide the batch.
-        """
         self.batch_size, self.seed, self.tail = batch_size, seed, tail
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)

@@ -42,6 +42,15 @@ class Prefetcher:
     is logged and left to the readers, which use the cache too. The process ends with the block, and with its parent
     even if that is killed.
 
+    Args:
+        cache: the node's cache.
+        order: order of the training batches.
+        shards: (n_shards,) in the manifest's order; local ones are skipped.
+        epoch, step: where training starts.
+        rows: the node's rows of the global batch; with start and stop.
+        total_steps: step at which training ends, counted since step 0 of epoch 0.
+        transfers: number of shards fetched at the same time.
+
     Example:
         with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 512), total_steps=1000) as prefetcher:
             for number, batch in enumerate(batches):
@@ -60,29 +69,11 @@ class Prefetcher:
         total_steps: int,
         transfers: int = 4,
     ) -> None:
-        """
-        Args:
-            cache: the node's cache.
-            order: order of the training batches.
-            shards: (n_shards,) in the manifest's order; local ones are skipped.
-            epoch, step: where training starts.
-            rows: the node's rows of the global batch; with start and stop.
-            total_steps: step at which training ends, counted since step 0 of epoch 0.
-            transfers: number of shards fetched at the same time.
-        """
         context = multiprocessing.get_context("spawn")  # this process has threads, which break under fork
         # No lock: its holder may be killed, and a 64-bit write is atomic.
         self._reached = context.RawValue(c_longlong, epoch * order.steps_per_epoch + step)
-        arguments = (
-            cache,
-            order,
-            list(shards),
-            (epoch, step, rows),
-            total_steps,
-            transfers,
-            self._reached,
-            os.getpid(),
-        )
+        start = (epoch, step, rows)
+        arguments = (cache, order, list(shards), start, total_steps, transfers, self._reached, os.getpid())
         self._process = context.Process(target=_run, args=arguments, name="prefetch", daemon=True)
         self._warned = False
 

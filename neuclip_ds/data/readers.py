@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import webdataset
@@ -39,11 +40,9 @@ class Reader(Protocol):
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample; raise OSError if reading fails, UserError if the shard has changed."""
-        ...
 
     def key(self, index: int) -> str:
         """Return the sample's key: the folder and stem of its members."""
-        ...
 
 
 class RecentlyUsed(Generic[Value]):
@@ -83,18 +82,18 @@ class RecentlyUsed(Generic[Value]):
 
 
 class TarReader:
-    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once."""
+    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once.
+
+    Args:
+        manifest: manifest of the samples.
+        texts: members with captions, of `sample_table.MEMBERS`.
+        cache: cache of remote shards; required if there are any.
+    """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
-        """
-        Args:
-            manifest: manifest of the samples.
-            texts: members with captions, of `sample_table.MEMBERS`.
-            cache: cache of remote shards; required if there are any.
-        """
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
         self._members = [MEMBERS.index(name) for name in ("image", *texts)]
-        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=_n_of)
+        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=attrgetter("n"))
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
         capacity = _OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
@@ -178,10 +177,6 @@ def _cache_for(path: str, cache: ShardCache | None) -> ShardCache:
     if cache is None:
         raise UserError(f"Shard {path} is remote, which needs a cache; set data.cache_dir.")
     return cache
-
-
-def _n_of(table: SampleTable) -> int:
-    return table.n
 
 
 def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:

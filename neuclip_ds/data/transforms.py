@@ -35,8 +35,7 @@ class CentreCrop:
     """Resize the shorter side to `image_size`, then crop the centre square."""
 
     def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image = F.resize(self._decode(data, None).image, [self.image_size], InterpolationMode.BICUBIC)
@@ -47,8 +46,7 @@ class Squash:
     """Resize the whole image to the square, ignoring proportions, as SigLIP and DFN were trained."""
 
     def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         side = [self.image_size, self.image_size]
@@ -59,8 +57,7 @@ class RandomCrop:
     """Crop a random share of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
 
     def __init__(self, image_size: int, crop_scale: float, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
         self._scale = (crop_scale, 1.0)
         # The smallest crop of a scaled-down decode still has as many pixels per side as the output.
         self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))

@@ -37,7 +37,13 @@ class Traffic:
 
 
 class Pending:
-    """A collective in progress, which may overlap computation."""
+    """A collective in progress, which may overlap computation.
+
+    Args:
+        result: tensor that the collective fills.
+        work: torch's handle; None if the result is ready.
+        waiting: context manager that times `wait`.
+    """
 
     def __init__(
         self,
@@ -45,12 +51,6 @@ class Pending:
         work: dist.Work | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """
-        Args:
-            result: tensor that the collective fills.
-            work: torch's handle; None if the result is ready.
-            waiting: context manager that times `wait`.
-        """
         self._result, self._work, self._waiting = result, work, waiting
 
     def wait(self) -> Tensor:

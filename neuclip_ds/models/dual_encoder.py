@@ -16,17 +16,16 @@ from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
 
 
 class DualEncoder(nn.Module):
-    """An image and a text tower with features of width d."""
+    """An image and a text tower with features of width d.
+
+    Args:
+        vision: (b, 3, H, W) uint8 pixels to (b, d).
+        text: (b, T) int64 ids to (b, d).
+    """
 
     def __init__(self, vision: Encoder, text: Encoder) -> None:
-        """
-        Args:
-            vision: (b, 3, H, W) uint8 pixels to (b, d).
-            text: (b, T) int64 ids to (b, d).
-        """
         super().__init__()
-        self.vision = vision
-        self.text = text
+        self.vision, self.text = vision, text
 
     def forward(
         self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None

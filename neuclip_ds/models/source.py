@@ -50,7 +50,6 @@ class ModelSource(Protocol):
         Raises:
             UserError: it cannot be found.
         """
-        ...
 
     def build(self, tokenizer: Tokenize) -> DualEncoder:
         """Build the architecture; without memory under `torch.device("meta")`.
@@ -58,7 +57,6 @@ class ModelSource(Protocol):
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
-        ...
 
     def load(self, tokenizer: Tokenize) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
@@ -66,15 +64,12 @@ class ModelSource(Protocol):
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
         """
-        ...
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         """Save what `open_saved` needs in addition to config and tokenizer; the folder is created."""
-        ...
 
     def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """Return trained weights, named as those of `build`, in the form of the family's files."""
-        ...
 
 
 class FromConfig:

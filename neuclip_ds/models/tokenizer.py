@@ -37,20 +37,20 @@ class Tokenize(Protocol):
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, T) int64 ids."""
-        ...
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-        ...
 
     @property
     def special_ids(self) -> dict[str, int | None]:
         """Ids of BOS, EOS and padding under the names in transformers' configs."""
-        ...
 
 
 class CaptionTokenizer:
     """A transformers tokenizer whose rows are BOS, caption, EOS, padding; can be pickled.
+
+    Raises:
+        UserError: the tokenizer has neither an EOS nor a SEP token.
 
     Attributes:
         context_length: number T of tokens per row.
@@ -66,10 +66,6 @@ class CaptionTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
-        """
-        Raises:
-            UserError: the tokenizer has neither an EOS nor a SEP token.
-        """
         eos = _first_present(tokenizer.eos_token_id, tokenizer.sep_token_id)
         if eos is None:
             raise UserError(

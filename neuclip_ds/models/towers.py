@@ -48,13 +48,12 @@ class VisionTower(Encoder):
 
     The projection is linear without bias. Models with attention pooling (CLIP's ResNets) end in their own projection,
     with bias, which replaces it (Radford et al. 2021, sec. 2.4).
+
+    Raises:
+        UserError: timm does not have the model or refuses the options, or the image size does not fit the model.
     """
 
     def __init__(self, config: VisionConfig, embed_dim: int) -> None:
-        """
-        Raises:
-            UserError: timm does not have the model or refuses the options, or the image size does not fit the model.
-        """
         super().__init__()
         width = _checked_width(config)
         self._mean, self._std = config.mean, config.std  # not buffers, which DeepSpeed may cast to bf16
@@ -87,18 +86,18 @@ class VisionTower(Encoder):
 
 
 class TextTower(Encoder):
-    """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype."""
+    """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype.
+
+    Args:
+        activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
+
+    Raises:
+        UserError: the tokenizer's ids or rows exceed the config's sizes.
+    """
 
     def __init__(
         self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
     ) -> None:
-        """
-        Args:
-            activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
-
-        Raises:
-            UserError: the tokenizer's ids or rows exceed the config's sizes.
-        """
         super().__init__()
         self._context_length = config.context_length
         self._eos_id = tokenizer.eos_id

@@ -13,10 +13,7 @@ from neuclip_ds.models.export import convert
 from neuclip_ds.models.export.write import write_open_clip, write_transformers
 from neuclip_ds.models.pretrained.base import Package
 
-WRITERS: dict[str, Callable[[Package, Path], None]] = {
-    "transformers": write_transformers,
-    "open_clip": write_open_clip,
-}
+WRITERS: dict[str, Callable[[Package, Path], None]] = {"transformers": write_transformers, "open_clip": write_open_clip}
 
 CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
     ("transformers", "open_clip"): convert.clip_to_open_clip,

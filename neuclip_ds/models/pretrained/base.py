@@ -78,11 +78,9 @@ class Checkpoint(Protocol):
         Raises:
             UserError: it is missing.
         """
-        ...
 
     def build(self) -> DualEncoder:
         """Build the architecture with random weights, or without memory under `torch.device("meta")`."""
-        ...
 
     def load(self) -> LoadedModel:
         """Load the model with its weights in float32.
@@ -90,21 +88,24 @@ class Checkpoint(Protocol):
         Raises:
             UserError: the weights are missing, or belong to another architecture.
         """
-        ...
 
     def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """Return weights, named as those of `build()`, in the family's form."""
-        ...
 
     def save(self, folder: Path) -> None:
         """Save everything but the weights, so that the folder can be opened as a checkpoint without weights."""
-        ...
 
 
 class LibraryTower(Encoder):
     """A library's encoder, followed by a projection.
 
     Image towers take uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both return (b, d) in the weights' dtype.
+
+    Args:
+        trunk: the encoder; returns the pooled feature, or an output with it as `pooler_output`.
+        projection: projection to the joint space, if the trunk does not include it.
+        preprocessing: normalisation of an image tower's pixels.
+        checkpointing: the library's function that turns on activation checkpointing of the trunk.
     """
 
     def __init__(
@@ -114,13 +115,6 @@ class LibraryTower(Encoder):
         preprocessing: Preprocessing | None = None,
         checkpointing: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """
-        Args:
-            trunk: the encoder; returns the pooled feature, or an output with it as `pooler_output`.
-            projection: projection to the joint space, if the trunk does not include it.
-            preprocessing: normalisation of an image tower's pixels.
-            checkpointing: the library's function that turns on activation checkpointing of the trunk.
-        """
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
@@ -143,8 +137,7 @@ def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
     """Read temperature exp(-logit_scale) and bias from a checkpoint's tensors, if present."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
     return LogitParameters(
-        temperature=None if scale is None else math.exp(-scale.item()),
-        bias=None if bias is None else bias.item(),
+        temperature=None if scale is None else math.exp(-scale.item()), bias=None if bias is None else bias.item()
     )
 
 

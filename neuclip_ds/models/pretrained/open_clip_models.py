@@ -110,13 +110,13 @@ class OpenClipTokenizer:
 
 
 class OpenClipCheckpoint:
-    """An open_clip checkpoint, whose architecture comes from a config or from open_clip's list of names."""
+    """An open_clip checkpoint, whose architecture comes from a config or from open_clip's list of names.
+
+    Raises:
+        UserError: open_clip is not installed, or the config lacks what the run needs.
+    """
 
     def __init__(self, ref: CheckpointRef) -> None:
-        """
-        Raises:
-            UserError: open_clip is not installed, or the config lacks what the run needs.
-        """
         library()
         self._ref = ref
         self._where = f"open_clip:{ref.name}" if ref.name else ref.path

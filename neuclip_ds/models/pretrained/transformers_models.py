@@ -40,12 +40,7 @@ from neuclip_ds.models.pretrained.base import (
 from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, first_sentence, read_json
 from neuclip_ds.models.tokenizer import special_ids
 
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PROCESSOR = "preprocessor_config.json"
 _LEGACY_EOS = 2  # of old CLIP configs, for which transformers reads the feature at the largest id
@@ -111,13 +106,13 @@ class LibraryTokenizer:
 
 
 class TransformersCheckpoint:
-    """A folder that `save_pretrained` wrote."""
+    """A folder that `save_pretrained` wrote.
+
+    Raises:
+        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
+    """
 
     def __init__(self, ref: CheckpointRef) -> None:
-        """
-        Raises:
-            UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
-        """
         self._folder = Path(ref.path)
         tree = read_json(self._folder / "config.json")
         self._kind = _kind_of(tree, self._folder)
