@@ -1,4 +1,4 @@
-"""The account of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
+"""The log of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
 
 from __future__ import annotations
 

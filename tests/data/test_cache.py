@@ -1,4 +1,4 @@
-"""The shard cache under several processes: each shard fetched once, never more than fits, the killed do no harm."""
+"""The shard cache under several processes: each shard is fetched once, the limit holds, killed processes do no harm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def http():
 
 
 def cache_in(folder: Path, shards: float, **options) -> ShardCache:
-    """A cache of so many shards."""
+    """Return a cache with room for a number of shards."""
     return ShardCache(folder / "cache", int(shards * SIZE), **{"timeout": 2, "retries": 0, **options})
 
 
@@ -36,12 +36,12 @@ def url(http: Files, number: int) -> str:
 
 
 def held(folder: Path) -> list[int]:
-    """Shards that the cache holds."""
+    """Return the shards in the cache."""
     return sorted(path.read_bytes()[0] for path in (folder / "cache/shards").glob("*.tar"))
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of shards and of what is on its way; files may vanish meanwhile."""
+    """Return the bytes of shards and partial downloads; files may vanish meanwhile."""
     with os.scandir(folder / "cache/shards") as entries:
         return sum(_size(entry.path) for entry in entries)
 
@@ -59,7 +59,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def wait_for_a_part(folder: Path) -> None:
-    """Until a fetch has begun."""
+    """Wait until a fetch has started."""
     end = time.monotonic() + 20
     while not any((folder / "cache/shards").iterdir()):
         assert time.monotonic() < end
@@ -193,7 +193,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """It holds lock and room, and a part of the file; the cache has room for one shard only."""
+    """The killed process holds a lock, space and a partial file; the cache has room for one shard only."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
@@ -236,7 +236,7 @@ def test_what_a_killed_run_has_left_is_cleared_by_the_next(http, tmp_path):
     wait_for_a_part(tmp_path)
     assert len(left_over(tmp_path)) == 2
     cache_in(tmp_path, 3)
-    assert len(left_over(tmp_path)) == 2, "one that goes on is left alone"
+    assert len(left_over(tmp_path)) == 2, "a fetch in progress is left alone"
     process.kill()
     process.join()
     cache_in(tmp_path, 3)

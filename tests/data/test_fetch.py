@@ -1,4 +1,4 @@
-"""Fetching from real servers and commands, which fail on order."""
+"""Fetching from real servers and commands with injected faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def http():
 
 @pytest.fixture
 def shard(http):
-    """URL of a file of this test's own on the HTTP server, and its name there."""
+    """Return the URL and name of a separate file of this test on the HTTP server."""
     name = f"{len(http.files)}/00000.tar"
     http.files[name] = DATA
     return http.url(name), name
@@ -38,7 +38,7 @@ def shard(http):
 
 @pytest.fixture(scope="module")
 def s3():
-    """A store that speaks S3 with the bucket `pairs`, behind a proxy, which fsspec is set to."""
+    """Start an S3 server with the bucket `pairs` behind a proxy, and configure fsspec for it."""
     boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def s3():
 
 
 def fetch_here(url: str, folder: Path, **options) -> bytes:
-    """The fetched bytes; checks that nothing but the target is left, or nothing at all."""
+    """Return the fetched bytes; check that nothing but the target is left, or nothing at all."""
     target = folder / "shard.tar"
     arguments = {"expected_bytes": len(DATA), "timeout": 5, "retries": 2, "backoff": 0.01, **options}
     try:
@@ -171,7 +171,7 @@ def test_pipe_failures(tmp_path, command, message):
 
 
 def still_running(command: str) -> list[str]:
-    """Command lines of live processes that hold `command`, after a moment for them to end."""
+    """Return command lines of live processes that contain `command`, after a moment for them to end."""
     for _ in range(100):
         found = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -235,7 +235,7 @@ def test_resolving_shards_on_real_servers(s3, http):
 
 
 def test_other_processes_can_fetch_after_this_one_has(shard, tmp_path):
-    """Spawned ones: fsspec keeps a thread and locks, which do not stand a fork."""
+    """Processes are spawned: fsspec keeps a thread and locks, which break under fork."""
     assert fetch_here(shard[0], tmp_path) == DATA
     arguments = (shard[0], tmp_path / "again.tar")
     process = multiprocessing.get_context("spawn").Process(

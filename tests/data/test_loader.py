@@ -1,4 +1,4 @@
-"""Loaders: the same batches whatever the workers, ranks and starting step; bad samples keep their place."""
+"""Loaders: batches are independent of workers, ranks and starting step; bad samples keep their row."""
 
 from __future__ import annotations
 
@@ -253,7 +253,7 @@ def test_a_dead_worker_is_a_clear_error(manifest):
 
 
 class Fails:
-    """The usual transform, which kills or holds up its process at some calls: the n-th of all processes together."""
+    """The usual transform, which kills or blocks its process at some calls, counted over all processes."""
 
     image_size = 16
 
@@ -272,7 +272,7 @@ class Fails:
 
 
 def test_dead_and_stuck_workers_are_replaced_at_the_current_step(manifest, uninterrupted, tmp_path, caplog):
-    """Three failures, never more than two in a row at one batch: the batches are those of a run without any."""
+    """Three failures, never more than two in a row at one batch: the batches equal those of a run without failures."""
     failing = Fails(tmp_path, deadly=(3, 40), stuck=(71,))
     options = {"workers": 1, "prefetch": 1, "timeout": 3, "restarts": 2}
     assert_same(load(manifest, order_of(manifest), transform=failing, **options), uninterrupted)

@@ -1,4 +1,4 @@
-"""From what a user names to a list of shards."""
+"""Resolution of what a user names to a list of shards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported models, read back by transformers and open_clip themselves, give the features that were trained."""
+"""Exported models, read by transformers and open_clip, give the trained features."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Trained(NamedTuple):
 
 
 def trained(**config: Any) -> Trained:
-    """A model with weights that no library would begin with."""
+    """Return a model with weights that differ from every initialisation."""
     torch.manual_seed(0)
     model_config = ModelConfig.model_validate(config)
     source = model_source(model_config, locate_model(model_config))
@@ -65,7 +65,7 @@ def features(of: Trained) -> tuple[Tensor, Tensor]:
 
 
 def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Features by transformers alone, pictures and captions through the folder's own processor."""
+    """Return features from transformers alone, images and captions through the folder's processor."""
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     pictures = [to_pil_image(picture) for picture in images(size)]
     inputs = processor(
@@ -78,7 +78,7 @@ def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
 
 
 def by_open_clip(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Features by open_clip alone."""
+    """Return features from open_clip alone."""
     model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()

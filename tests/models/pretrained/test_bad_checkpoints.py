@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: one sentence that says what is missing and where to put it."""
+"""Checkpoints that cannot be loaded: the message names what is missing and where to put it."""
 
 from __future__ import annotations
 
@@ -122,9 +122,9 @@ def test_clip_without_mean(clip: Path) -> None:
 def test_clip_without_tokenizer(clip: Path) -> None:
     for path in clip.glob("tokenizer*"):
         path.unlink()
-    said = refusal(clip)
-    assert "holds no tokenizer that transformers can read" in said
-    assert "put the model's tokenizer files there" in said
+    message = refusal(clip)
+    assert "holds no tokenizer that transformers can read" in message
+    assert "put the model's tokenizer files there" in message
 
 
 def test_a_tokenizer_of_another_model(clip: Path) -> None:

@@ -205,7 +205,7 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
 def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of the hub's cache, as a download leaves it."""
+    """Create the layout of the hub's cache after a download."""
     repository = tmp_path / "models--someone--something"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -217,7 +217,7 @@ def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkey
 
 
 def published(folder: Path, model_type: str, **config: Any) -> Path:
-    """A folder as the hub has it, without weights."""
+    """Return a folder as on the hub, without weights."""
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
     processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -225,7 +225,7 @@ def published(folder: Path, model_type: str, **config: Any) -> Path:
 
 
 def vit_b(patch_size: int, hidden_act: str) -> dict[str, Any]:
-    """What the published config.json differ in; the rest of theirs are transformers' defaults."""
+    """Return the published config.json's differences from transformers' defaults."""
     vision = {"patch_size": patch_size, "hidden_act": hidden_act}
     return {"projection_dim": 512, "vision_config": vision, "text_config": {"hidden_act": hidden_act}}
 
