@@ -15,7 +15,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.source import ModelSource, locate_model, model_source, open_saved
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.recipe import validate
 
 
@@ -24,7 +24,7 @@ class SavedModel(NamedTuple):
 
     name: str  # what tells it from others: the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
     preprocessing: Preprocessing
     config: Config | None  # of the run that trained it
     checkpoint: Path | None
@@ -67,7 +67,7 @@ class SavedRun(NamedTuple):
     config: Config
     source: ModelSource
     start: LogitParameters  # temperature and bias at its first step
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
 
 
 def open_run(checkpoint: Path) -> SavedRun:

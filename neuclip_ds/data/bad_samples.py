@@ -13,7 +13,7 @@ from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.errors import UserError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _MIN_SAMPLES = 1000
 
@@ -62,7 +62,7 @@ class BadSampleLog:
         for sample in batch.bad:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # the 1st, 2nd, 4th, 8th ... keeps the log short
-                logger.warning(
+                log.warning(
                     "bad sample %d (number %d on this rank): %s in %s: %s",
                     *(sample.index, self._recorded, sample.key, sample.shard, sample.reason),
                 )

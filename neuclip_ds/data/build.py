@@ -26,7 +26,7 @@ from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 
@@ -74,7 +74,7 @@ def _scan(path: str, options: ScanOptions) -> Scan:
 def _warn(scan: Scan) -> None:
     loss = describe_loss(scan)
     if loss:
-        logger.warning(loss)
+        log.warning(loss)
 
 
 def open_manifest(

@@ -29,7 +29,7 @@ def main() -> None:
         Path(target).touch()  # the timeout starts here: backends take seconds to import
         fs.get_file(path, target)
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        reason, final = describe(error)
+        reason, final = describe_error(error)
         print(json.dumps({"reason": reason, "final": final}))
         sys.exit(1)
 
@@ -46,7 +46,7 @@ def _options(url: str, timeout: float) -> dict[str, Any]:
     return {}
 
 
-def describe(error: BaseException) -> tuple[str, bool]:
+def describe_error(error: BaseException) -> tuple[str, bool]:
     """Return a message for a backend's error, and whether it is final (a retry would fail too)."""
     status = _http_status(error)
     if isinstance(error, FileNotFoundError) or status in (404, 410):

@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from neuclip_ds.data.download import describe
+from neuclip_ds.data.download import describe_error
 
 _PIPE = "pipe:"
 _PIPE_BYTES = 1 << 20  # pipe buffer of a command, Linux's maximum
@@ -257,4 +257,4 @@ def _as_failure(error: BaseException) -> _Failure:
     """Turn the thread's error into a _Failure; it may be one of this machine (disk full, no bash)."""
     if isinstance(error, _Failure):
         return error
-    return _Failure(*describe(error))
+    return _Failure(*describe_error(error))

@@ -22,7 +22,7 @@ from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
 _AHEAD = 0.5  # share of the cache for shards of later batches
@@ -90,7 +90,7 @@ class Prefetcher:
         self._reached.value = number
         if self._process.exitcode is not None and not self._warned:
             self._warned = True
-            logger.warning(
+            log.warning(
                 "the prefetching process has ended (code %d): shards are now fetched only when they are read",
                 self._process.exitcode,
             )
@@ -166,7 +166,7 @@ class _Window:
     def _warn(self, in_use: int) -> None:
         if not self._warned:
             self._warned = True
-            logger.warning(
+            log.warning(
                 "data.cache_gb=%g is too small for the shards that one batch reads (more than %.2f GB), which are "
                 "therefore fetched repeatedly: raise data.cache_gb, or lower data.shuffle_block",
                 *(self._cache.capacity_bytes / 1e9, in_use / 1e9),
@@ -184,4 +184,4 @@ class _Window:
         try:
             self._cache.path(shard.url, shard.bytes)
         except (OSError, UserError) as error:
-            logger.warning("cannot prefetch a shard: %s", error)
+            log.warning("cannot prefetch a shard: %s", error)

@@ -19,7 +19,7 @@ from neuclip_ds.data.tar import Extent, SampleEntry
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
 MEMBERS = ("image", "txt", "json")  # members with stored extents
-ABSENT = -1
+_NO_OFFSET = -1
 
 _SCHEMA = pa.schema(
     [("key", pa.binary()), ("ordinal", pa.int32())]
@@ -42,11 +42,11 @@ class SampleTable(NamedTuple):
     def extent(self, row: int, member: str) -> Extent | None:
         """Return the extent of a sample's member, or None if it has none."""
         offset, size = self.extents[row, MEMBERS.index(member)].tolist()
-        return None if offset == ABSENT else Extent(offset, size)
+        return None if offset == _NO_OFFSET else Extent(offset, size)
 
     def has(self, member: str) -> NDArray[np.bool_]:
         """Return which samples have a member, (n,)."""
-        return self.extents[:, MEMBERS.index(member), 0] != ABSENT
+        return self.extents[:, MEMBERS.index(member), 0] != _NO_OFFSET
 
     def key(self, row: int) -> str:
         """Return the key of a sample."""
@@ -68,7 +68,7 @@ def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
     )
 
 
-_NONE = Extent(ABSENT, 0)
+_NONE = Extent(_NO_OFFSET, 0)
 
 
 def _image(entry: SampleEntry) -> Extent:

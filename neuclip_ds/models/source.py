@@ -24,7 +24,7 @@ from neuclip_ds.models.pretrained.base import (
     logit_tensors,
 )
 from neuclip_ds.models.pretrained.files import read_json
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import TextTower, VisionTower
 
 _LOGITS = "logits.json"
@@ -44,21 +44,21 @@ class ModelSource(Protocol):
     preprocessing: Preprocessing
     embed_dim: int
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
+    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         """Return the model's tokenizer; `train` makes one if none is named.
 
         Raises:
             UserError: it cannot be found.
         """
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         """Build the architecture; without memory under `torch.device("meta")`.
 
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
 
-    def load(self, tokenizer: Tokenize) -> LoadedModel:
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
 
         Raises:
@@ -68,7 +68,7 @@ class ModelSource(Protocol):
     def save(self, folder: Path, logits: LogitParameters) -> None:
         """Save what `open_saved` needs in addition to config and tokenizer; the folder is created."""
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """Return trained weights, named as those of `build`, in the form of the family's files."""
 
 
@@ -85,16 +85,16 @@ class FromConfig:
         text = self._config.text
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
 
-    def load(self, tokenizer: Tokenize) -> LoadedModel:
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         """Save nothing: the run's config.yaml and tokenizer are enough."""
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         with torch.device("meta"):
             model = self.build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
@@ -117,13 +117,13 @@ class Pretrained:
         self.name = config.pretrained
         self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
+    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         return self._checkpoint.tokenizer()
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         return self._prepared(self._checkpoint.build())
 
-    def load(self, tokenizer: Tokenize) -> LoadedModel:
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         model, logits = self._checkpoint.load()
         return LoadedModel(self._prepared(model), logits)
 
@@ -131,7 +131,7 @@ class Pretrained:
         self._checkpoint.save(folder)
         (folder / _LOGITS).write_text(json.dumps(logits._asdict()), encoding="utf-8")
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         return self._checkpoint.package(weights, logits)
 
     def _prepared(self, model: DualEncoder) -> DualEncoder:

@@ -1,4 +1,4 @@
-"""Tokenize captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
+"""ModelTokenizer captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
 
 A row is BOS, the caption's tokens, EOS, padding. The text tower reads its feature at the first EOS, so there is exactly
 one before the padding: special tokens spelled in a caption are treated as plain text.
@@ -26,7 +26,7 @@ BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
 
 
-class Tokenize(Protocol):
+class ModelTokenizer(Protocol):
     """Turn captions into token ids for a text tower; can be pickled.
 
     Attributes:

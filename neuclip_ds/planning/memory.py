@@ -20,7 +20,7 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.models.pretrained.base import CheckpointRef
 from neuclip_ds.models.source import ModelSource, model_source
-from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import Contrastive, build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
@@ -113,7 +113,7 @@ class MemoryQuery(NamedTuple):
 
     config: Config
     source: ModelSource
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
     world_size: int
     samples: int  # n of the data set, 0 where it is not known
     device: str  # `cuda` or `cpu`

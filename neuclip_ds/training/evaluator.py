@@ -23,7 +23,7 @@ from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.pretrained.base import Preprocessing
-from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
@@ -39,7 +39,7 @@ class Evaluator:
         self,
         config: Config,
         manifest: Manifest,
-        tokenizer: Tokenize,
+        tokenizer: ModelTokenizer,
         preprocessing: Preprocessing,
         communicator: Communicator,
         folder: Path,

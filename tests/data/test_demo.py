@@ -163,11 +163,11 @@ def test_near_duplicates(folder: Path) -> None:
 
 
 def test_near_duplicates_look_alike_and_have_another_template() -> None:
-    plans = [demo._plan(0, "train", 0.3, i) for i in range(300)]
-    repeats = [plan for plan in plans if plan.original is not None]
+    specs = [demo._pair_spec(0, "train", 0.3, i) for i in range(300)]
+    repeats = [spec for spec in specs if spec.original is not None]
     assert repeats
-    for plan in repeats:
-        assert plan.template != plans[plan.original].template
+    for spec in repeats:
+        assert spec.template != specs[spec.original].template
 
     scene, other = random_scene(Random(1)), random_scene(Random(2))
     first, again, apart = (

@@ -42,7 +42,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     rest = name.removeprefix("open_clip:")
     forced = rest != name
     if forced and open_clip_models.is_architecture(rest.partition("/")[0]):
-        return open_clip_models.locate(rest, weights)
+        return open_clip_models.locate_by_name(rest, weights)
     folder = Path(rest).expanduser()
     if folder.is_file():
         raise UserError(
@@ -81,9 +81,9 @@ def _download_weights(name: str, patterns: Sequence[str]) -> None:
 def _family(folder: Path) -> str:
     if transformers_models.is_transformers_model(folder):
         return "transformers"
-    if (folder / open_clip_models.CONFIG).is_file():
+    if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
         f"{folder} holds no model that can be loaded: it needs the config.json of a transformers CLIPModel or "
-        f"SiglipModel, or open_clip's {open_clip_models.CONFIG}."
+        f"SiglipModel, or open_clip's {open_clip_models.CONFIG_FILE}."
     )

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.models.towers import Encoder, normalize_pixels
 
 
@@ -58,7 +58,7 @@ class Package(NamedTuple):
     config: dict[str, Any]  # config of the architecture
     weights: dict[str, Tensor]  # by the family's names, including logit scale and bias
     preprocessing: Preprocessing
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
 
 
 class Checkpoint(Protocol):
@@ -72,7 +72,7 @@ class Checkpoint(Protocol):
     preprocessing: Preprocessing
     embed_dim: int
 
-    def tokenizer(self) -> Tokenize:
+    def tokenizer(self) -> ModelTokenizer:
         """Load its tokenizer.
 
         Raises:

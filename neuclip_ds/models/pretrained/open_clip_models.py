@@ -30,9 +30,9 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
-from neuclip_ds.models.tokenizer import Tokenize, special_ids
+from neuclip_ds.models.tokenizer import ModelTokenizer, special_ids
 
-CONFIG = "open_clip_config.json"
+CONFIG_FILE = "open_clip_config.json"
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -66,7 +66,7 @@ def is_architecture(name: str) -> bool:
     return bool(name) and name in library().list_models()
 
 
-def locate(name: str, weights: bool) -> CheckpointRef:
+def locate_by_name(name: str, weights: bool) -> CheckpointRef:
     """Locate ARCHITECTURE/TAG, downloading it if the cache lacks it, or ARCHITECTURE/FILE.
 
     Raises:
@@ -124,7 +124,7 @@ class OpenClipCheckpoint:
         self._config, preprocess = _config_of(ref)
         if "embed_dim" not in self._config:
             raise UserError(
-                f"{CONFIG} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
+                f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
         if "multimodal_cfg" in self._config:
             raise UserError(
@@ -134,14 +134,14 @@ class OpenClipCheckpoint:
         self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
         self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
 
-    def tokenizer(self) -> Tokenize:
+    def tokenizer(self) -> ModelTokenizer:
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source)
         except (OSError, ValueError, TypeError, ImportError) as error:
             reason = first_sentence(error)
             raise UserError(
                 f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
-                f"tokenizer_config.json) into a folder with the weights and {CONFIG}, and name that."
+                f"tokenizer_config.json) into a folder with the weights and {CONFIG_FILE}, and name that."
             ) from error
         return OpenClipTokenizer(tokenizer)
 
@@ -221,7 +221,7 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
         "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
     tree = {"model_cfg": config, "preprocess_cfg": preprocess}
-    (folder / CONFIG).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
 
 
 def transformers_form(tokenizer: Any) -> Any:
@@ -247,9 +247,9 @@ def _checkpoint(trunk: Any) -> None:
 def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `model_cfg` and `preprocess_cfg`."""
     if not ref.name:
-        tree = read_json(Path(ref.path) / CONFIG)
+        tree = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(tree.get("model_cfg"), dict):
-            raise UserError(f"{ref.path}/{CONFIG} has no model_cfg; put the checkpoint's file there.")
+            raise UserError(f"{ref.path}/{CONFIG_FILE} has no model_cfg; put the checkpoint's file there.")
         return tree["model_cfg"], tree.get("preprocess_cfg", {})
     architecture, _, tag = ref.name.partition("/")
     return library().get_model_config(architecture), library().get_pretrained_cfg(architecture, tag) or {}

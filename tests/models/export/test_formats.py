@@ -21,7 +21,7 @@ from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
 
 LOGITS = LogitParameters(0.02, None)
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
@@ -30,7 +30,7 @@ TINY_VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 class Trained(NamedTuple):
     source: ModelSource
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
     model: DualEncoder
 
 
