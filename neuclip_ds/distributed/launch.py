@@ -19,7 +19,7 @@ from deepspeed.accelerator import get_accelerator
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import complete_environment, read_environment
 from neuclip_ds.distributed.failure_detector import FailureDetector
-from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.distributed.rendezvous import rendezvous
 from neuclip_ds.errors import UserError
 
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -49,7 +49,7 @@ def connected(task: str) -> Iterator[Communicator]:
         finally:
             communicator.close()
         return
-    store = meet(environment, _facts(task))
+    store = rendezvous(environment, _facts(task))
     with FailureDetector(environment, store):
         communicator = join()
         yield communicator

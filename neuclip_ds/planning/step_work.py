@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from neuclip_ds.config import Config
 from neuclip_ds.engine.config import load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.planning.cost_model import Work
@@ -35,7 +35,7 @@ def count_model(config: Config) -> CountedModel:
     Raises:
         UserError: its checkpoint cannot be found.
     """
-    source = open_source(config.model, locate_model(config.model, weights=False))
+    source = model_source(config.model, locate_model(config.model, weights=False))
     stand_in: Any = StandInTokenizer(config.model.text)
     tokenizer = source.tokenizer(lambda: stand_in)
     image, text = forward_flops(source, tokenizer)
@@ -48,7 +48,7 @@ def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
     """Of one image and of one caption through their towers; a backward pass takes twice those."""
     with torch.device("meta"):
         model = source.build(tokenizer)
-        size = source.pixels.size
+        size = source.preprocessing.size
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)
         tokens = torch.empty(1, tokenizer.context_length, dtype=torch.int64)
         found = []

@@ -102,7 +102,7 @@ def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> S
     encoder = BatchEncoder(
         encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
     )
-    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
     return Suite(encoder, transform, communicator, scoring.workers)
 
 
@@ -123,7 +123,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
     encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
-    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
     shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
