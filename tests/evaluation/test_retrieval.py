@@ -31,8 +31,8 @@ def hand_over(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | Non
 def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> list[Pairs]:
     """Rank r's rows r::K in batches, padded to equal numbers with rows that must not count."""
     n, d = pairs.image.shape
-    rounds = max(1, math.ceil(n / (world_size * batch_size)))
-    missing = rounds * world_size * batch_size - n
+    batches = max(1, math.ceil(n / (world_size * batch_size)))
+    missing = batches * world_size * batch_size - n
     padding = torch.full((missing, d), math.nan)
     padded = Pairs(
         torch.cat([pairs.image, padding]),

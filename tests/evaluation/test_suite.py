@@ -133,7 +133,10 @@ def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, m
 
 @pytest.mark.parametrize(
     ("key", "kind", "message"),
-    [("retrieval/m*", "classification", "write the word retrieval"), ("cifar10", "multilabel", "is a multilabel set")],
+    [
+        ("retrieval/m*", "classification", "is a classification set, not a retrieval set"),
+        ("cifar10", "multilabel", "is a multilabel set"),
+    ],
 )
 def test_set_of_another_kind(tmp_path: Path, run_ranks: Any, key: str, kind: str, message: str) -> None:
     labelled_set(tmp_path, 3)
