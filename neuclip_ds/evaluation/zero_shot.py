@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -121,10 +122,7 @@ def classify(
     counts = ClassAccumulator(len(classes), classes.device)
     by_group = {name: GroupAccumulator(classes.device) for name in groups}
     columns = [group.column for group in groups.values()]
-
-    def prepare(sample: Sample) -> tuple[Tensor, list[int]]:
-        return decode(sample, transform), [image_set.label(sample), *_metadata(sample, columns)]
-
+    prepare = partial(_prepare, image_set=image_set, transform=transform, columns=columns)
     for batch in sharded_batches(image_set.folder, prepare, communicator, encoder.size, workers):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
@@ -192,6 +190,13 @@ def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet, communicator
         sums.index_add_(0, labels, features.double())
     assert sums is not None  # `read` refuses sets without classes or templates
     return functional.normalize(communicator.all_reduce(sums, "evaluation"), dim=1).float()
+
+
+def _prepare(
+    sample: Sample, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], columns: list[int]
+) -> tuple[Tensor, list[int]]:
+    """Return the pixels of a sample, and its label followed by its groups."""
+    return decode(sample, transform), [image_set.label(sample), *_metadata(sample, columns)]
 
 
 def _metadata(sample: Sample, columns: list[int]) -> list[int]:

@@ -9,7 +9,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import PADDING
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.reporting.health import Samples
+from neuclip_ds.reporting.health import SampleLookup
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.weights_and_biases import WeightsAndBiases
 from neuclip_ds.training.data_position import DataPosition
@@ -33,9 +33,9 @@ def open_metrics(config: Config, folder: Path, rank: int, done: int) -> Abstract
     return MetricsLog(folder, done or None, [online])
 
 
-def samples_of_steps(order: GlobalOrder, manifest: Manifest, position: DataPosition) -> Samples:
+def samples_of_steps(order: GlobalOrder, manifest: Manifest, position: DataPosition) -> SampleLookup:
     """Which samples all ranks together see in a step, without asking them: the order is a pure function."""
-    return Samples(
+    return SampleLookup(
         lambda step: order.batch(*position.at(step - 1)).tolist(),
         lambda index: manifest.shards[manifest.locate(index)[0]].path,
         PADDING,
