@@ -54,7 +54,7 @@ def sharded_batches(
     """
     _require_equal_copies(folder, communicator)
     prepared = _prepare_ahead(_shard(folder, communicator, size), prepare, max(1, workers))
-    # closed here, not by the garbage collector, which may run while it holds up a lock that an ending thread needs
+    # closed here, as the garbage collector may run while this thread holds a lock that the pool needs to shut down
     with closing(prepared):
         while (batch := run_on_all_ranks(communicator, lambda: next(prepared, None))) is not None:
             yield batch

@@ -97,7 +97,7 @@ class TaskList(BaseModel):
 
 
 def _fits(task: Task, name: str) -> bool:
-    return any(fnmatch(own.lower(), name.lower()) for own in (task.key, task.name, task.folder))
+    return any(fnmatch(known.lower(), name.lower()) for known in (task.key, task.name, task.folder))
 
 
 def load_tasks() -> TaskList:

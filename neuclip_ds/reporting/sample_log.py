@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 from neuclip_ds.reporting.step_lines import drop_from, step_records
 
@@ -35,9 +34,7 @@ class SampleLog:
     def __enter__(self) -> SampleLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
 

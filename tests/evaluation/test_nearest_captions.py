@@ -55,7 +55,7 @@ def test_page() -> None:
     assert page.count("data:image/jpeg;base64,") == 1
 
 
-def test_fewer_captions_than_asked_for(tmp_path: Path, run_ranks: Any) -> None:
+def test_fewer_captions_than_requested(tmp_path: Path, run_ranks: Any) -> None:
     write_shards(tmp_path, [{"jpg": b"1 2 3", "txt": b"1 2 3"}], 1)
 
     def work(rank: Any) -> list[CaptionedImage]:

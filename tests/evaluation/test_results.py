@@ -1,4 +1,4 @@
-"""Scores on disk: DataComp's layout, going on where one stopped, averages that never hide a missing task."""
+"""Scores on disk: DataComp's layout, continuing after a crash, averages that never hide a missing task."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_lines_are_those_of_datacomp(tmp_path: Path) -> None:
     }
 
 
-def test_goes_on_behind_whole_lines(tmp_path: Path) -> None:
+def test_continues_after_complete_lines(tmp_path: Path) -> None:
     for number in (0, 1):
         Results(tmp_path, MODEL).add(TASKS.tasks[number], {"main_metric": number / 10})
     with (tmp_path / FILE).open("a") as file:
@@ -83,7 +83,7 @@ def test_a_missing_task_is_named_and_leaves_no_average() -> None:
     assert tree["retrieval"]["missing"] == ["MSCOCO"]
 
 
-def test_table_beside_the_papers() -> None:
+def test_table_with_published_scores() -> None:
     lines = summary_text(TASKS, scores(), "dfn14m").splitlines()[-5:]
     assert lines[0] == "datacomp in percent, dfn14m: NeuCLIP (ICLR 2026), Table 1:"
     assert lines[2] == "| openclip | fastclip | siglip | amorlip | neuclip | this model |"

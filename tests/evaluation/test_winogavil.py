@@ -1,4 +1,4 @@
-"""WinoGAViL: the choice of images for a cue, on sets whose right answers are known."""
+"""WinoGAViL: the images chosen for a cue, on sets whose associations are known."""
 
 from __future__ import annotations
 

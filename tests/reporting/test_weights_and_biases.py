@@ -66,8 +66,8 @@ def test_a_resumed_run_continues_and_a_new_one_gets_another_id(calls: Path, tmp_
     for done in (None, 20, 40, None):
         with log_of(tmp_path / "run", done):
             pass
-    first, second, third, anew = [call["id"] for call in made(calls) if call["call"] == "init"]
-    assert first == second == third != anew
+    first, second, third, fresh = [call["id"] for call in made(calls) if call["call"] == "init"]
+    assert first == second == third != fresh
 
 
 def test_a_run_that_fails_is_marked_so(calls: Path, tmp_path: Path) -> None:
