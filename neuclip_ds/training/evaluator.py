@@ -18,7 +18,7 @@ from neuclip_ds.evaluation.encoding import encoder_of
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
-from neuclip_ds.evaluation.sharded_batches import together
+from neuclip_ds.evaluation.sharded_batches import run_on_all_ranks
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
@@ -61,7 +61,7 @@ class Evaluator:
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-            self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
+            self._zero_shot = run_on_all_ranks(communicator, lambda: ZeroShotSet.read(folder_of_images))
         self._on_disk = []
         if options.evaluation_sets is not None:
             root, self._tasks = options.evaluation_sets, load_tasks()
