@@ -11,6 +11,7 @@ from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import zero_stage
 from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.engine.zero import skip_unused_kernel
 
 
 def start_engine(
@@ -29,6 +30,7 @@ def start_engine(
     # weights and count as the first: at a learning rate of zero it moves nothing, and what it leaves is forgotten
     for group in optimizer.param_groups:
         group["lr"] = 0.0
+    skip_unused_kernel()
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
     optimizer.state.clear()
     return engine
