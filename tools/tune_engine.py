@@ -38,10 +38,10 @@ from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.engine_tuning import (
     Measurement,
+    apply_overrides,
     best_together,
-    changed,
     choose,
-    parse_setting,
+    parse_override,
     reason,
     table,
     variants,
@@ -89,17 +89,17 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise UserError("Random pairs have no pretrained tokenizer: leave model.pretrained empty and name the towers.")
     load_engine_config(config, arguments.ranks)  # a mistake shows before any process starts
     plan = Plan(read_engine_file(config.deepspeed)[1], arguments, overrides)
-    single = list(map(parse_setting, arguments.variants)) if arguments.variants else variants(plan.base)
+    single = list(map(parse_override, arguments.variants)) if arguments.variants else variants(plan.base)
     if not single:
         raise UserError(f"DeepSpeed has no setting to try for {config.deepspeed}; name some with --variants.")
-    alone = [Measurement(()), *(Measurement((setting,)) for setting in single)]
+    alone = [Measurement(()), *(Measurement((one,)) for one in single)]
     measure(alone, plan, arguments.out / "alone")
     base = alone[0]
     tables, found = [table(alone, base, f"Each setting alone, against {config.deepspeed}")], {"alone": alone}
     chosen = base
     settings = best_together(alone, base)
     if settings:
-        candidates = [settings, *([choose(alone, base).settings] if len(settings) > 1 else [])]
+        candidates = [settings, *([choose(alone, base).overrides] if len(settings) > 1 else [])]
         together = [Measurement(()), *map(Measurement, candidates)]
         measure(together, plan, arguments.out / "together")
         chosen = choose(together[1:], together[0])
@@ -110,9 +110,9 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     summary = {"engine": config.deepspeed, "ranks": arguments.ranks, "chosen": chosen.name, **said}
     (arguments.out / "tuning.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     print((arguments.out / "tuning.md").read_text(encoding="utf-8"))
-    print(f"Better than the base beyond the spread: {chosen.name if chosen.settings else 'nothing'}.")
+    print(f"Better than the base beyond the spread: {chosen.name if chosen.overrides else 'nothing'}.")
     if arguments.write:
-        written = changed(plan.base, chosen.settings)
+        written = apply_overrides(plan.base, chosen.overrides)
         arguments.write.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
@@ -146,7 +146,7 @@ def start(one: Measurement, number: int, parent: Path, plan: Plan) -> None:
     """One start of a variant, in processes of its own."""
     folder = parent / str(number)
     folder.mkdir(parents=True)
-    (parent / "engine.json").write_text(json.dumps(changed(plan.base, one.settings)), encoding="utf-8")
+    (parent / "engine.json").write_text(json.dumps(apply_overrides(plan.base, one.overrides)), encoding="utf-8")
     asked = plan.arguments
     own = [f"--worker={folder}", f"--engine={parent}/engine.json", f"--recipe={asked.recipe}", f"--rows={asked.rows}"]
     own += [f"--ranks={asked.ranks}", f"--steps={asked.steps}", *plan.overrides]

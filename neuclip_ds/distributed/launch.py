@@ -14,6 +14,7 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -57,12 +58,13 @@ def connected(task: str) -> Iterator[Communicator]:
 
 
 def join() -> Communicator:
-    """Joins the launcher's process group, or the one that there is, for DeepSpeed as well."""
-    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Join the launcher's process group, or the one that there is; DeepSpeed's engine adopts it."""
     accelerator = get_accelerator()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, verbose=False)
     device = torch.device(accelerator.current_device_name())
+    if not dist.is_initialized():
+        # bound to its GPU, a rank connects at once, and DeepSpeed's own groups share the connections
+        bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
+        dist.init_process_group(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, device_id=bound)
     return Communicator("cpu" if device.type == "cpu" else device)
 
 

@@ -9,8 +9,9 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from neuclip_ds.config import Config
-from neuclip_ds.engine.config import load_engine_config, zero_stage
+from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.zero import ZeroRules
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
@@ -72,6 +73,7 @@ def step_work(
     """
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
+    rules = ZeroRules.of(engine)
     comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
     passes = 3 + (pieces > 1) + config.model.activation_checkpointing
     objective = objective_work(config, world_size, rows, model.dim, comm_dtype, build)
@@ -81,8 +83,8 @@ def step_work(
         image_share=model.image_flops / (model.image_flops + model.text_flops),
         objective_flops=objective.flops,
         objective_elements=objective.elements,
-        updated=model.shapes.total / (world_size if zero_stage(engine) else 1),
-        hooks=len(model.shapes.sizes) if zero_stage(engine) == 3 else 0,
-        calls=[*calls, *engine_calls(engine, model.shapes, world_size, pieces)],
-        overlaps=engine.get("zero_optimization", {}).get("overlap_comm", zero_stage(engine) == 3),
+        updated=model.shapes.total / (world_size if rules.stage else 1),
+        hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
+        calls=[*calls, *engine_calls(engine, config.optimizer.name, model.shapes, world_size, pieces)],
+        overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
     )
