@@ -175,11 +175,6 @@ class Communicator:
         self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
 
-    def close(self) -> None:
-        """Destroy the process group; a process that exits with its threads running would abort."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
-
     def _begin(
         self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
     ) -> Pending:

@@ -48,13 +48,13 @@ def connected(task: str) -> Iterator[Communicator]:
         try:
             yield communicator
         finally:
-            communicator.close()
+            leave()
         return
     store = rendezvous(environment, _facts(task))
     with FailureDetector(environment, store):
         communicator = join()
         yield communicator
-        communicator.close()
+        leave()
 
 
 def join() -> Communicator:
@@ -66,6 +66,17 @@ def join() -> Communicator:
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
         dist.init_process_group(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, device_id=bound)
     return Communicator("cpu" if device.type == "cpu" else device)
+
+
+def leave() -> None:
+    """Leave the process group, also DeepSpeed's references to it.
+
+    A process that ends with the group's threads running would abort instead of exiting.
+    """
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _choose_device(local_rank: int) -> None:
