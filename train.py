@@ -1,6 +1,11 @@
-"""Entry point: `python train.py RECIPE`, or under `deepspeed`; see --help."""
+"""`neuclip-ds train` as a file, which launchers such as deepspeed start.
 
-from neuclip_ds.cli import main
+Example: deepspeed --num_gpus 8 train.py cc12m_neuclip --data.train=manifests/cc12m
+"""
+
+import sys
+
+from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main()
+    main(["train", *sys.argv[1:]])

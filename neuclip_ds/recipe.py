@@ -7,39 +7,38 @@ A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 
 RECIPES = Path(__file__).parent / "recipes"
+C = TypeVar("C", bound=Config)
 _PROFILED_STEPS = 10  # by --profile
 
 
-class _Invocation(Config):
-    """Trains a CLIP model. Examples: deepspeed --num_accelerators 2 train.py demo --optimizer.lr=1e-3,
-    python train.py vitb32_tuneclip --model.pretrained=/weights/clip-vit-base-patch32 --data.train=/data/dfn12m"""
+class TrainCommand(Config):
+    """What `neuclip-ds train` takes: a recipe, the options of `Config`, and switches."""
 
     recipe: CliPositionalArg[str | None] = None
-    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; without one the names are listed."""
+    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file."""
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
-    dry_run: CliImplicitFlag[bool] = Field(False, alias="dry-run")
-    """Check everything, print the plan (data, parameters, memory, traffic) and stop."""
-    profile: CliImplicitFlag[bool] = False
-    """Profile ten steps of the run, as --run.profile_steps=10 does."""
+    dry_run: CliImplicitFlag[bool] = False
+    """Check everything that can be checked without training, print data, parameters, memory and traffic, and stop."""
     hostfile: Path | None = None
-    """With --dry-run: plan for the nodes of this hostfile instead of the ranks that run."""
-    gpu_memory: float | None = Field(None, gt=0, alias="gpu-memory")
-    """With --dry-run: GB of one GPU, for which the smallest ZeRO stage that fits is looked for."""
-    local_rank: int = -1
-    """Set by the launcher; ignored."""
+    """With --dry-run: the nodes of this hostfile instead of the ranks that run."""
+    gpu_memory: float | None = Field(None, gt=0)
+    """With --dry-run: memory of one GPU in GB; prints the smallest ZeRO stage that fits."""
+    profile: CliImplicitFlag[bool] = False
+    """Profile ten steps of the run, as --run.profile-steps=10 does."""
 
 
 class Invocation(NamedTuple):
@@ -53,20 +52,22 @@ class Invocation(NamedTuple):
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """The config of a command line.
+    """Return what a command line requests; dashes and underscores in options are alike.
 
     Raises:
         UserError: no or unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
     """
-    given = _command_line(argv)
+    given = _command_line([_with_underscores(argument) for argument in argv])
     recipe = given.pop("recipe", None)
     if recipe is None:
         raise UserError(f"Name a recipe as the first argument, or a path (see --help). Recipes: {_listed()}.")
     tree = load_recipe(recipe)
     tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
-    asked = _Invocation.model_validate({key: given.pop(key) for key in list(given) if key not in Config.model_fields})
+    asked = _validate(TrainCommand, {key: given.pop(key) for key in list(given) if key not in Config.model_fields})
     if asked.profile:
         tree = merge(tree, {"run": {"profile_steps": _PROFILED_STEPS}})
+    if (asked.hostfile or asked.gpu_memory) and not asked.dry_run:
+        raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
     config = validate(merge(tree, given))
     return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
 
@@ -105,9 +106,13 @@ def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """A config out of a tree; `UserError` names every offending key."""
+    """Make a config of a tree; `UserError` names every offending key."""
+    return _validate(Config, tree)
+
+
+def _validate(model: type[C], tree: dict[str, Any]) -> C:
     try:
-        return Config.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
         problems = "; ".join(_explain(problem) for problem in error.errors())
         raise UserError(f"The config is wrong: {problems}") from error
@@ -121,10 +126,9 @@ def dump(config: Config) -> str:
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
     try:
         source = CliSettingsSource[BaseSettings](
-            _Invocation,  # type: ignore[arg-type]
+            TrainCommand,  # type: ignore[arg-type]
             cli_parse_args=list(argv),
             cli_exit_on_error=False,
-            cli_prog_name="train.py",
             cli_hide_none_type=True,
             cli_avoid_json=True,
             cli_parse_none_str="null",
@@ -135,21 +139,37 @@ def _command_line(argv: Sequence[str]) -> dict[str, Any]:
 
 
 def _explain_arguments(message: str, argv: Sequence[str]) -> str:
-    known = set(option_names(_Invocation))
+    known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
     for argument in argv:
-        name = argument.split("=")[0].removeprefix("--")
+        name = with_dashes(argument.split("=")[0])
         if argument.startswith("--") and name not in known:
-            return f"Unknown option --{name}{_nearest(name, known)}"
+            return f"Unknown option {name}{nearest(name, known)}"
     return f"The command line is wrong: {message.removeprefix('error parsing CLI: ')}; see --help."
 
 
-def option_names(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    """Dotted names of all options and sections under a model."""
+def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Yield the dotted name and the field of each option under a model."""
     for key, field in model.model_fields.items():
-        name = prefix + (field.alias or key)
-        yield name
         if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            yield from option_names(field.annotation, f"{name}.")
+            yield from option_fields(field.annotation, f"{prefix}{key}.")
+        else:
+            yield prefix + key, field
+
+
+def option_names(model: type[BaseModel]) -> list[str]:
+    """Return the dotted names of all options and sections under a model, as YAML spells them."""
+    options = [name for name, _ in option_fields(model)]
+    return [*options, *{name.rpartition(".")[0]: None for name in options if "." in name}]
+
+
+def with_dashes(name: str) -> str:
+    """Return an option's name as help and messages spell it."""
+    return name.replace("_", "-")
+
+
+def _with_underscores(argument: str) -> str:
+    name, mark, value = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{mark}{value}" if name.startswith("--") else argument
 
 
 def _find_recipe(name: str, beside: Path | None) -> Path:
@@ -159,7 +179,7 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
     for path in candidates:
         if path.is_file():
             return path
-    hint = _nearest(name, recipe_names()) or f". Recipes: {_listed()}."
+    hint = nearest(name, recipe_names()) or f". Recipes: {_listed()}."
     raise UserError(f"There is no recipe or file {name}{hint}")
 
 
@@ -182,16 +202,16 @@ def _braced(names: list[str]) -> str:
 def _explain(problem: Any) -> str:
     name = ".".join(str(part) for part in problem["loc"])
     if problem["type"] == "extra_forbidden":
-        return f"unknown key {name}{_nearest(name, option_names(Config))}"
+        return f"unknown key {name}{nearest(name, option_names(Config))}"
     message = problem["msg"].removeprefix("Value error, ")
     return f"{name}={problem['input']!r}: {message}" if problem["type"] != "value_error" else f"{name}: {message}"
 
 
-def _nearest(name: str, known: Iterator[str] | Sequence[str] | set[str]) -> str:
-    """A hint to the closest known name: by the whole dotted name, else by its last part."""
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint to the closest known name, by the whole dotted name, else by its last part; or nothing."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:
-        last = name.split(".")[-1]
-        close = [other for other in names if other.split(".")[-1] == last][:1]
+        last = name.lstrip("-").split(".")[-1]
+        close = [other for other in names if other.lstrip("-").split(".")[-1] == last][:1]
     return f"; did you mean {close[0]}?" if close else ""

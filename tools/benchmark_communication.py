@@ -1,4 +1,4 @@
-"""Measures what each saving of communication saves: bytes and time before and after, alternately, on real ranks.
+"""For developers of neuclip_ds: measure what each saving of communication saves, in bytes and time, on real ranks.
 
     comm_dtype          features in float32, and in bf16
     gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form

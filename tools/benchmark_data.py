@@ -1,4 +1,4 @@
-"""Measures the data engine against webdataset and MosaicML streaming, all in one run, as ratios.
+"""For developers of neuclip_ds: measure the data engine against webdataset and MosaicML streaming, as ratios.
 
 Parts: `raw` (bytes of samples), `loader` (shards to batches of tensors, the same transform for all), `resume` (time to
 the first batch in the middle of an epoch), `order` and `store` (a billion samples). Each contender works in a process
@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import LoaderOptions, train_loader

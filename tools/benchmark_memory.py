@@ -1,4 +1,4 @@
-"""Measures the peak memory of real training steps and sets it beside the account of `--dry-run`.
+"""For developers of neuclip_ds: measure the peak memory of training steps against the prediction of `--dry-run`.
 
 Every case runs in fresh processes, one a rank: engine, objective and three steps on random pixels. On a CPU the
 measurement is the highest resident memory of a rank during those steps (VmHWM, reset before them) minus its resident

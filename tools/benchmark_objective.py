@@ -1,4 +1,4 @@
-"""Measures an objective step (features in, feature gradients out, collectives included) against OpenCLIP's loss.
+"""For developers of neuclip_ds: measure an objective step (features in, gradients out) against OpenCLIP's loss.
 
 The peer is OpenCLIP's recommended form, written out with autograd: local loss, features gathered with gradient. Where
 open_clip_torch is installed its own `ClipLoss` is taken. Both run in the same processes, one after the other in turns.

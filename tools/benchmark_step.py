@@ -1,4 +1,4 @@
-"""Measures whole training steps against a plain DDP loop and open_clip's own program, on the same towers and shards.
+"""For developers of neuclip_ds: measure training steps against a plain DDP loop and open_clip's own program.
 
 Part `speed`, a table of samples/s and ratios for each number of ranks. The programs are
 
@@ -37,7 +37,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.dataset import iter_captions

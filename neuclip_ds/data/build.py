@@ -98,7 +98,7 @@ def open_manifest(
     remote = next((path for path in paths if not is_local(path)), None)
     if remote is not None:
         raise UserError(
-            f"{remote} is remote: build the manifest once (python tools/build_manifest.py FOLDER '{source}') "
+            f"{remote} is remote: build the manifest once (neuclip-ds build-manifest FOLDER '{source}') "
             "and name its folder as the data."
         )
     folder = cache / _fingerprint(paths, options)

@@ -153,7 +153,7 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
     """Read a manifest folder; raise UserError if it is none, is damaged, or its first shard does not exist."""
     folder = Path(folder)
     if not is_manifest(folder):
-        raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run tools/build_manifest.py first.")
+        raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
     meta = _read_meta(folder)
     if meta.get("version") != str(_VERSION):
         raise UserError(f"The manifest in {folder} has version {meta.get('version')}, not {_VERSION}; build it again.")

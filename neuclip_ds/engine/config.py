@@ -14,7 +14,7 @@ from typing import Any
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 
-FOLDER = Path(__file__).parents[2] / "ds_configs"
+FOLDER = Path(__file__).parents[1] / "ds_configs"
 DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are tested, as in requirements.txt
 
 

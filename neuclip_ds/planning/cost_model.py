@@ -8,7 +8,7 @@ Kinds of work are operations of the towers, matrix products of the objective, el
 the optimizer updates, and parameters that ZeRO 3 handles one by one. Slowdown counts ranks that share a core, sharing
 is what a rank loses to its neighbour's use of memory and execution units, skew what it waits for the slowest. Of a
 collective that may travel while the rank computes, what exceeds that computation is exposed. All of this is
-arithmetic; `tools/plan.py` measures.
+arithmetic; `neuclip-ds plan fit` measures.
 """
 
 from __future__ import annotations

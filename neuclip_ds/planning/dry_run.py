@@ -25,7 +25,7 @@ from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
 
-def print_plan(
+def print_dry_run(
     config: Config, environment: RankEnvironment, hostfile: Path | None, gpu_memory: float | None = None
 ) -> None:
     """Prints the plan on rank 0.

@@ -1,4 +1,4 @@
-"""Machines and networks by name, from machines.yaml, or as `tools/plan.py fit` has measured them."""
+"""Machines and networks by name, from machines.yaml, or as `neuclip-ds plan fit` has measured them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def find_machine(name: str, network: str) -> Machine:
     path = Path(name)
     if path.suffix == ".json":
         if not path.is_file():
-            raise UserError(f"There is no machine file {path}; `tools/plan.py fit` writes one.")
+            raise UserError(f"There is no machine file {path}; `neuclip-ds plan fit` writes one.")
         compute, links = from_json(json.loads(path.read_text(encoding="utf-8")))
         return Machine(compute, links, None, measured=True)
     known = _known()

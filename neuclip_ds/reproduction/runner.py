@@ -1,4 +1,4 @@
-"""Runs a study's jobs as processes of train.py, some at a time, and reads what they leave."""
+"""Runs a study's jobs as processes of `neuclip-ds train`, some at a time, and reads what they leave."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.reproduction.study import Job
 
-TRAIN = Path(__file__).parents[2] / "train.py"
+TRAIN = ("-m", "neuclip_ds", "train", "miniature")
 Results = dict[str, float]
 Curve = list[tuple[int, Results]]  # evaluations by step
 
@@ -78,7 +78,7 @@ class Runner:
             "run.name": folder.name,
             **job.options,
         }
-        call = [sys.executable, str(TRAIN), "miniature", *(f"--{key}={_text(value)}" for key, value in options.items())]
+        call = [sys.executable, *TRAIN, *(f"--{key}={_text(value)}" for key, value in options.items())]
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         began = time.monotonic()
         with (folder / "output.txt").open("w") as output:

@@ -50,7 +50,7 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
         raise UserError(
             f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
             f"{manifest.content_hash}, {manifest.n_shards}): name the data it was trained on, or a manifest that "
-            "tools/build_manifest.py --update has made from theirs, or give the run another name (--run.name)."
+            "`neuclip-ds build-manifest --update` has made from theirs, or give the run another name (--run.name)."
         )
 
 

@@ -111,7 +111,7 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path):
 def test_open_manifest_takes_a_manifest_folder_and_no_remote_shards(folder, tmp_path):
     manifest = write_manifest(tmp_path / "m", paths_of(folder), Here())
     assert open_manifest(str(tmp_path / "m"), tmp_path / "cache").shards == manifest.shards
-    with pytest.raises(UserError, match=r"s3://b/0.tar is remote: build .*build_manifest.py"):
+    with pytest.raises(UserError, match=r"s3://b/0.tar is remote: build .*neuclip-ds build-manifest"):
         open_manifest("s3://b/{0..3}.tar", tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 

@@ -1,4 +1,4 @@
-"""The same data and weights scored by us and by clip-benchmark (`pip install neuclip_ds[clip_benchmark]`)."""
+"""The same data and weights scored by us and by clip-benchmark (`pip install '.[clip_benchmark]'`)."""
 
 from __future__ import annotations
 

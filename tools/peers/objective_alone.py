@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch.nn.functional import normalize
 
-from neuclip_ds.cli import exit_on_mistake
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from neuclip_ds import cli
+from neuclip_ds.cli.main import main as run_command
+from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.engine.config import load_engine_config
@@ -34,9 +35,11 @@ def main() -> None:
     parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
     arguments = parser.parse_args()
     if arguments.random:
-        cli.exit_on_mistake(lambda: random_steps(arguments))
+        exit_on_mistake(lambda: random_steps(arguments))
         return
-    cli.main([str(arguments.config), f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"])
+    run_command(
+        ["train", str(arguments.config), f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"]
+    )
 
 
 def random_steps(arguments: argparse.Namespace) -> None:

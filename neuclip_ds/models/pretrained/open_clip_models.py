@@ -56,7 +56,7 @@ def library() -> Any:
         import open_clip
     except ImportError as error:
         raise UserError(
-            "An open_clip model needs open_clip_torch: pip install 'neuclip_ds[open_clip]' (or open_clip_torch)."
+            "An open_clip model needs open_clip_torch, which is not installed: pip install open_clip_torch."
         ) from error
     return open_clip
 

@@ -1,4 +1,4 @@
-"""`tools/build_manifest.py` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
+"""`neuclip-ds build-manifest` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
 
 from __future__ import annotations
 

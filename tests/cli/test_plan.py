@@ -1,4 +1,4 @@
-"""tools/plan.py as a user calls it."""
+"""`neuclip-ds plan` as a user calls it."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def test_scale(tmp_path: Path) -> None:
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
     nothing = call("tools/plan.py", "fit", str(tmp_path), "--cores", "2")
-    assert nothing.returncode == 2 and "profile_communication.py writes them" in nothing.stderr
+    assert nothing.returncode == 2 and "`neuclip-ds profile` writes them" in nothing.stderr
     machine = call("tools/plan.py", "scale", "demo", "--machine", "z80")
     assert machine.returncode == 2 and "h100" in machine.stderr

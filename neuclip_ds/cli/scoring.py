@@ -1,4 +1,4 @@
-"""Scores a saved model on the tasks that are on disk; what has been scored before is not scored again."""
+"""Score a saved model on the tasks that are on disk; tasks that have a score are not scored again."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class Scoring(NamedTuple):
-    """What is to be scored and how.
+    """Tasks to score, and how.
 
     Attributes:
-        data: folder of the tasks' folders.
+        data: folder that holds one folder per task.
         names: tasks, keys or patterns; none means all that are on disk.
-        out: folder of the results; absent: evaluation/STEP in the run.
-        batch_size: rows a rank encodes at once.
-        workers: threads a rank decodes with.
+        out: folder for results; default: evaluation/STEP in the run.
+        batch_size: rows that each rank encodes at once.
+        workers: decoder threads per rank.
         precision: of the towers, one of `PRECISIONS`.
-        setting: of the papers, to print their scores; absent: the one that the run's name begins with.
+        setting: of the papers, whose scores are printed as well; default: the one that the run's name begins with.
     """
 
     data: Path
@@ -54,20 +54,22 @@ class Scoring(NamedTuple):
 
 
 def score(name: str, scoring: Scoring) -> str:
-    """Scores a model on all ranks of the launch.
+    """Score a model on all ranks of the launch.
 
     Args:
         name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
-        scoring: what and how.
+        scoring: the tasks, and how to score them.
 
     Returns:
-        On rank 0 the summary, which is also in the results' folder.
+        On rank 0 the summary, which is also written to the results folder.
 
     Raises:
-        UserError: the model, the data or the results' folder is not what it should be.
+        UserError: the model, the data or the results folder cannot be used.
     """
     if scoring.setting not in (None, *settings()):
-        raise UserError(f"--setting={scoring.setting} is none of the papers'; they have {', '.join(settings())}.")
+        raise UserError(
+            f"--setting={scoring.setting} is not a setting of the papers: choose one of {', '.join(settings())}."
+        )
     task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
     with connected(task) as communicator:
         return _score(open_model(name, communicator), scoring, communicator)
@@ -107,17 +109,17 @@ def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> S
 
 
 def _compare_size(task: Task, folder: Path) -> None:
-    """A part of a set shall not pass for the published one unseen."""
+    """Warn where a set differs in size from the published one."""
     found = sum(1 for _ in EvaluationFolder.read(folder).samples())
     if found != task.size:
         log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)
 
 
 def write_caption_page(name: str, folder: Path, out: Path, images: int, captions: int) -> None:
-    """Writes which captions of a retrieval set a model finds nearest to its first images, alone on one rank.
+    """Write the captions of a retrieval set that a model finds nearest to its first images; runs on one rank.
 
     Raises:
-        UserError: the model or the set is not what it should be.
+        UserError: the model or the set cannot be used.
     """
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
@@ -131,7 +133,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
 
 def _results_folder(saved: SavedModel) -> Path:
     if saved.checkpoint is None:
-        raise UserError(f"{saved.name} is no run of this project; say by --out where its scores are to go.")
+        raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
     return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
 
 

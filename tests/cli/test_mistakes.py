@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def run(options: list[str], ranks: int, folder: Path) -> tuple[int, str]:
@@ -42,7 +42,7 @@ def check(options: list[str], ranks: int, folder: Path, *words: str) -> None:
 
 
 CONFIG = [
-    (["demo", "--data.btach_size=3"], "did you mean data.batch_size"),
+    (["demo", "--data.btach_size=3"], "did you mean --data.batch-size"),
     (["dem"], "did you mean demo"),
     (["demo", "--optimizer.lr=fast"], "optimizer.lr='fast'"),
     (["demo", "--objective.method=neuclp"], "did you mean neuclip"),

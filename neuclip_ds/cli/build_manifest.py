@@ -1,0 +1,105 @@
+"""Build the manifest of a data set: its shards, and the global index at which each of them starts.
+
+Examples:
+  neuclip-ds build-manifest /data/cc12m/manifest '/data/cc12m/{00000..01242}.tar'
+  neuclip-ds build-manifest manifests/dfn 's3://bucket/dfn/{0000000..0019999}.tar' --samples --processes 32
+  mpirun -n 64 neuclip-ds build-manifest manifests/pool /pool/*.tar --uids dfn_uids.npy
+  neuclip-ds build-manifest manifests/dfn shards.txt --update
+
+The same command resumes a build that was interrupted. New shards always get new indices, so that the per-sample
+statistics of a run stay valid when its data grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import cast
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from neuclip_ds.cli.program import Parser
+from neuclip_ds.data.build import write_manifest
+from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import resolve_shards
+
+_MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPICH and SLURM's srun
+
+
+def main(arguments: Sequence[str]) -> None:
+    options = _parser().parse(arguments)
+    with _workers(options.processes) as executor:
+        if executor is not None:  # None on MPI's other ranks, once the work is done
+            _build(options, executor)
+
+
+def _parser() -> Parser:
+    parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
+    parser.add_argument("folder", type=Path, help="folder for the manifest, or the one to --update")
+    parser.add_argument(
+        "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
+    )
+    parser.add_argument("--samples", action="store_true", help="also keep the offsets and key of every sample")
+    parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
+    parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
+    parser.add_argument("--no-checksum", action="store_true", help="read headers only, no CRC-32 of the files")
+    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
+    parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
+    parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
+    parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
+    return parser
+
+
+@contextmanager
+def _workers(processes: int | None) -> Iterator[Executor | None]:
+    """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
+    if not any(name in os.environ for name in _MPI):
+        with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
+            yield pool
+        return
+    from mpi4py.futures import MPICommExecutor
+
+    with MPICommExecutor() as executor:
+        yield cast("Executor | None", executor)
+
+
+def _build(options: argparse.Namespace, executor: Executor) -> None:
+    began = time.monotonic()
+    Captions(options.captions)
+    paths = [path for source in options.sources for path in resolve_shards(source)]
+    scan = ScanOptions(
+        tuple(options.captions), not options.no_checksum, options.verify, tuple(options.uids), options.uid_key
+    )
+    bar = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*bar, console=Console(stderr=True)) as progress:
+        task = progress.add_task("")
+        manifest = write_manifest(
+            options.folder,
+            paths,
+            executor,
+            scan,
+            samples=options.samples,
+            update=options.update,
+            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
+        )
+    print(_summary(options.folder, manifest, time.monotonic() - began))
+
+
+def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
+    removed = sum(shard.removed for shard in manifest.shards)
+    size = sum(shard.bytes for shard in manifest.shards if not shard.removed)
+    parts = [
+        f"{manifest.n_used:,} samples ({manifest.n_bad:,} known to be bad)",
+        f"{manifest.n_shards - removed:,} shards of {size / 1e9:,.2f} GB in all",
+    ]
+    if removed:
+        parts.append(f"{removed:,} removed shards with {manifest.n - manifest.n_used:,} indices")
+    return f"{folder}: {', '.join(parts)}; {seconds:.1f} s."

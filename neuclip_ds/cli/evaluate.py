@@ -1,0 +1,49 @@
+"""Score a model on evaluation sets in the webdataset layout of DataComp and CLIP_benchmark.
+
+Examples:
+  neuclip-ds evaluate runs/cc3m_neuclip --data /data/evalsets
+  deepspeed --module neuclip_ds evaluate runs/cc3m_neuclip --data /data/evalsets --tasks 'imagenet*'
+  mpirun -n 8 neuclip-ds evaluate openai/clip-vit-base-patch32 --data /data/evalsets --out scores/openai_b32
+
+Tasks with a score in the results folder are not scored again. docs/reference/evaluation.md explains the tasks, their
+metrics and where to get the data.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuclip_ds.cli.program import Parser
+from neuclip_ds.distributed.environment import read_environment
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="neuclip-ds evaluate", description=__doc__)
+    parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
+    parser.add_argument("--data", type=Path, required=True, help="folder that holds one folder per task")
+    parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns (default: all on disk)")
+    parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
+    parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
+    parser.add_argument("--workers", type=int, default=4, help="decoder threads per rank")
+    parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
+    parser.add_argument("--setting", help="also print the papers' scores for this setting (default: the run's own)")
+    options = parser.parse(arguments)
+    from neuclip_ds.cli.scoring import Scoring, score  # torch and deepspeed take seconds to import
+
+    first = read_environment().rank == 0
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
+    scoring = Scoring(
+        options.data,
+        options.tasks,
+        options.out,
+        options.batch_size,
+        options.workers,
+        options.precision,
+        options.setting,
+    )
+    text = score(options.model, scoring)
+    if first:
+        print(text)

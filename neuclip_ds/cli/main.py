@@ -1,0 +1,54 @@
+"""`neuclip-ds COMMAND`: import the command that is named, and no other, and run it."""
+
+from __future__ import annotations
+
+import importlib
+import re
+import sys
+from collections.abc import Sequence
+
+from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import nearest
+
+COMMANDS = {
+    "train": "train a model from a recipe",
+    "evaluate": "score a model on DataComp's evaluation sets",
+    "export": "write a trained model for transformers or open_clip",
+    "compare": "overlay the curves of several runs on one page",
+    "nearest-captions": "write a page of images with the captions nearest to them",
+    "build-manifest": "index the shards of a data set",
+    "make-demo-data": "render the demo data set",
+    "plan": "predict step time, memory and cost of a run on more nodes",
+    "profile": "measure computation, communication and overlap of a training step",
+    "tune-deepspeed": "measure DeepSpeed settings on this machine and choose the best",
+    "reproduce": "repeat the papers' comparisons in miniature",
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run a command; exit code 0, 1 (training failed) or 2 (a mistake in the input).
+
+    The rank that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
+    """
+    given = list(sys.argv[1:] if argv is None else argv)
+    arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
+    exit_on_mistake(lambda: _run(arguments))
+
+
+def _run(arguments: Sequence[str]) -> None:
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(_help())
+        return
+    name = arguments[0]
+    if name not in COMMANDS:
+        raise UserError(f"Unknown command {name}{nearest(name, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}.")
+    importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}").main(arguments[1:])
+
+
+def _help() -> str:
+    lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
+    usage = "usage: neuclip-ds COMMAND [arguments]\n\nTrain, evaluate and export CLIP models on DeepSpeed."
+    return "\n".join(
+        [usage, "", "Commands:", *lines, "", "`neuclip-ds COMMAND --help` lists the options of a command."]
+    )

@@ -1,0 +1,71 @@
+"""`neuclip-ds plan fit`: the cost model fitted to profiled steps."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.planning.cost_model import Cluster, Observation, fit, step_time, to_json
+from neuclip_ds.planning.cost_report import Fitted, write_fit
+from neuclip_ds.planning.openclip_reference import REFERENCES
+from neuclip_ds.planning.simulated_rank import Call
+from neuclip_ds.planning.step_work import count_model, step_work
+from neuclip_ds.planning.synthetic_profile import CONFIG
+from neuclip_ds.profiling.recorder import BREAKDOWN
+from neuclip_ds.recipe import parse
+
+
+def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
+    """Fit compute and network to the profiles below some folders, and print measured against predicted times.
+
+    Raises:
+        UserError: there is no profile.
+    """
+    paths = sorted(path for folder in folders for path in folder.rglob(BREAKDOWN))
+    if not paths:
+        raise UserError("There is no breakdown.json in these folders; `neuclip-ds profile` writes them.")
+    names, observations, exact = [], [], []
+    for path in paths:
+        found, predicted = json.loads(path.read_text(encoding="utf-8")), observe(path)
+        names.append(
+            f"{found['method']}, ZeRO {found['zero_stage']}, {found['precision']}, batch {found['batch_size']}"
+        )
+        observations.append(predicted)
+        alone = predicted.world_size == 1  # DeepSpeed then calls collectives that carry nothing
+        calls = [call for call, _ in predicted.transfers]
+        exact.append(alone or _counted(calls) == _counted(predicted.work.calls))
+    compute, network = fit(observations, cores)
+    rows = []
+    for name, one, same in zip(names, observations, exact, strict=True):
+        time = step_time(one.work, compute, Cluster(1, one.world_size, network))
+        transfer = sum(call.times * seconds for call, seconds in one.transfers)
+        rows.append(Fitted(name, one.world_size, one.total, time.total, transfer, time.communication, same))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "machine.json").write_text(json.dumps(to_json(compute, network), indent=1), encoding="utf-8")
+    print(write_fit(rows, compute, network, out))
+    print(f"The machine is {out}/machine.json.")
+
+
+def observe(path: Path) -> Observation:
+    """Return a profiled configuration with the work that is predicted for it."""
+    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    config = parse([str(path.with_name(CONFIG))]).config
+    build = {"build": REFERENCES[found["method"]]} if found["method"] in REFERENCES else {}
+    transfers = [
+        (Call(one["purpose"], one["op"], one["size"], one["calls"]), one["transfer_seconds"] / one["calls"])
+        for one in found["collectives"]
+    ]
+    work = step_work(config, count_model(config), found["world_size"], **build)
+    return Observation(work, found["world_size"], found["seconds"]["total"]["mean"], transfers)
+
+
+def _counted(calls: Sequence[Call]) -> dict[tuple[str, str, int], float]:
+    """Return the number of calls per step by purpose, operation and size."""
+    found: defaultdict[tuple[str, str, int], float] = defaultdict(float)
+    for call in calls:
+        found[call.purpose, call.op, call.size] += call.times
+    return dict(found)

@@ -1,0 +1,123 @@
+"""Measure computation, communication and overlap of training steps, and bytes by purpose (as FastCLIP's Tables 15-22).
+
+Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). OUT
+receives report.md, report.html, chart.png and breakdowns.json, and for each combination a folder with breakdown.json
+and the trace of rank 0, for chrome://tracing or ui.perfetto.dev. Methods are those of objective.method, and
+
+    openclip_reference        OpenCLIP's scheme: gather with gradient, local loss, reduce-scatter of B x d
+    openclip_reference_full   the same, every rank computing the whole loss
+
+Options of the run, such as --model.embed-dim=512, are passed on.
+
+Example:
+  neuclip-ds profile --methods openclip_reference openclip fastclip_v3 neuclip --stages 1 3 --world-sizes 2 \\
+    --recipe miniature --rows 128 --out runs/profile
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from neuclip_ds.cli.program import Parser, rank_environment
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import dump, parse
+
+METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="neuclip-ds profile", description=__doc__)
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="to compare")
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1], help="of ZeRO")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2], help="numbers of ranks on this machine")
+    parser.add_argument("--recipe", default="demo", help="recipe of model and objective")
+    parser.add_argument("--rows", type=int, default=128, help="pairs per rank")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the towers")
+    parser.add_argument("--steps", type=int, default=10, help="steps to profile")
+    parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder for the results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options, overrides = parser.parse_with_overrides(arguments)
+    (profile_rank if options.worker else compare)(options, overrides)
+
+
+def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Profile every combination and write the report on all of them."""
+    from neuclip_ds.objectives import find_method  # torch takes seconds to import
+    from neuclip_ds.planning.openclip_reference import REFERENCES
+    from neuclip_ds.profiling.report import write
+
+    for method in arguments.methods:
+        if method not in REFERENCES:
+            find_method(method)
+    parse([arguments.recipe, *overrides])  # refuses a wrong option before any process starts
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for world_size in arguments.world_sizes:
+        for stage in arguments.stages:
+            for method in arguments.methods:
+                found.append(start(method, stage, world_size, arguments, overrides))
+                seconds = found[-1]["seconds"]
+                print(
+                    f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
+                    f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+                    flush=True,
+                )
+    (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    write(found, arguments.out, "Communication of a training step")
+    print((arguments.out / "report.md").read_text(encoding="utf-8"))
+    print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders beside it.")
+
+
+def start(
+    method: str, stage: int, world_size: int, arguments: argparse.Namespace, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """Profile one combination in fresh processes and return its breakdown.
+
+    Raises:
+        UserError: its processes failed; names their output.
+    """
+    from neuclip_ds.profiling.recorder import BREAKDOWN
+
+    folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
+    folder.mkdir(parents=True, exist_ok=True)
+    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
+    command = [*launcher, "-m", "neuclip_ds", "profile", "--worker"]
+    own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--rows={arguments.rows}"]
+    own += [f"--precision={arguments.precision}", f"--steps={arguments.steps}", f"--out={folder}"]
+    with (folder / "output.txt").open("w") as output:
+        call = [sys.executable, *command, *own, *overrides]
+        code = subprocess.run(call, env=rank_environment(world_size), stdout=output, stderr=output).returncode
+    if code:
+        raise UserError(f"{method} with ZeRO {stage} on {world_size} ranks failed; see {folder}/output.txt.")
+    found: dict[str, Any] = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+    return found
+
+
+def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Run one rank of one combination."""
+    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.objectives import build_objective, find_method
+    from neuclip_ds.planning.openclip_reference import REFERENCES
+    from neuclip_ds.planning.synthetic_profile import run_synthetic_profile
+
+    (name,), (stage,) = arguments.methods, arguments.stages
+    batch = arguments.rows * read_environment().world_size
+    ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
+    ours += [f"--run.profile_steps={arguments.steps}"]
+    if name not in REFERENCES:
+        ours.append(f"--objective.method={name}")
+    config = parse([arguments.recipe, *ours, *overrides]).config
+    sections = () if name in REFERENCES else find_method(name).sections
+    # NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes
+    seen = math.ceil(config.objective.npn.prototypes / batch) + 2 if "npn" in sections else 3
+    config.run.profile_after = max(3, seen)
+    with connected(dump(config)) as communicator:
+        run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))

@@ -1,0 +1,72 @@
+"""What all commands share: their parser, and the end of a program with one sentence and an exit code."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import re
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn, TypeVar
+
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import TrainingDiverged, UserError
+from neuclip_ds.recipe import nearest
+
+T = TypeVar("T")
+
+
+def exit_on_mistake(work: Callable[[], T]) -> T:
+    """Run `work`; a `UserError` is printed once a node and ends every rank with exit code 2, divergence with 1."""
+    try:
+        return work()
+    except (UserError, TrainingDiverged) as error:
+        environment = read_environment()
+        if environment.local_rank == 0:
+            where = f"{socket.gethostname()}: " if environment.rank else ""
+            print(f"error: {where}{error}", file=sys.stderr, flush=True)
+        logging.shutdown()
+        sys.exit(2 if isinstance(error, UserError) else 1)
+
+
+class Parser(argparse.ArgumentParser):
+    """Options of a command, spelled with dashes or underscores; mistakes are `UserError`s, defaults are in the help."""
+
+    def __init__(self, prog: str, **options: Any) -> None:
+        super().__init__(prog, formatter_class=_Formatter, **options)
+
+    def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
+        """Return the values of all options.
+
+        Raises:
+            UserError: an option is unknown (names the nearest), missing or has a wrong value.
+        """
+        options, unknown = self.parse_with_overrides(arguments)
+        if unknown:
+            known = re.findall(r"--[\w-]+", self.format_help())
+            raise UserError(f"Unknown option {unknown[0]}{nearest(unknown[0].split('=')[0], known) or '.'} See --help.")
+        return options
+
+    def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+        """Return the values of all options, and the other arguments, which are options of `train`."""
+        return self.parse_known_args([_with_dashes(argument) for argument in arguments])
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help.")
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, False, []) else super()._get_help_string(action)
+
+
+def rank_environment(ranks: int) -> dict[str, str]:
+    """Return the environment of one of `ranks` processes that share this machine's cores."""
+    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+
+
+def _with_dashes(argument: str) -> str:
+    name, mark, value = argument.partition("=")
+    return name.replace("_", "-") + mark + value if name.startswith("--") else argument

@@ -1,0 +1,147 @@
+"""`neuclip-ds reproduce`: the two studies, from jobs to their reports."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
+from neuclip_ds.checkpoint.export import export_run
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.errors import UserError
+from neuclip_ds.reproduction import cold_start, cold_start_report, report, study
+from neuclip_ds.reproduction.data import prepare
+from neuclip_ds.reproduction.recovery_difference import recovery_difference
+from neuclip_ds.reproduction.runner import Runner
+
+PRETRAINING_SHARE = 0.6  # of the shards
+
+
+def methods(arguments: argparse.Namespace) -> None:
+    """Compare every method: search, finals, sweeps and cost."""
+    out: Path = arguments.out
+    images = prepared(arguments)
+    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    budget = study.Budget(arguments.batch, arguments.epochs, arguments.seeds, arguments.anchors)
+    searched = study.search(budget)
+    results = run(runner, searched, "search") if "search" in arguments.stages else known(runner, searched)
+    best = {
+        method: max(
+            (job for job in searched if job.method == method),
+            key=lambda job: report.mean_recall(results.get(job.name, {})),
+        ).options
+        for method in study.KNOBS
+    }
+    for stage, jobs in (("finals", study.finals(best, budget)), ("sweeps", list(study.sweeps(best, budget)))):
+        results.update(run(runner, jobs, stage) if stage in arguments.stages else known(runner, jobs))
+    alone = Runner((out / "data").resolve(), (out / "runs").resolve(), None, processes=1)
+    costs = study.cost(best)
+    results.update(run(alone, costs, "cost") if "cost" in arguments.stages else known(alone, costs))
+    (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
+    report.write(results, out, f"Miniature reproduction on {arguments.source}")
+    print(f"The report is {out}/report.html (report.md and results.json are next to it).")
+
+
+def tuneclip(arguments: argparse.Namespace) -> None:
+    """Compare fine-tuning with and without recovered statistics."""
+    out: Path = arguments.out
+    images = prepared(arguments)
+    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    plan = cold_start_plan(arguments)
+    seeds = range(arguments.seeds + 1)  # seed 0 is the search's
+    run(runner, [cold_start.pretraining(plan, seed) for seed in seeds], "pretraining")
+    for seed in seeds:
+        export(plan.runs / f"pretrain/seed{seed}", plan.models / f"seed{seed}")
+    recovered = run(
+        runner, [cold_start.recovery(plan, name, seed) for name in cold_start.RECOVERIES for seed in seeds], "recovery"
+    )
+    searched: dict[str, dict[float, float]] = {}
+    jobs = cold_start.search(plan)
+    found = run(runner, jobs, "search")
+    for job in jobs:
+        scores = searched.setdefault(job.name.split("/")[1], {})
+        scores[job.options["optimizer.lr"]] = report.mean_recall(found[job.name])
+    best = {name: max(scores, key=lambda lr: scores[lr]) for name, scores in searched.items()}
+    finals = cold_start.finals(plan, best, arguments.seeds)
+    done = run(runner, finals, "fine-tuning")
+    curves: dict[str, list[cold_start_report.Curve]] = {}
+    for job in finals:
+        if not done[job.name]:
+            raise UserError(f"{job.name} diverged at the learning rate that its search found; see its output.txt.")
+        curves.setdefault(job.name.split("/")[1], []).append(runner.curve(job.name))
+    differences = differences_of_recoveries(plan, arguments.seeds)
+    tables = [cold_start_report.recoveries(recovered), cold_start_report.differences(differences)]
+    record = {"search": searched, "curves": curves, "recovered": recovered, "differences": differences}
+    (out / "tuneclip.json").write_text(json.dumps(record, indent=1), encoding="utf-8")
+    cold_start_report.write(curves, searched, tables, out, f"Fine-tuning with and without recovery, {arguments.source}")
+    print(f"The report is {out}/tuneclip.html (tuneclip.md, .png and .json are next to it).")
+
+
+def prepared(arguments: argparse.Namespace) -> Path | None:
+    """Make the study's splits; return the zero-shot set next to the source, if there is one."""
+    demo = arguments.source.startswith("demo:")
+    source = Path(demo_split(arguments.source, Path(".cache"))) if demo else Path(arguments.source)
+    prepare(source, arguments.out / "data", validation=500, test=1000)
+    zero_shot = source.parent / "zero_shot"
+    return zero_shot.resolve() if zero_shot.is_dir() else None
+
+
+def cold_start_plan(arguments: argparse.Namespace) -> cold_start.Plan:
+    out = arguments.out.resolve()
+    shards = sorted((out / "data" / "train").glob("*.tar"))
+    first = int(PRETRAINING_SHARE * len(shards))
+    if not first or first == len(shards):
+        raise UserError(f"{arguments.source} has {len(shards)} shards of 500 pairs, but the study needs at least two.")
+    pretraining, tuning = (
+        f"train/{{{','.join(path.stem for path in part)}}}.tar" for part in (shards[:first], shards[first:])
+    )
+    pairs = 500 * (len(shards) - first)  # prepare writes shards of 500, the last may have fewer
+    return cold_start.Plan(
+        pretraining,
+        tuning,
+        arguments.batch,
+        arguments.pretraining_epochs,
+        arguments.epochs,
+        -(-pairs // arguments.batch),
+        out / "models",
+        out / "runs",
+    )
+
+
+def export(run_folder: Path, model: Path) -> None:
+    """Export a pretrained model for transformers."""
+    if not model.is_dir():
+        export_run(run_folder, "transformers", model)
+
+
+def differences_of_recoveries(plan: cold_start.Plan, seeds: int) -> list[dict[str, float]]:
+    """Return how the cached recovery differs from the full one, a row per seed."""
+    found = []
+    for seed in range(1, seeds + 1):
+        pair = [
+            max(complete_checkpoints(plan.runs / f"recover/{name}/seed{seed}/recovery/checkpoints"))
+            for name in (cold_start.FULL, cold_start.CACHED)
+        ]
+        difference = recovery_difference(*pair)
+        row = {key: value for key, value in difference._asdict().items() if key != "moments"}
+        for kind, moment in difference.moments.items():
+            row.update({f"{kind} {key}": value for key, value in moment._asdict().items()})
+        found.append(row)
+    return found
+
+
+def run(runner: Runner, jobs: list[study.Job], title: str) -> dict[str, dict[str, float]]:
+    """Run jobs behind a progress bar; return results by job."""
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns) as progress:
+        task = progress.add_task(title, total=len(jobs))
+        return runner.run(jobs, lambda: progress.advance(task))
+
+
+def known(runner: Runner, jobs: list[study.Job]) -> dict[str, dict[str, float]]:
+    """Return the results of the jobs that have run before."""
+    found = {job.name: runner.results(job.name) for job in jobs}
+    return {name: results for name, results in found.items() if results is not None}

@@ -1,0 +1,40 @@
+"""Train a CLIP model from a recipe: a name in neuclip_ds/recipes/, or the path of a YAML file.
+
+Examples:
+  neuclip-ds train demo --optimizer.lr=1e-3
+  neuclip-ds train vitb32_tuneclip --model.pretrained=/weights/clip-vit-base-patch32 --data.train=/data/dfn12m
+  neuclip-ds train cc12m_neuclip --data.train=manifests/cc12m --dry-run --hostfile=hostfiles/8node
+  deepspeed --num_gpus 8 --module neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
+  torchrun --nproc-per-node 8 -m neuclip_ds train cc12m_neuclip --data.train=manifests/cc12m
+
+The same command resumes a run that was stopped. In a checkout, `train.py` stands for `neuclip-ds train`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from neuclip_ds.cli.train_help import requested_help
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.recipe import dump, parse
+
+
+def main(arguments: Sequence[str]) -> None:
+    text = requested_help(arguments, __doc__ or "")
+    if text is not None:
+        print(text)
+        return
+    asked = parse(arguments)
+    if asked.print_config:
+        print(dump(asked.config), end="")
+        return
+    environment = read_environment()
+    if asked.dry_run:
+        from neuclip_ds.planning.dry_run import print_dry_run
+
+        print_dry_run(asked.config, environment, asked.hostfile, asked.gpu_memory)
+        return
+    # torch and deepspeed take seconds to import: only once the config is known to be sound
+    from neuclip_ds.training.trainer import train
+
+    train(asked.config, environment)

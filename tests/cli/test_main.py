@@ -1,0 +1,96 @@
+"""`neuclip-ds`, `python -m neuclip_ds` and the files that stand for them: which command runs, and at what cost."""
+
+from __future__ import annotations
+
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import ROOT, environment
+
+from neuclip_ds.cli.main import COMMANDS, main
+
+DOORS = [ROOT / "train.py", *sorted(path for path in (ROOT / "tools").glob("*.py") if "benchmark" not in path.name)]
+# the help of all commands, each of which ends the program, and then the heavy libraries that were imported
+HELP = """
+import contextlib, sys
+from neuclip_ds.cli.main import COMMANDS, main
+for command in ["", *COMMANDS]:
+    with contextlib.suppress(SystemExit):
+        main([command, "--help"] if command else ["--help"])
+    print("=" * 20)
+print(*{"torch", "deepspeed", "transformers", "timm", "matplotlib"} & sys.modules.keys())
+"""
+
+
+def test_help_has_an_example_and_comes_without_torch() -> None:
+    done = subprocess.run([sys.executable, "-c", HELP], env=environment(), capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    listed, *texts, heavy = done.stdout.split(f"{'=' * 20}\n")
+    assert heavy.split() == []
+    assert all(f"  {name:<18}{meaning}\n" in listed for name, meaning in COMMANDS.items())
+    for command, text in zip(COMMANDS, texts, strict=True):
+        assert text.startswith("usage: neuclip-ds ")
+        assert f"\n  neuclip-ds {command} " in text.split("Example")[1]
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.stem)
+def test_a_file_stands_for_its_command(
+    door: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [str(door), "--no-such-option"])
+    with pytest.raises(SystemExit):
+        runpy.run_path(str(door), run_name="__main__")
+    assert capsys.readouterr().err.startswith("error: ")
+    monkeypatch.setattr(sys, "argv", [str(door), "--help"])
+    try:
+        runpy.run_path(str(door), run_name="__main__")
+    except SystemExit as ended:
+        assert ended.code in (0, None)
+    command = door.read_text().split("`")[1]
+    assert capsys.readouterr().out.startswith(f"usage: {command}")
+
+
+def test_every_command_but_no_other_has_a_file() -> None:
+    assert {door.read_text().split("`")[1] for door in DOORS} == {f"neuclip-ds {command}" for command in COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["trian"], "Unknown command trian; did you mean train?"),
+        (
+            ["evaluate", "runs/a", "--data=x", "--batchsize=3"],
+            "Unknown option --batchsize=3; did you mean --batch-size?",
+        ),
+        (["export", "runs/a"], "The following arguments are required: --out"),
+        (["export", "runs/a", "--out=x", "--format=onnx"], "invalid choice: 'onnx'"),
+        (["compare", "--out=x", "a", "./a"], "A run is listed twice"),
+        (["plan", "fit", "x", "--cores=2", "--nodes=1"], "Unknown option --nodes=1"),
+        (["profile", "--model.embed_dmi=8"], "did you mean --model.embed-dim?"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(arguments)
+    assert ended.value.code == 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+
+
+@pytest.mark.parametrize("rank", ["--local_rank=1", "--local-rank=0"])
+def test_the_rank_that_launchers_add_is_dropped(rank: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """`deepspeed --module neuclip_ds train ...` puts it before the command, `deepspeed train.py ...` after it."""
+    main(["train", "demo", "--print-config"])
+    expected = capsys.readouterr().out
+    for arguments in ([rank, "train", "demo", "--print-config"], ["train", rank, "demo", "--print_config"]):
+        main(arguments)
+        assert capsys.readouterr().out == expected
+
+
+def test_underscores_in_the_options_of_any_command(tmp_path: Path) -> None:
+    sizes = ["--pairs=20", "--held_out=5", "--zero_shot", "80", "--size=16", "--processes=1"]
+    main(["make-demo-data", str(tmp_path / "data"), *sizes])
+    assert (tmp_path / "data" / "val").is_dir()

@@ -1,0 +1,49 @@
+"""`neuclip-ds train --help`: which options each form lists."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from neuclip_ds.cli.train import main
+from neuclip_ds.cli.train_help import EVERYDAY
+from neuclip_ds.config import Config
+from neuclip_ds.recipe import option_fields, with_dashes
+
+ALL = {f"--{with_dashes(name)}" for name, _ in option_fields(Config)}
+SWITCHES = {"--dry-run", "--print-config", "--hostfile", "--gpu-memory", "--profile"}
+
+
+def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[set[str], str]:
+    main(list(arguments))
+    text = capsys.readouterr().out
+    return set(re.findall(r"^  (--[\w.-]+)", text, re.MULTILINE)), text
+
+
+def test_help_lists_the_everyday_options(capsys: pytest.CaptureFixture[str]) -> None:
+    options, text = listed(capsys, "--help")
+    assert options == SWITCHES | {f"--{with_dashes(name)}" for name in EVERYDAY}
+    assert 25 <= len(EVERYDAY) <= 32 and options - SWITCHES < ALL
+    assert "--data.batch-size=INT  (256)\n" in text
+    assert "pairs that contrast with each other" in " ".join(text.split())
+    assert "--optimizer.name=adamw|lamb|lion|sgd  (adamw)\n" in text
+    assert "objective.moving-average" in text  # a section to list next
+
+
+def test_help_all_lists_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert listed(capsys, "--help", "all")[0] == SWITCHES | ALL
+
+
+@pytest.mark.parametrize("section", ["objective", "objective.npn", "objective.moving_average", "optimizer", "run"])
+def test_help_on_a_section(section: str, capsys: pytest.CaptureFixture[str]) -> None:
+    expected = {name for name in ALL if name.startswith(f"--{with_dashes(section)}.")}
+    assert expected
+    for arguments in (["--help", section], [f"--help={section}"], ["demo", "--help", section]):
+        assert listed(capsys, *arguments)[0] == expected
+
+
+def test_no_option_is_spelled_with_underscores(capsys: pytest.CaptureFixture[str]) -> None:
+    _, text = listed(capsys, "--help", "all")
+    named = set(re.findall(r"--[\w.-]*_[\w.-]*", text))
+    assert named <= {"--num_gpus"}  # DeepSpeed's own

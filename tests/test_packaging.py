@@ -1,0 +1,79 @@
+"""The wheel holds all that the programs need: they run from it, in another folder, without the checkout."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from small_runs import ROOT, SMALL, demo_shards, environment
+
+SOURCES = ("pyproject.toml", "requirements.txt", "README.md", "neuclip_ds", "ds_configs")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with what the wheel holds; built from a copy, as builds leave files next to the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    checkout = folder / "checkout"
+    checkout.mkdir()
+    for name in SOURCES:
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, checkout / name, symlinks=True)
+        else:
+            shutil.copy(ROOT / name, checkout)
+    build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--no-index"]
+    subprocess.run([*build, f"--wheel-dir={folder}", str(checkout)], check=True, timeout=120)
+    (wheel,) = folder.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "installed")
+    return folder / "installed"
+
+
+def run(installed: Path, cwd: Path, *arguments: str) -> str:
+    call = [sys.executable, "-m", "neuclip_ds", *arguments]
+    variables = {**environment(), "PYTHONPATH": str(installed)}
+    done = subprocess.run(call, env=variables, cwd=cwd, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_the_wheel_holds_every_file_of_the_package(installed: Path) -> None:
+    kinds = (".py", ".yaml", ".typed")
+    found, ours = (
+        {path.relative_to(root) for path in (root / "neuclip_ds").rglob("*") if path.suffix in kinds}
+        for root in (installed, ROOT)
+    )
+    assert found == ours and Path("neuclip_ds/recipes/demo.yaml") in found
+    engines = {path.name: path.read_text() for path in (installed / "neuclip_ds" / "ds_configs").iterdir()}
+    assert engines == {path.name: path.read_text() for path in (ROOT / "ds_configs").iterdir()}
+    (entry,) = installed.glob("*.dist-info/entry_points.txt")
+    assert "neuclip-ds = neuclip_ds.cli.main:main" in entry.read_text()
+
+
+def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    assert "build-manifest" in run(installed, tmp_path, "--help")
+    assert "name: demo" in run(installed, tmp_path, "train", "demo", "--print-config")
+    data = demo_shards(tmp_path / "data", pairs=16)
+    options = [f"--data.train={data}", "--data.batch-size=8", "--deepspeed=zero2_bf16", *SMALL]
+    assert "ZeRO 2 (zero2_bf16)" in run(installed, tmp_path, "train", "demo", "--dry-run", *options)
+
+
+@pytest.mark.slow
+def test_a_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
+    data = demo_shards(tmp_path / "data", pairs=16)
+    options = [f"--data.train={data}", "--data.batch-size=8", "--data.workers=1", "--budget.steps=2", *SMALL]
+    run(installed, tmp_path, "train", "demo", *options)
+    assert (tmp_path / "runs" / "demo" / "checkpoints" / "step_000000002").is_dir()
+
+
+def test_no_text_installs_this_package_from_an_index() -> None:
+    """It is not on one; extras are installed from a checkout, as in pip install '.[wandb]'."""
+    folders = [ROOT / name for name in ("neuclip_ds", "tools", "tests", "docs")]
+    texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml")]
+    from_index = re.compile(r"pip install ['\"]?neuclip_ds")
+    assert [path for path in [*texts, ROOT / "README.md"] if from_index.search(path.read_text())] == []
