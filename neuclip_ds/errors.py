@@ -2,8 +2,8 @@
 
 
 class UserError(Exception):
-    """A mistake in the input; the message names the thing and the mend. It is printed once and all exit with 2."""
+    """A mistake in the input; the message names it and the fix. It is printed once, and all ranks exit with 2."""
 
 
 class TrainingDiverged(Exception):
-    """The run met a number that is not finite; the message names the step and the samples. Exit code 1."""
+    """A loss or gradient is not finite; the message names the step and the samples. Exit code 1."""

@@ -214,7 +214,7 @@ def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
     found = ends(nodes)
     assert all(code for code, _ in found)
     assert f"because rank {rank} on " in found[1 - rank][1]
-    assert "it died without a word" in found[1 - rank][1]
+    assert "it was killed and reported no error" in found[1 - rank][1]
 
 
 def test_sigterm_at_the_launcher_saves(folder: Path) -> None:

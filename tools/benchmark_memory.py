@@ -65,7 +65,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
     from neuclip_ds.engine.config import load_engine_config
     from neuclip_ds.engine.precision import resolve_comm_dtype
     from neuclip_ds.engine.start import start_engine
-    from neuclip_ds.models.source import locate_model, open_source
+    from neuclip_ds.models.source import locate_model, model_source
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.objectives.base import Context, Step
     from neuclip_ds.planning.dry_run import StandInTokenizer
@@ -77,7 +77,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
     with connected(dump(config)) as communicator:
         device = communicator.device
         place = locate_model(config.model, weights=False)
-        source = open_source(config.model, place)
+        source = model_source(config.model, place)
         stand_in: Any = StandInTokenizer(config.model.text)
         tokenizer = source.tokenizer(lambda: stand_in)
         rows, samples = config.rank_batch(case.ranks), 10 * config.data.batch_size
@@ -91,7 +91,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
         context = Context(source.embed_dim, samples, communicator)
         objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
         step = TrainStep(engine, objective, communicator, case.micro, seed=0)
-        batch = _random_batch(rows, source.pixels.size, tokenizer.context_length, rank)
+        batch = _random_batch(rows, source.preprocessing.size, tokenizer.context_length, rank)
         _reset_peaks(device)
         seconds = []
         for number in range(steps):

@@ -28,7 +28,7 @@ from typing import Any, NamedTuple
 from safetensors.torch import load_file, save_file
 
 from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
-from neuclip_ds.data.replacing import replacing
+from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Objective
@@ -112,7 +112,7 @@ class Checkpoints:
         """Keep the checkpoint of this step, however old, instead of the former best."""
 
         def write() -> None:
-            with replacing(self._folder / "best.json") as path:
+            with atomic_write(self._folder / "best.json") as path:
                 path.write_text(json.dumps(best._asdict()), encoding="utf-8")
 
         self._communicator.on_rank_zero(write)

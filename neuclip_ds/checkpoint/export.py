@@ -13,7 +13,7 @@ from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
-from neuclip_ds.models.pretrained.base import Logits
+from neuclip_ds.models.pretrained.base import LogitParameters
 
 _LOADING = {
     "transformers": """```python
@@ -60,17 +60,17 @@ def _best(run: Path) -> Path:
     return step_folder(run / "checkpoints", found.step)
 
 
-def _logits(checkpoint: Path, config: Config, start: Logits) -> Logits:
+def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitParameters:
     """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
     state = load_file(checkpoint / "objective.safetensors")
-    started = Logits(
+    started = LogitParameters(
         config.objective.temperature.initial or start.temperature,
         start.bias if config.model.pretrained else None,
     )
     theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
     if theta is not None:
         tau = theta.neg().exp()
-    return Logits(
+    return LogitParameters(
         temperature=started.temperature if tau is None else tau.item(),
         bias=state["bias"].item() if "bias" in state else started.bias,
     )

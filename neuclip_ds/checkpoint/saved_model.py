@@ -13,9 +13,9 @@ from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.pretrained.base import Logits, Pixels
-from neuclip_ds.models.source import ModelSource, locate_model, open_saved, open_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
+from neuclip_ds.models.source import ModelSource, locate_model, model_source, open_saved
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.recipe import validate
 
 
@@ -24,8 +24,8 @@ class SavedModel(NamedTuple):
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
-    tokenizer: Tokenize
-    pixels: Pixels
+    tokenizer: ModelTokenizer
+    preprocessing: Preprocessing
     config: Config | None  # of the run that trained it
     checkpoint: Path | None
 
@@ -67,8 +67,8 @@ class SavedRun(NamedTuple):
 
     config: Config
     source: ModelSource
-    start: Logits  # temperature and bias at its first step
-    tokenizer: Tokenize
+    start: LogitParameters  # temperature and bias at its first step
+    tokenizer: ModelTokenizer
 
 
 def open_run(checkpoint: Path) -> SavedRun:
@@ -84,14 +84,14 @@ def _of_checkpoint(checkpoint: Path) -> SavedModel:
     run = open_run(checkpoint)
     model = run.source.build(run.tokenizer)
     model.load_state_dict(StateFiles(checkpoint / "engine").weights())
-    return SavedModel(str(checkpoint), model, run.tokenizer, run.source.pixels, run.config, checkpoint)
+    return SavedModel(str(checkpoint), model, run.tokenizer, run.source.preprocessing, run.config, checkpoint)
 
 
 def _of_name(name: str, communicator: Communicator) -> SavedModel:
     config = ModelConfig(pretrained=name)
-    source = open_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
+    source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
     tokenizer = source.tokenizer(_no_tokenizer)
-    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.pixels, None, None)
+    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.preprocessing, None, None)
 
 
 def _no_tokenizer() -> CaptionTokenizer:

@@ -35,15 +35,7 @@ def main(arguments: Sequence[str]) -> None:
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
-    scoring = Scoring(
-        options.data,
-        options.tasks,
-        options.out,
-        options.batch_size,
-        options.workers,
-        options.precision,
-        options.setting,
-    )
-    text = score(options.model, scoring)
+    values = vars(options)
+    text = score(values.pop("model"), Scoring(**values))
     if first:
         print(text)

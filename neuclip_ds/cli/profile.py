@@ -73,7 +73,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     write(found, arguments.out, "Communication of a training step")
     print((arguments.out / "report.md").read_text(encoding="utf-8"))
-    print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders beside it.")
+    print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders next to it.")
 
 
 def start(

@@ -36,7 +36,7 @@ class Scoring(NamedTuple):
 
     Attributes:
         data: folder that holds one folder per task.
-        names: tasks, keys or patterns; none means all that are on disk.
+        tasks: names, keys or patterns; none means all that are on disk.
         out: folder for results; default: evaluation/STEP in the run.
         batch_size: rows that each rank encodes at once.
         workers: decoder threads per rank.
@@ -45,7 +45,7 @@ class Scoring(NamedTuple):
     """
 
     data: Path
-    names: Sequence[str] = ()
+    tasks: Sequence[str] = ()
     out: Path | None = None
     batch_size: int = 256
     workers: int = 4
@@ -77,7 +77,7 @@ def score(name: str, scoring: Scoring) -> str:
 
 def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
     tasks = load_tasks()
-    found = communicator.on_rank_zero(lambda: tasks.on_disk(scoring.data, scoring.names))
+    found = communicator.on_rank_zero(lambda: tasks.on_disk(scoring.data, scoring.tasks))
     folder = scoring.out or _results_folder(saved)
     identity = {"model": saved.name, "precision": scoring.precision}
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
@@ -104,7 +104,7 @@ def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> S
     encoder = BatchEncoder(
         encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
     )
-    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
     return Suite(encoder, transform, communicator, scoring.workers)
 
 
@@ -125,7 +125,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
     encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
-    transform = eval_transform(saved.pixels.size, saved.pixels.squash)
+    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
     shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")

@@ -34,10 +34,10 @@ from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.engine_tuning import (
     Measurement,
+    apply_overrides,
     best_together,
-    changed,
     choose,
-    parse_setting,
+    parse_override,
     reason,
     table,
     variants,
@@ -85,7 +85,7 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise UserError("Random pairs have no pretrained tokenizer: omit model.pretrained and name the towers.")
     load_engine_config(config, arguments.ranks)  # refuses a wrong config before any process starts
     trial = Trial(read_engine_file(config.deepspeed)[1], arguments, overrides)
-    single = list(map(parse_setting, arguments.variants)) if arguments.variants else variants(trial.base)
+    single = list(map(parse_override, arguments.variants)) if arguments.variants else variants(trial.base)
     if not single:
         raise UserError(f"DeepSpeed has no setting to try for {config.deepspeed}; name some with --variants.")
     alone = [Measurement(()), *(Measurement((setting,)) for setting in single)]
@@ -95,7 +95,7 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     chosen = base
     settings = best_together(alone, base)
     if settings:
-        candidates = [settings, *([choose(alone, base).settings] if len(settings) > 1 else [])]
+        candidates = [settings, *([choose(alone, base).overrides] if len(settings) > 1 else [])]
         together = [Measurement(()), *map(Measurement, candidates)]
         measure(together, trial, arguments.out / "together")
         chosen = choose(together[1:], together[0])
@@ -106,9 +106,9 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     summary = {"engine": config.deepspeed, "ranks": arguments.ranks, "chosen": chosen.name, **rows}
     (arguments.out / "tuning.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
     print((arguments.out / "tuning.md").read_text(encoding="utf-8"))
-    print(f"Better than the base beyond the spread: {chosen.name if chosen.settings else 'nothing'}.")
+    print(f"Better than the base beyond the spread: {chosen.name if chosen.overrides else 'nothing'}.")
     if arguments.write:
-        written = changed(trial.base, chosen.settings)
+        written = apply_overrides(trial.base, chosen.overrides)
         arguments.write.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
@@ -145,7 +145,7 @@ def start(one: Measurement, number: int, parent: Path, trial: Trial) -> None:
 
     folder = parent / str(number)
     folder.mkdir(parents=True)
-    (parent / "engine.json").write_text(json.dumps(changed(trial.base, one.settings)), encoding="utf-8")
+    (parent / "engine.json").write_text(json.dumps(apply_overrides(trial.base, one.overrides)), encoding="utf-8")
     asked = trial.arguments
     own = [f"--worker={folder}", f"--engine={parent}/engine.json", f"--recipe={asked.recipe}", f"--rows={asked.rows}"]
     own += [f"--ranks={asked.ranks}", f"--steps={asked.steps}", *trial.overrides]

@@ -1,1 +1,1 @@
-"""The data engine: shards -> manifest -> order -> batches. A sample's index is fixed by the manifest for ever."""
+"""Data loading: shards -> manifest -> order -> batches. The manifest fixes every sample's index for good."""

@@ -1,8 +1,8 @@
-"""Builds manifests: in memory at the start of a run, or on disk, by many processes, restartable, for large data sets.
+"""Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
 
-On disk the work is cut into groups of shards. What a worker finds in a group it writes to `FOLDER/.building/` (and the
-group's sample tables straight to their place), so that a build that was interrupted goes on with the groups that are
-missing. Indices are given out at the end, in the order of the paths, whatever the order in which groups were done.
+On disk the shards are scanned in groups. A worker writes the result of a group to `FOLDER/.building/` (and the group's
+sample tables to their final place), so an interrupted build resumes with the missing groups. Indices are assigned at
+the end in the order of the paths, whatever the order in which groups finished.
 """
 
 from __future__ import annotations
@@ -18,28 +18,20 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
-from neuclip_ds.data.manifest import (
-    SAMPLES,
-    Manifest,
-    Shard,
-    extend,
-    is_manifest,
-    load_manifest,
-    write_shards,
-)
-from neuclip_ds.data.replacing import replacing
-from neuclip_ds.data.sample_table import part_name, parts_of, write_part
-from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, scan_shard, where
+from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
+from neuclip_ds.data.sample_table import list_parts, part_name, write_part
+from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, describe_paths, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
 
-logger = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
-OnProgress = Callable[[int, int], None]  # (shards done, shards in all)
+OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 
-_GROUP = 64  # shards at most; as many row groups in a part of the sample tables
-_LEAST_GROUPS = 64  # so that many workers have work, and a restart repeats little
+_MAX_GROUP = 64  # shards of a group, and row groups in a part of the sample tables
+_MIN_GROUPS = 64  # so that many workers have work and a restart repeats little
 _WORK = ".building"
 _PLAN = "plan.json"
 _BAD = "bad_samples.jsonl"
@@ -51,14 +43,14 @@ def build_manifest(
     on_progress: OnProgress = lambda done, total: None,
     options: ScanOptions = ScanOptions(),
 ) -> Manifest:
-    """A manifest in memory, of the tars `paths` in their order.
+    """Return a manifest, held in memory, of the tars `paths` in this order.
 
     Args:
-        processes: workers to look through the shards, as many as CPUs by default; 1 does it in this process.
+        processes: worker processes that scan the shards, by default the number of CPUs; 1 scans in this process.
         on_progress: called after each shard.
 
     Raises:
-        UserError: a shard cannot be read, or there are no samples, no images or no captions in all of them.
+        UserError: a shard cannot be read, or no shard has samples, images or captions.
     """
     processes = min(processes or os.cpu_count() or 1, len(paths))
     scans: list[Scan] = []
@@ -71,7 +63,7 @@ def build_manifest(
             scans.append(scan)
             _warn(scan)
             on_progress(len(scans), len(paths))
-    check_usable(scans, where(list(paths)))
+    check_usable(scans, describe_paths(list(paths)))
     return extend(None, [scan.shard for scan in scans])
 
 
@@ -82,7 +74,7 @@ def _scan(path: str, options: ScanOptions) -> Scan:
 def _warn(scan: Scan) -> None:
     loss = describe_loss(scan)
     if loss:
-        logger.warning(loss)
+        log.warning(loss)
 
 
 def open_manifest(
@@ -92,13 +84,13 @@ def open_manifest(
     on_progress: OnProgress = lambda done, total: None,
     options: ScanOptions = ScanOptions(),
 ) -> Manifest:
-    """The manifest that `source` names: a manifest folder, or any form of local shards that `resolve_shards` takes.
+    """Open the manifest that `source` names: a manifest folder, or local shards as `resolve_shards` takes them.
 
-    In the second case it is built and kept in `cache`, under a name that holds the shards' paths, sizes and times,
-    so that it is used again until one of them changes. Several processes may do this at once.
+    A manifest of local shards is built and kept in `cache` under a hash of the shards' paths, sizes and times, and
+    reused until one of them changes. Several processes may do this at once.
 
     Raises:
-        UserError: there is nothing usable, or the shards are remote, of which a manifest has to be built before.
+        UserError: there is nothing usable, or the shards are remote and need a manifest built in advance.
     """
     if source and is_manifest(source):
         return load_manifest(source)
@@ -127,15 +119,15 @@ def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
 
 
 class Changes(NamedTuple):
-    """What an update does to a manifest."""
+    """The difference between a manifest and the shards that an update names."""
 
-    new: tuple[str, ...]  # shards that are appended; a shard that changed is one of them
-    removed: tuple[int, ...]  # shard numbers that get tombstones
-    restored: tuple[int, ...]  # shard numbers whose tombstones go
+    new: tuple[str, ...]  # shards to append, among them those that changed
+    removed: tuple[int, ...]  # numbers of the shards to mark as removed
+    restored: tuple[int, ...]  # numbers of removed shards that are back
 
 
 def find_changes(manifest: Manifest | None, paths: Sequence[str]) -> Changes:
-    """What makes a manifest one of `paths`: local shards are compared by their sizes, remote ones by their names."""
+    """Compare a manifest with `paths`: local shards by size, remote ones by name only."""
     shards = () if manifest is None else manifest.shards
     wanted = {path: Path(path).stat().st_size if is_local(path) else None for path in paths}
     if len(wanted) < len(paths):
@@ -154,13 +146,13 @@ def find_changes(manifest: Manifest | None, paths: Sequence[str]) -> Changes:
 
 
 class _Group(NamedTuple):
-    """A piece of work: some of the new shards, and where its results go."""
+    """A group of new shards that one worker scans, and where it writes the results."""
 
     number: int
     paths: tuple[str, ...]
     options: ScanOptions
     result: Path
-    part: Path | None  # of the sample tables
+    part: Path | None  # file of the sample tables
 
 
 def write_manifest(
@@ -173,37 +165,31 @@ def write_manifest(
     update: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Manifest:
-    """Builds a manifest in `folder`, or goes on with one whose building was interrupted.
+    """Build a manifest in `folder`, or resume an interrupted build.
 
     Args:
-        folder: where the manifest is to be; with `update`, where it is.
-        paths: its shards, in the order in which they get indices.
-        executor: whose workers look through the shards: processes of this machine, or MPI ranks.
-        options: what is looked at.
-        samples: whether the manifest has the samples' offsets and keys; with uids it always has.
-        update: give indices to shards that are new, tombstones to those that are gone.
+        folder: folder of the manifest; must hold one exactly when `update` is set.
+        paths: shards, in the order in which they get indices.
+        executor: its workers scan the shards: processes on this machine, or MPI ranks.
+        options: what to scan for.
+        samples: whether to store the samples' offsets and keys; always done with uids.
+        update: append new shards and mark missing ones as removed.
         on_progress: called with the shards done, those of an interrupted build included.
 
     Raises:
-        UserError: shards cannot be read (all others are done, and a restart takes up just these), there is nothing
-            to train on, or `folder` holds a manifest and `update` is not set.
+        UserError: shards cannot be read, there is nothing to train on, or `folder` does not fit `update`.
     """
-    existing = _existing(folder, update)
-    if existing is not None and (existing.samples is not None) != (samples or bool(options.uids)):
-        held = "has" if existing.samples is not None else "has no"
-        raise UserError(f"The manifest in {folder} {held} sample tables; update it with the options it was built with.")
     samples = samples or bool(options.uids)
+    existing = _existing(folder, update, samples)
     if options.uids:
         UidFiles(options.uids).check_order()
     changes = find_changes(existing, paths)
     first = 0 if existing is None else existing.n_shards
-    groups = _plan(folder, changes.new, options, samples, first)
+    groups = _make_groups(folder, changes.new, options, samples, first)
     _run(groups, executor, len(changes.new), on_progress)
-    scans = [scan for group in groups for scan in _read(group.result)]
+    scans = _collect(groups)
     if existing is None:
-        check_usable(scans, where(list(paths)))
-    for scan in scans:
-        _warn(scan)
+        check_usable(scans, describe_paths(list(paths)))
     manifest = _merge(existing, changes, [scan.shard for scan in scans])
     _write_bad(folder / _BAD, manifest.shards[first:], scans, 0 if existing is None else existing.n)
     write_shards(manifest, folder)
@@ -211,33 +197,38 @@ def write_manifest(
     return load_manifest(folder)
 
 
-def _existing(folder: Path, update: bool) -> Manifest | None:
+def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
+    """Return the manifest to update, or None to build a new one."""
     if not is_manifest(folder):
         if update:
-            raise UserError(f"{folder} holds no manifest that could be updated; leave out --update to build one.")
+            raise UserError(f"{folder} holds no manifest to update; omit --update to build one.")
         return None
     if not update:
         raise UserError(f"{folder} holds a manifest; update it with --update, or name another folder.")
-    return load_manifest(folder, check_shards=False)
+    existing = load_manifest(folder, check_shards=False)
+    if (existing.samples is not None) != samples:
+        held = "has no" if samples else "has"
+        raise UserError(f"The manifest in {folder} {held} sample tables; update it with the options it was built with.")
+    return existing
 
 
-def _plan(folder: Path, paths: Sequence[str], options: ScanOptions, samples: bool, first: int) -> list[_Group]:
-    """The groups of work; results of an interrupted build are kept where it had the same plan."""
+def _make_groups(folder: Path, paths: Sequence[str], options: ScanOptions, samples: bool, first: int) -> list[_Group]:
+    """Divide the shards into groups; results of an interrupted build with the same arguments are kept."""
     work = folder / _WORK
     plan = {"first": first, "options": options._asdict(), "samples": samples, "paths": list(paths)}
     text = json.dumps(plan)
     if not (work / _PLAN).is_file() or (work / _PLAN).read_text() != text:
         shutil.rmtree(work, ignore_errors=True)
-        for _, last, path in parts_of(folder / SAMPLES):
+        for _, last, path in list_parts(folder / SAMPLES):
             if last >= first:
                 path.unlink()
         work.mkdir(parents=True)
-        with replacing(work / _PLAN) as aside:
-            aside.write_text(text)
+        with atomic_write(work / _PLAN) as temporary:
+            temporary.write_text(text)
     if samples:
         (folder / SAMPLES).mkdir(exist_ok=True)
     groups = []
-    size = min(_GROUP, max(1, len(paths) // _LEAST_GROUPS))
+    size = min(_MAX_GROUP, max(1, len(paths) // _MIN_GROUPS))
     for number, start in enumerate(range(0, len(paths), size)):
         chosen = tuple(paths[start : start + size])
         name = part_name(first + start, first + start + len(chosen) - 1)
@@ -249,25 +240,25 @@ def _plan(folder: Path, paths: Sequence[str], options: ScanOptions, samples: boo
 def _run(groups: Sequence[_Group], executor: Executor, total: int, on_progress: OnProgress) -> None:
     done = sum(len(group.paths) for group in groups if group.result.is_file())
     on_progress(done, total)
-    pending = {executor.submit(_work, group): group for group in groups if not group.result.is_file()}
+    pending = {executor.submit(_scan_group, group): group for group in groups if not group.result.is_file()}
     failures: list[str] = []
     try:
         for future in as_completed(pending):
             failures += future.result()
             done += len(pending[future].paths)
             on_progress(done, total)
-    finally:  # at Ctrl-C, or at a worker's error: what has not begun is not waited for
+    finally:  # after Ctrl-C or a worker's error, do not wait for groups that have not started
         for future in pending:
             future.cancel()
     if failures:
         raise UserError(
-            f"{len(failures)} of {total} shards cannot be used; the same command goes on with them when they are "
-            f"mended, or leave them out. The first: {failures[0]}"
+            f"{len(failures)} of {total} shards cannot be used. The first: {failures[0]} Fix them and run the same "
+            "command again, which resumes with them, or omit them from the sources."
         )
 
 
-def _work(group: _Group) -> list[str]:
-    """Looks through a group and writes what it finds; mistakes met instead, of which the group is then to be redone."""
+def _scan_group(group: _Group) -> list[str]:
+    """Scan a group and write the results; if shards fail, return their errors and write nothing."""
     found, failures = [], []
     for path in group.paths:
         try:
@@ -277,18 +268,23 @@ def _work(group: _Group) -> list[str]:
     if failures:
         return failures
     if group.part is not None:
-        with replacing(group.part) as aside:
-            write_part(aside, [table for _, table in found])
-    with replacing(group.result) as aside:
-        aside.write_text(json.dumps([scan for scan, _ in found]))
+        with atomic_write(group.part) as temporary:
+            write_part(temporary, [table for _, table in found])
+    with atomic_write(group.result) as temporary:
+        temporary.write_text(json.dumps([scan for scan, _ in found]))
     return []
 
 
-def _read(result: Path) -> list[Scan]:
-    return [
+def _collect(groups: Sequence[_Group]) -> list[Scan]:
+    """Read the results of all groups and log what is wrong with their shards."""
+    scans = [
         Scan(Shard(*shard), images, captions, tuple(extensions), lost, tuple(BadRow(*row) for row in bad))
-        for shard, images, captions, extensions, lost, bad in json.loads(result.read_text())
+        for group in groups
+        for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_text())
     ]
+    for scan in scans:
+        _warn(scan)
+    return scans
 
 
 def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) -> Manifest:
@@ -303,12 +299,12 @@ def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) 
 
 
 def _write_bad(path: Path, shards: Sequence[Shard], scans: Sequence[Scan], first: int) -> None:
-    """Puts what a verifying scan found behind what is listed of the samples before index `first`."""
+    """Write the bad samples of a verifying scan, after those already listed below index `first`."""
     known = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
     lines = [line for line in known if json.loads(line)["index"] < first]
     for shard, scan in zip(shards, scans, strict=True):
         for bad in scan.bad:
             lines.append(json.dumps({"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}))
     if lines:
-        with replacing(path) as aside:
-            aside.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+        with atomic_write(path) as temporary:
+            temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

@@ -1,14 +1,14 @@
-"""A node's cache of remote shards, shared by its ranks and their loader workers.
+"""Cache remote shards on a node's local disk, shared by its ranks and their loader workers.
 
-On a local disk, within a limit. The folder holds
+The total size is limited. The folder holds
 
-    shards/HASH-NAME     complete shards; the time of last use is the file's
-    locks/HASH           locked by the process that fetches the shard; holds why that failed, if it did
-    reserved/HASH-NAME   empty files as long as the shards that are being fetched: room that is spoken for
-    lock                 locked while room is made
+    shards/HASH-NAME     complete shards; the file's modification time is the time of last use
+    locks/HASH           locked by the process that fetches the shard; holds the error of a failed fetch
+    reserved/HASH-NAME   sparse files of the size of the shards being fetched, which reserve space
+    lock                 locked during eviction
 
-Locks are the kernel's (flock), so those of a process that is killed are free again. What it had begun is cleared away
-by the next one that needs the shard or the room.
+Locks are the kernel's (flock), so a killed process frees its locks. Its partial files are removed by the next process
+that needs the shard or the space.
 """
 
 from __future__ import annotations
@@ -26,14 +26,22 @@ from neuclip_ds.data.fetch import fetch
 from neuclip_ds.errors import UserError
 
 _GB = 1e9
-_FAILURE_HOLDS = 60.0  # seconds for which a failed fetch is not tried again
-_PATIENCE = 10  # times `timeout`, for what other processes do
+_RETRY_AFTER = 60.0  # seconds before a failed fetch is tried again
+_LOCK_TIMEOUTS = 10  # wait this many times `timeout` for other processes
 _POLL = 0.05  # seconds
-_OTHER_LETTERS = re.compile(r"[^A-Za-z0-9._-]+")
+_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 class ShardCache:
-    """Complete local copies of shards, at most `capacity_bytes` of them, the least recently used making room.
+    """A least-recently-used cache of complete shards, at most `capacity_bytes` in all.
+
+    Args:
+        folder: created if absent; private to this node, on a disk that supports flock.
+        capacity_bytes: limit of the total size, shards being fetched included.
+        timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
+
+    Raises:
+        UserError: the folder cannot be created, or its disk is smaller than the capacity.
 
     Example:
         cache = ShardCache(Path("/local/cache"), capacity_bytes=500 * 10**9)
@@ -41,40 +49,33 @@ class ShardCache:
     """
 
     def __init__(self, folder: Path, capacity_bytes: int, timeout: float = 60, retries: int = 4) -> None:
-        """
-        Args:
-            folder: created if need be; of this node alone, on a disk that knows flock.
-            capacity_bytes: limit of the shards' total size, those on their way included.
-            timeout, retries: of a transfer, as in `fetch`. Other processes are waited for 10 times as long.
-
-        Raises:
-            UserError: the folder cannot be made, or its disk is smaller than the capacity.
-        """
         self.capacity_bytes = capacity_bytes
         self._folder, self._timeout, self._retries = folder, timeout, retries
         try:
             for name in ("shards", "locks", "reserved"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise UserError(f"The shard cache {folder} cannot be made ({error.strerror}); name another one.") from error
+            raise UserError(
+                f"The shard cache {folder} cannot be created ({error.strerror}); set another data.cache_dir."
+            ) from error
         for reservation, _ in _files(folder / "reserved"):
             self._clear_abandoned(reservation)
         status = os.statvfs(folder)
         if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
             raise UserError(
                 f"data.cache_gb={capacity_bytes / _GB:g} is more than the disk of {folder} holds "
-                f"({disk / _GB:.1f} GB); lower it or name another folder."
+                f"({disk / _GB:.1f} GB); lower it or set another data.cache_dir."
             )
 
     def path(self, url: str, expected_bytes: int) -> Path:
-        """The shard's local copy, fetched now if it is not there; counts as a use.
+        """Return the path of the shard's local copy, fetched now if absent; counts as a use.
 
-        The file is gone once others have pushed the shard out. Readers that have opened it before may read on (POSIX
-        keeps the data until the last of them closes it); for opening it there is `open`.
+        The file disappears when the shard is evicted. Readers that have opened it can still read it (POSIX keeps the
+        data until the last one closes it); use `open` to open it safely.
 
         Raises:
-            OSError: the fetch failed, now or within the last minute (in which no further try is made), or another
-                process held the shard or the room for longer than this one waits.
+            OSError: the fetch failed, now or within the last minute (it is not retried before that), or another process
+                held the shard or the space for longer than this one waits.
             UserError: the shard is larger than the whole cache.
         """
         if self.touch(url, expected_bytes):
@@ -86,20 +87,20 @@ class ShardCache:
             )
         lock = self._folder / "locks" / _hash(url)
         with self._locked(lock, f"another process that fetches {url}"):
-            if not self.touch(url, expected_bytes):  # or another process has fetched it meanwhile
+            if not self.touch(url, expected_bytes):  # else another process has fetched it meanwhile
                 _raise_recent(lock)
                 self._fetch(url, expected_bytes, lock)
             return self._shard(url)
 
     def open(self, url: str, expected_bytes: int) -> int:
-        """File descriptor of the shard's local copy, to be closed by the caller; otherwise as `path`."""
+        """Open the shard's local copy and return its file descriptor, which the caller closes; otherwise as `path`."""
         while True:
             path = self.path(url, expected_bytes)
-            with suppress(FileNotFoundError):  # pushed out in between
+            with suppress(FileNotFoundError):  # evicted in between
                 return os.open(path, os.O_RDONLY)
 
     def touch(self, url: str, expected_bytes: int) -> bool:
-        """Count a use of the shard if its copy is there; a copy of another size is none."""
+        """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""
         shard = self._shard(url)
         try:
             if shard.stat().st_size != expected_bytes:
@@ -110,11 +111,11 @@ class ShardCache:
         return True
 
     def _shard(self, url: str) -> Path:
-        name = _OTHER_LETTERS.sub("_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
+        name = _UNSAFE.sub("_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
         return self._folder / "shards" / f"{_hash(url)}-{name[-60:]}"
 
     def _fetch(self, url: str, expected_bytes: int, lock: Path) -> None:
-        """With the shard's lock held."""
+        """Reserve space and fetch the shard; the caller holds the shard's lock."""
         shard = self._shard(url)
         self._clear(shard.name)
         reservation = self._reserve(shard.name, expected_bytes)
@@ -129,19 +130,19 @@ class ShardCache:
             reservation.unlink(missing_ok=True)
 
     def _reserve(self, name: str, size: int) -> Path:
-        """Make room for a shard and mark it as taken; waits for the transfers that hold what is missing."""
+        """Reserve space for a shard, waiting for other transfers where they hold the missing space."""
         reservation = self._folder / "reserved" / name
-        waited_for = f"room for {name} in the shard cache {self._folder}; raise data.cache_gb"
-        for _ in _polls(self._timeout * _PATIENCE, waited_for):
-            with self._locked(self._folder / "lock", "another process that makes room"):
-                if self._make_room(size):
+        waited_for = f"space for {name} in the shard cache {self._folder}; raise data.cache_gb"
+        for _ in _polls(self._timeout * _LOCK_TIMEOUTS, waited_for):
+            with self._locked(self._folder / "lock", "another process that evicts shards"):
+                if self._evict(size):
                     with reservation.open("wb") as file:
                         file.truncate(size)
                     return reservation
         raise AssertionError("unreachable")
 
-    def _make_room(self, size: int) -> bool:
-        """Push out the least recently used shards until `size` bytes are free; False, and none, if that is too few."""
+    def _evict(self, size: int) -> bool:
+        """Evict the least recently used shards until `size` bytes are free, or return False if impossible."""
         shards = sorted((status.st_mtime_ns, status.st_size, path) for path, status in _files(self._folder / "shards"))
         reserved = [(path, status.st_size) for path, status in _files(self._folder / "reserved")]
         free = self.capacity_bytes - sum(shard[1] for shard in shards) - sum(entry[1] for entry in reserved)
@@ -157,7 +158,7 @@ class ShardCache:
         return True
 
     def _clear_abandoned(self, reservation: Path) -> bool:
-        """Remove a reservation, and what was fetched for it, if the process that made it is no more."""
+        """Remove a reservation and its partial file if the process that made it has ended."""
         with (self._folder / "locks" / reservation.name.split("-")[0]).open("ab") as file:
             if not _try_lock(file.fileno()):
                 return False
@@ -166,22 +167,22 @@ class ShardCache:
             return True
 
     def _clear(self, name: str) -> None:
-        """Remove what an ended process has left of a fetch; with the shard's lock held."""
+        """Remove what an ended process has left of a fetch; the caller holds the shard's lock."""
         for part in (self._folder / "shards").glob(f".{name}.*"):
             part.unlink(missing_ok=True)
         (self._folder / "reserved" / name).unlink(missing_ok=True)
 
     @contextmanager
     def _locked(self, path: Path, holder: str) -> Iterator[None]:
-        """Hold a lock file; TimeoutError where `holder` does not give it back in time."""
+        """Hold a lock file during the block; raise TimeoutError if `holder` does not release it in time."""
         with path.open("ab") as file:
-            for _ in _polls(self._timeout * _PATIENCE, f"{holder} ({path})"):
+            for _ in _polls(self._timeout * _LOCK_TIMEOUTS, f"{holder} ({path})"):
                 if _try_lock(file.fileno()):
                     break
             try:
                 yield
             finally:
-                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough where a forked process has the file, too
+                fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough when a forked process has the file open too
 
 
 def _hash(url: str) -> str:
@@ -189,14 +190,14 @@ def _hash(url: str) -> str:
 
 
 def _raise_recent(lock: Path) -> None:
-    """Raise the shard's last failure again while it is fresh: it has many samples, and each of them asks."""
+    """Raise the shard's last failure again while it is recent, since every one of its samples asks for it."""
     status = lock.stat()
-    if status.st_size and abs(time.time() - status.st_mtime) < _FAILURE_HOLDS:
+    if status.st_size and abs(time.time() - status.st_mtime) < _RETRY_AFTER:
         raise OSError(lock.read_text(encoding="utf-8"))
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
-    """Files of a folder with their status; hidden ones (on their way) left out."""
+    """Yield the files of a folder with their status, except hidden ones (partial downloads)."""
     with os.scandir(folder) as entries:
         for entry in entries:
             if not entry.name.startswith("."):
@@ -213,9 +214,9 @@ def _try_lock(fd: int) -> bool:
 
 
 def _polls(limit: float, waited_for: str) -> Iterator[None]:
-    """Turns of waiting, without end but for TimeoutError after `limit` seconds."""
+    """Yield at intervals of 50 ms; raise TimeoutError after `limit` seconds."""
     end = time.monotonic() + limit
     while time.monotonic() < end:
         yield
         time.sleep(_POLL)
-    raise TimeoutError(f"Waited {limit:g} s in vain for {waited_for}.")
+    raise TimeoutError(f"Timed out after {limit:g} s waiting for {waited_for}.")

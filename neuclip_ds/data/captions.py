@@ -1,7 +1,7 @@
-"""Where a sample's captions are: members of the shard, and keys of its JSON; one is drawn where there are several.
+"""Extract a sample's captions from its members and its JSON; if there are several, training draws one.
 
-`data.captions` lists sources: `txt` is the whole member, `txt:lines` each of its lines, `json:KEY` the string, or each
-of the list of strings, under a key of the JSON member (recaptioned data sets keep them there).
+`data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
+list of strings under a key of the JSON member (where recaptioned data sets keep them).
 """
 
 from __future__ import annotations
@@ -18,27 +18,27 @@ _LINES = "lines"
 
 class _Source(NamedTuple):
     extension: str
-    key: str  # of the JSON; `lines` or empty for text
+    key: str  # key of the JSON; for text `lines` or empty
 
 
 class Captions:
-    """The captions of samples, by the sources that `data.captions` names.
+    """Caption sources as `data.captions` names them.
 
     Attributes:
-        extensions: members that have to be read for them.
+        extensions: members that the sources read.
 
     Raises:
-        UserError: there is no source, or one has another form.
+        UserError: there is no source, or one has an unknown form.
     """
 
     def __init__(self, names: Sequence[str] = (TEXT,)) -> None:
         self._sources = [_parse(name) for name in names]
         if not self._sources:
-            raise UserError("data.captions is empty; name where captions are, such as txt.")
+            raise UserError("data.captions is empty; name a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     def of(self, members: Mapping[str, bytes]) -> list[str]:
-        """A sample's captions in the order of the sources, blank ones left out; a broken JSON member has none."""
+        """Return a sample's captions in the order of the sources, without blank ones; invalid JSON has none."""
         found: list[str] = []
         for source in self._sources:
             if source.extension in members:

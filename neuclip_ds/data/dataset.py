@@ -1,4 +1,4 @@
-"""From (epoch, index) pairs to a batch of tensors. A sample that cannot be used keeps its row, with valid = False."""
+"""Turn (epoch, index) pairs into a batch of tensors; an unusable sample keeps its row, with valid = False."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ from neuclip_ds.data.transforms import ImageTransform
 
 log = logging.getLogger(__name__)
 
-Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); picklable
-PADDING = -1  # the index of a row that stands for no sample
+Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); can be pickled
+PADDING = -1  # index of a row without a sample
 _SHARDS_FOR_CAPTIONS = 100
-_WHICH_CAPTION = 1  # keeps the draw among a sample's captions apart from its augmentation
+_WHICH_CAPTION = 1  # separates the hash that draws a caption from that of the augmentation
 
 
 class BadSample(NamedTuple):
-    """A sample that could not be used, and why."""
+    """A sample that could not be used, and the reason."""
 
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody misses here
+    index: int  # type: ignore[assignment]  # hides tuple.index, which is not used here
     shard: str
     key: str
     reason: str  # CAUSE, or CAUSE: DETAILS
 
     @property
     def cause(self) -> str:
-        """The kind of fault, by which bad samples are counted."""
+        """The kind of error, by which bad samples are counted."""
         return self.reason.partition(":")[0]
 
 
 class Batch(NamedTuple):
-    """b rows. Rows with valid = False have a zero image and an empty caption; index -1 among them is padding."""
+    """A batch of b rows. Invalid rows have a zero image and an empty caption; those with index -1 are padding."""
 
     image: Tensor  # uint8 (b, 3, H, W)
     tokens: Tensor  # int64 (b, T)
@@ -53,11 +53,17 @@ class Batch(NamedTuple):
 
 
 class _Unusable(Exception):
-    """The sample is bad; the message is the reason."""
+    """Raised for a bad sample; the message is the reason."""
 
 
 class PairDataset(Dataset[Batch]):
-    """Map-style: `dataset.__getitems__([(epoch, index), ...])` is a Batch, a function of its arguments alone."""
+    """Map-style dataset: `dataset.__getitems__([(epoch, index), ...])` returns a Batch that depends on nothing else.
+
+    Args:
+        seed: seed of augmentation and of the choice among several captions.
+        captions: caption sources, as `data.captions`.
+        cache: cache of remote shards.
+    """
 
     def __init__(
         self,
@@ -70,19 +76,13 @@ class PairDataset(Dataset[Batch]):
         reader: Literal["tar", "webdataset"] = "tar",
         cache: ShardCache | None = None,
     ) -> None:
-        """
-        Args:
-            seed: of augmentation, and of the draw where a sample has several captions.
-            captions: where they are, as `data.captions`.
-            cache: of remote shards.
-        """
         self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
         self._captions = Captions(captions)
         self._reader = open_reader(reader, manifest, self._captions.extensions, cache)
 
     @property
     def folder(self) -> Path:
-        """Where the first shard is, for messages."""
+        """Folder of the first shard, for messages."""
         return Path(self._manifest.shards[0].path).parent
 
     def __len__(self) -> int:
@@ -92,31 +92,32 @@ class PairDataset(Dataset[Batch]):
         return self.__getitems__([item])
 
     def __getitems__(self, items: Sequence[tuple[int, int]]) -> Batch:
-        """
+        """Return the batch of these samples.
+
         Args:
             items: (epoch, index) of each row; index -1 gives an empty row.
 
         Raises:
-            UserError: a shard is not the one that the manifest describes.
+            UserError: a shard differs from the manifest's description.
         """
         side = self._transform.image_size
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
         captions, valid, bad = [""] * len(items), torch.zeros(len(items), dtype=torch.bool), []
         epochs, indices = np.array(items, dtype=np.int64).reshape(-1, 2).T
         known = np.maximum(indices, 0)
-        randomness = hash64(self._seed, epochs, known).tolist()
+        seeds = hash64(self._seed, epochs, known).tolist()
         which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
         for row, index in enumerate(indices.tolist()):
             if index == PADDING:
                 continue
             try:
-                images[row], captions[row] = self._pair(index, randomness[row], which[row])
+                images[row], captions[row] = self._pair(index, seeds[row], which[row])
                 valid[row] = True
             except _Unusable as error:
                 bad.append(self._describe(index, str(error)))
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
-    def _pair(self, index: int, randomness: int, which: int) -> tuple[Tensor, str]:
+    def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str]:
         raw = self._read(index)
         if raw.image is None:
             raise _Unusable("no image")
@@ -126,7 +127,7 @@ class PairDataset(Dataset[Batch]):
         if not captions:
             raise _Unusable("blank caption")
         try:
-            return self._transform(raw.image, randomness), captions[which % len(captions)]
+            return self._transform(raw.image, seed), captions[which % len(captions)]
         except DecodeError as error:
             raise _Unusable(f"image cannot be decoded: {error}") from error
 
@@ -134,7 +135,7 @@ class PairDataset(Dataset[Batch]):
         try:
             return self._reader.read(index)
         except OSError:
-            pass  # once more: network file systems have short outages
+            pass  # retry once: network file systems have short outages
         try:
             return self._reader.read(index)
         except OSError as error:
@@ -144,7 +145,7 @@ class PairDataset(Dataset[Batch]):
         shard, _ = self._manifest.locate(index)
         try:
             key = self._reader.key(index)
-        except OSError:  # the index could not be read, which is the reason given
+        except OSError:  # the shard's headers cannot be read, which is the reason given
             key = ""
         return BadSample(index, self._manifest.shards[shard].path, key, reason)
 
@@ -152,10 +153,9 @@ class PairDataset(Dataset[Batch]):
 def iter_captions(
     manifest: Manifest, limit: int, captions: Sequence[str] = ("txt",), cache: ShardCache | None = None
 ) -> Iterator[str]:
-    """Captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards; samples without any
-    are left out, and of several captions all count.
+    """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 
-    The same ones for the same manifest, as long as all of its shards can be read; a warning names one that cannot.
+    The captions are the same for the same manifest, unless a shard cannot be read, which is logged as a warning.
     """
     sources = Captions(captions)
     reader = TarReader(manifest, sources.extensions, cache)
@@ -170,13 +170,15 @@ def iter_captions(
         except OSError as error:
             shard, _ = manifest.locate(index)
             if shard not in unreadable:
-                log.warning("captions of %s are left out: %s", manifest.shards[shard].path, error)
+                log.warning(
+                    "cannot read captions of shard %s, which is skipped: %s", manifest.shards[shard].path, error
+                )
             unreadable.add(shard)
         else:
             yield from sources.of(texts)
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:
-    """min(n, count) different numbers of 0 ... n - 1, ascending."""
+    """Return min(n, count) different numbers of 0 ... n - 1 in ascending order."""
     count = min(n, count)
     return np.arange(count) * n // max(count, 1)

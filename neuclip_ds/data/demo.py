@@ -1,16 +1,16 @@
-"""The demo data set: image-caption pairs and a zero-shot set, rendered on the spot from a seed.
+"""Render the demo data set, image-caption pairs and a zero-shot set, from a seed.
 
     FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs a shard
     FOLDER/val/00000.tar, ...          held-out pairs
-    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout: classes are colour and shape
+    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; a class is a colour and a shape
 
-A pair is a pure function of (seed, split, index), so that the number of processes does not show and a smaller set is
-the beginning of a larger one; with equal versions of Pillow the files are equal byte by byte. A stated share of the
-pairs of a split are near-duplicates: the scene of an earlier pair, drawn anew and captioned by another template. They
-are the false negatives that a contrastive loss meets in scraped data.
+A pair is a pure function of (seed, split, index): the number of processes does not matter, a smaller set is the
+beginning of a larger one, and equal versions of Pillow give equal files. A given share of the pairs of a split are
+near-duplicates: the scene of an earlier pair, drawn anew and captioned by another template. They stand for the false
+negatives of scraped data.
 
 The splits draw their scenes from independent random streams. Nothing is filtered: a scene of `val` may by chance have
-the description of one in `train` (common for single groups, rare beyond), but its pixels and its caption are its own.
+the description of one in `train` (common for single groups, else rare), but never the same pixels.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,16 +31,7 @@ from uuid import uuid4
 
 from PIL import Image
 
-from neuclip_ds.data.demo_scenes import (
-    COLOURS,
-    SHAPES,
-    TEMPLATES,
-    Scene,
-    describe,
-    random_scene,
-    render,
-    single_object,
-)
+from neuclip_ds.data.demo_scenes import COLOURS, SHAPES, TEMPLATES, Scene, describe, random_scene, render, single_object
 from neuclip_ds.errors import UserError
 
 SPLITS = ("train", "val", "zero_shot")
@@ -62,16 +54,16 @@ Sample = dict[str, Any]
 class _Shard(NamedTuple):
     path: Path
     indices: range
-    sample: Callable[[int], Sample]  # by index; must survive pickling
+    sample: Callable[[int], Sample]  # by index; can be pickled
 
 
-class _Plan(NamedTuple):
-    """What a pair is to show and say, before anything is drawn."""
+class _PairSpec(NamedTuple):
+    """What a pair shows, before anything is drawn."""
 
     scene: Scene
     template: int
-    original: int | None  # index of the pair that this one nearly repeats
-    rng: Random  # for all that follows
+    original: int | None  # index of the pair of which this is a near-duplicate
+    rng: Random  # for all later choices
 
 
 def make_demo_data(
@@ -84,52 +76,43 @@ def make_demo_data(
     duplicate_share: float = 0.05,
     seed: int = 0,
     processes: int | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Writes the three splits; `folder` is complete or absent, for they are written beside it and renamed.
+    """Write the three splits to FOLDER.*.partial and rename it, so that `folder` is complete or absent.
 
-    A killed run leaves `FOLDER.*.partial` behind, which may be removed. Processes are spawned, hence a script must
-    call this under `if __name__ == "__main__"`, or with one process.
+    Processes are spawned, so a script must call this under `if __name__ == "__main__"`, or with one process.
 
     Args:
         folder: must be absent or empty.
-        pairs, held_out: image-caption pairs in `train` and in `val`.
-        zero_shot: labelled images; the classes' counts differ by one at most.
-        size: side of the pictures, pixels.
-        duplicate_share: chance of a pair to be a near-duplicate.
-        seed: another seed, another set.
-        processes: the number of cores when absent; 1 works in this process.
-        on_progress: called with (images done, images in all) after each shard.
+        pairs, held_out: number of image-caption pairs in `train` and in `val`.
+        zero_shot: number of labelled images; class counts differ by one at most.
+        size: side of the images in pixels.
+        duplicate_share: probability that a pair is a near-duplicate.
+        seed: seed of all random choices.
+        processes: by default the number of cores; 1 renders in this process.
+        on_progress: called with (images done, total images) after each shard.
 
     Raises:
-        UserError: `folder` is in use or cannot be written, or a number makes no sense.
+        UserError: `folder` is not empty or cannot be written, or a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
-    _require_sense(pairs, held_out, zero_shot, size, duplicate_share, processes)
-    _require_unused(folder)
-    aside = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
-    try:
-        _write_class_words(aside / "zero_shot")
+    _check_numbers(size, duplicate_share, pairs=pairs, held_out=held_out, zero_shot=zero_shot, processes=processes)
+    with _new_folder(folder) as temporary:
+        _write_class_files(temporary / "zero_shot")
         labelled = partial(_labelled_image, seed, size)
-        shards = [_Shard(aside / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
+        shards = [_Shard(temporary / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
         for split, count in (("train", pairs), ("val", held_out)):
-            (aside / split).mkdir()
-            shards += _pair_shards(aside / split, count, partial(_pair, seed, split, duplicate_share, size))
+            shards += _pair_shards(temporary / split, count, partial(_pair, seed, split, duplicate_share, size))
         _write_shards(shards, processes, on_progress)
-        _move(aside, folder)
-    except OSError as error:
-        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)  # gone already when all went well
 
 
 def demo_split(source: str, cache: Path) -> Path:
-    """The folder of `demo:train`, `demo:val` or `demo:zero_shot`; renders the default data set if `cache` lacks it.
+    """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if `cache` lacks it.
 
-    Processes may race: each renders for itself, the first one to finish wins and all use its files.
+    Processes may race: each renders separately, and all use the files of the first one to finish.
 
     Raises:
-        UserError: there is no such split, or `cache` cannot be written.
+        UserError: no split has that name, or `cache` cannot be written.
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":
@@ -144,33 +127,37 @@ def demo_split(source: str, cache: Path) -> Path:
     return folder / split
 
 
-def _require_sense(
-    pairs: int, held_out: int, zero_shot: int, size: int, duplicate_share: float, processes: int
-) -> None:
-    counts = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes}
+def _check_numbers(size: int, duplicate_share: float, **counts: int) -> None:
     for name, count in counts.items():
         if count < 1:
-            raise UserError(f"{name}={count} makes no demo data; it must be at least 1.")
+            raise UserError(f"{name}={count} is out of range; it must be at least 1.")
     if not 16 <= size <= 1024:
-        raise UserError(f"size={size} is out of range; demo pictures have a side of 16 to 1024 pixels.")
+        raise UserError(f"size={size} is out of range; demo images have a side of 16 to 1024 pixels.")
     if not 0 <= duplicate_share < 1:
-        raise UserError(f"duplicate_share={duplicate_share} is no share; it must be at least 0 and below 1.")
+        raise UserError(f"duplicate_share={duplicate_share} is out of range; it must be at least 0 and below 1.")
 
 
-def _require_unused(folder: Path) -> None:
+def _check_unused(folder: Path) -> None:
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; remove it or choose another one.")
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
 
 
-def _move(aside: Path, folder: Path) -> None:
+@contextmanager
+def _new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder; rename it to `folder` if the block succeeds."""
+    _check_unused(folder)
+    temporary = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
     try:
-        aside.rename(folder)  # replaces an empty folder and refuses any other
-    except OSError:
-        _require_unused(folder)
-        raise
+        yield temporary
+        temporary.rename(folder)  # replaces an empty folder and refuses any other
+    except OSError as error:
+        _check_unused(folder)
+        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
-def _write_class_words(folder: Path) -> None:
+def _write_class_files(folder: Path) -> None:
     (folder / "test").mkdir(parents=True)
     names = [f"{colour} {shape}" for colour, shape in CLASSES]
     (folder / "classnames.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
@@ -179,25 +166,25 @@ def _write_class_words(folder: Path) -> None:
 
 
 def _pair_shards(folder: Path, count: int, sample: Callable[[int], Sample]) -> Iterator[_Shard]:
+    folder.mkdir()
     for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
         indices = range(first, min(first + PAIRS_PER_SHARD, count))
         yield _Shard(folder / f"{number:05d}.tar", indices, sample)
 
 
-def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None] | None) -> None:
+def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None]) -> None:
     total = sum(len(shard.indices) for shard in shards)
     done = 0
     for written in _written(shards, min(processes, len(shards))):
         done += written
-        if on_progress is not None:
-            on_progress(done, total)
+        on_progress(done, total)
 
 
 def _written(shards: list[_Shard], processes: int) -> Iterator[int]:
     if processes == 1:
         yield from map(_write_shard, shards)
         return
-    # spawned, not forked: the caller may have threads, of torch for instance, that a fork would not survive
+    # spawned, not forked: the caller may have threads (torch's, for instance), which break under fork
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
         yield from pool.map(_write_shard, shards)
 
@@ -205,7 +192,7 @@ def _written(shards: list[_Shard], processes: int) -> Iterator[int]:
 def _write_shard(shard: _Shard) -> int:
     from webdataset import TarWriter  # imports torch, which takes seconds
 
-    # a stated time and owner: equal samples make equal files
+    # fixed time and owner: equal samples give equal files
     with (
         shard.path.open("wb") as file,
         TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as writer,
@@ -216,37 +203,37 @@ def _write_shard(shard: _Shard) -> int:
 
 
 def _stream(seed: int, split: str, index: int) -> Random:
-    return Random(f"{seed}/{split}/{index}")  # a string is seeded by its SHA-512, on every platform alike
+    return Random(f"{seed}/{split}/{index}")  # a string is seeded by its SHA-512, the same on every platform
 
 
-def _plan(seed: int, split: str, duplicate_share: float, index: int) -> _Plan:
+def _pair_spec(seed: int, split: str, duplicate_share: float, index: int) -> _PairSpec:
     rng = _stream(seed, split, index)
     if index == 0 or rng.random() >= duplicate_share:
-        return _Plan(random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng)
+        return _PairSpec(random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng)
     earlier = rng.randrange(index)
-    source = _plan(seed, split, duplicate_share, earlier)
+    source = _pair_spec(seed, split, duplicate_share, earlier)
     original = earlier if source.original is None else source.original
-    first_template = _plan(seed, split, duplicate_share, original).template
+    first_template = _pair_spec(seed, split, duplicate_share, original).template
     template = (first_template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES)
-    return _Plan(source.scene, template, original, rng)
+    return _PairSpec(source.scene, template, original, rng)
 
 
 def _pair(seed: int, split: str, duplicate_share: float, size: int, index: int) -> Sample:
-    plan = _plan(seed, split, duplicate_share, index)
-    caption = describe(plan.scene, plan.template, plan.rng)
-    facts = {
+    spec = _pair_spec(seed, split, duplicate_share, index)
+    caption = describe(spec.scene, spec.template, spec.rng)
+    metadata = {
         "key": _key(index),
         "caption": caption,
         "width": size,
         "height": size,
-        "objects": [group._asdict() for group in plan.scene.groups],
-        "background": plan.scene.background,
-        "near_duplicate_of": None if plan.original is None else _key(plan.original),
+        "objects": [group._asdict() for group in spec.scene.groups],
+        "background": spec.scene.background,
+        "near_duplicate_of": None if spec.original is None else _key(spec.original),
     }
     return {
         "__key__": _key(index),
-        "jpg": _jpeg(render(plan.scene, size, plan.rng)),
-        "json": json.dumps(facts).encode(),
+        "jpg": _jpeg(render(spec.scene, size, spec.rng)),
+        "json": json.dumps(metadata).encode(),
         "txt": caption.encode(),
     }
 
@@ -260,7 +247,7 @@ def _labelled_image(seed: int, size: int, index: int) -> Sample:
 
 
 def _key(index: int) -> str:
-    """Shard and place in it, as img2dataset numbers its samples."""
+    """Return the shard number and the position in it, as img2dataset numbers its samples."""
     shard, position = divmod(index, PAIRS_PER_SHARD)
     return f"{shard:05d}{position:04d}"
 

@@ -1,8 +1,8 @@
-"""The demo's pictures and their words: scenes of coloured shapes, drawn by PIL and told in varied English.
+"""Draw and caption the scenes of the demo data set: coloured shapes, rendered with PIL.
 
-A scene is one to three groups of equal objects in front of a background. Groups stand in a row, from left to right
-or from top to bottom, so that they never overlap; every attribute stays visible at 48 pixels. All choices come from
-the `random.Random` handed in, and pixel noise is taken from its bytes: equal streams give equal pictures and captions.
+A scene is one to three groups of equal objects in front of a background. Groups form a row or a column, so that they
+never overlap; every attribute stays visible at 48 pixels. All choices, pixel noise included, come from the given
+`random.Random`: equal streams give equal images and captions.
 """
 
 from __future__ import annotations
@@ -21,33 +21,39 @@ T = TypeVar("T")
 
 
 class Group(NamedTuple):
-    """`number` equal objects side by side; shape, colour, size and place are keys of the tables below."""
+    """`number` equal objects; shape, colour, size and place are keys of the tables below."""
 
     shape: str
     colour: str
     size: str
     number: int
     place: str
-    offset: float  # of the group's middle across the row of groups, in picture sides; no caption tells it
+    offset: float  # of the group's centre across the row of groups, in image sides; not in captions
 
 
 class Scene(NamedTuple):
+    """One to three groups of objects and a key of BACKGROUNDS."""
+
     groups: tuple[Group, ...]
     background: str
 
 
 class Colour(NamedTuple):
+    """A colour and its names in captions."""
+
     rgb: Rgb
     words: tuple[str, ...]
 
 
 class Shape(NamedTuple):
+    """The outline of a shape and its names in captions."""
+
     outline: tuple[Point, ...]  # around (0, 0), within about 1, y downwards
     words: tuple[str, ...]
 
 
 def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
-    """A whole turn from the top on, its end being its start."""
+    """Return a closed circle, starting at the top."""
     angles = (2 * math.pi * i / points for i in range(points + 1))
     return tuple((radius * math.sin(a), -radius * math.cos(a)) for a in angles)
 
@@ -60,10 +66,7 @@ def _star() -> tuple[Point, ...]:
 def _heart() -> tuple[Point, ...]:
     angles = [2 * math.pi * i / 40 for i in range(40)]
     return tuple(
-        (
-            math.sin(a) ** 3,
-            -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16 - 0.1,
-        )
+        (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16 - 0.1)
         for a in angles
     )
 
@@ -74,7 +77,7 @@ _CROSS = (
     *((_ARM, 1.0), (-_ARM, 1.0), (-_ARM, _ARM), (-1.0, _ARM), (-1.0, -_ARM), (-_ARM, -_ARM)),
 )
 
-# the first word of each is the canonical one, which class names use
+# the first name of each is the canonical one, which class names use
 SHAPES = {
     "circle": Shape(_arc(0.95), ("circle", "disc")),
     "square": Shape(((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)), ("square", "box")),
@@ -97,7 +100,7 @@ COLOURS = {
     "brown": Colour((120, 68, 28), ("brown", "chestnut")),
     "black": Colour((20, 20, 20), ("black", "jet-black")),
 }
-SIZES = {"small": (0.23, ("small", "little", "tiny")), "large": (0.32, ("large", "big", "huge"))}  # picture sides
+SIZES = {"small": (0.23, ("small", "little", "tiny")), "large": (0.32, ("large", "big", "huge"))}  # image sides
 NUMBERS = {
     1: ("a", "one", "a single"),
     2: ("two", "a pair of"),
@@ -121,9 +124,9 @@ BACKGROUNDS: dict[str, tuple[Rgb, tuple[str, ...]]] = {
     "dotted": ((248, 248, 248), ("a dotted background", "a backdrop of grey dots")),
     "checkered": ((248, 248, 248), ("a checkered background", "a chequered backdrop")),
 }
-_INK = (195, 195, 195)  # of the patterns
+_INK = (195, 195, 195)  # colour of the patterns
 
-# with {background} or without: when a caption says nothing about it, the second form is used
+# forms with and without the background
 TEMPLATES: tuple[tuple[str, str], ...] = (
     ("{objects} on {background}", "{objects}"),
     ("a picture of {objects} on {background}", "a picture of {objects}"),
@@ -139,14 +142,14 @@ TEMPLATES: tuple[tuple[str, str], ...] = (
     ("{objects}; behind, {background}", "{objects}, nothing else"),
 )
 
-_SLOTS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
+_POSITIONS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
 _ROWS = (("left", "centre", "right"), ("top", "centre", "bottom"))
-_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # in a group, by the number of groups
+_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # objects in a group, by the number of groups
 _SUPERSAMPLING = 4
 
 
 def random_scene(rng: Random) -> Scene:
-    """Two groups of a scene never share both shape and colour."""
+    """Return a random scene, in which no two groups share both shape and colour."""
     count = rng.choices((1, 2, 3), weights=(4, 4, 2))[0]
     row = rng.choice(_ROWS)
     places = sorted(rng.sample(row, count), key=row.index)
@@ -159,13 +162,13 @@ def random_scene(rng: Random) -> Scene:
 
 
 def single_object(rng: Random, shape: str, colour: str) -> Scene:
-    """One object of the given class in a place, size and background drawn from `rng`."""
+    """Return a scene of one object of the given class; place, size and background are random."""
     group = _random_group(rng, shape, colour, rng.choice(list(PLACES)), number=1)
     return Scene((group,), rng.choice(list(BACKGROUNDS)))
 
 
 def render(scene: Scene, size: int, rng: Random) -> Image.Image:
-    """Draws a scene as a `size` x `size` RGB image; positions, tilt, shades and pixels vary a little with `rng`."""
+    """Draw a scene as a `size` x `size` RGB image; positions, tilt, shades and pixels vary a little with `rng`."""
     fine = size * _SUPERSAMPLING
     rgb, _ = BACKGROUNDS[scene.background]
     canvas = Image.new("RGB", (fine, fine), _shade(rgb, rng, 4))
@@ -180,7 +183,7 @@ def render(scene: Scene, size: int, rng: Random) -> Image.Image:
 
 
 def describe(scene: Scene, template: int, rng: Random) -> str:
-    """A caption by TEMPLATES[template]; it names colour, shape and number always, the rest more often than not."""
+    """Return a caption by TEMPLATES[template]: always colour, shape and number, usually size, place and background."""
     with_background, without = TEMPLATES[template]
     form = with_background if rng.random() < 0.6 else without
     place_may_lead = not any(f"{word} {{objects}}" in form for word in ("of", "with"))  # "of at the top a star"
@@ -204,7 +207,7 @@ def _shade(rgb: Rgb, rng: Random, spread: int) -> Rgb:
 
 
 def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Random) -> None:
-    """Lays the ink of a patterned background on its plain ground; a plain one has none."""
+    """Draw the pattern of a background, if it has one."""
     cells = 6
     step = side / cells
     start = -rng.random() * step
@@ -221,12 +224,12 @@ def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Ra
 
 
 def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: int, rng: Random) -> None:
-    """Objects line up across the row of groups, four of them two by two; the block is held inside the picture."""
+    """Draw a group inside the image: its objects line up across the row of groups, four of them two by two."""
     diameter = SIZES[group.size][0] * rng.uniform(0.95, 1.0)
     pitch = 1.05 * diameter
     lanes = 2 if group.number == 4 else 1
     length = group.number // lanes
-    along = _inside(_SLOTS[group.place] + rng.uniform(-0.01, 0.01), (lanes - 1) * pitch + diameter)
+    along = _inside(_POSITIONS[group.place] + rng.uniform(-0.01, 0.01), (lanes - 1) * pitch + diameter)
     across = _inside(0.5 + group.offset + rng.uniform(-0.03, 0.03), (length - 1) * pitch + diameter)
     rgb = _shade(COLOURS[group.colour].rgb, rng, 9)
     for i in range(group.number):
@@ -248,7 +251,7 @@ def _placed(outline: Sequence[Point], x: float, y: float, radius: float, tilt: f
 
 
 def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
-    """Such as "two big red circles at the top", with the facts in one of several orders."""
+    """Return a phrase such as "two big red circles at the top", with the attributes in one of several orders."""
     number, colour = _word(NUMBERS[group.number], rng), _word(COLOURS[group.colour].words, rng)
     shape = _word(SHAPES[group.shape].words, rng)
     if group.number > 1:
@@ -267,5 +270,5 @@ def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
 
 
 def _word(words: Sequence[T], rng: Random) -> T:
-    """The canonical word, or any of them."""
+    """Return the canonical word or, half of the time, any of them."""
     return words[0] if rng.random() < 0.5 else rng.choice(words)

@@ -1,4 +1,4 @@
-"""Fetches one shard from where it is stored: a URL that fsspec knows, or the output of a command (`pipe:COMMAND`)."""
+"""Fetch one shard from a URL that fsspec supports, or from the output of a command (`pipe:COMMAND`)."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from neuclip_ds.data.download import describe
+from neuclip_ds.data.download import describe_error
 
 _PIPE = "pipe:"
-_PIPE_BYTES = 1 << 20  # what a command may be ahead of the disk, and the most that Linux gives
-_LONGEST_PAUSE = 60.0  # seconds between two tries
+_PIPE_BYTES = 1 << 20  # pipe buffer of a command, Linux's maximum
+_MAX_BACKOFF = 60.0  # seconds between two attempts
 _CANNOT_RUN = (126, 127)  # bash: not executable, not found
-# Beside the command runs a guard, which reads from a pipe that this process holds. It ends when this process does,
-# however it does (kill -9 too), and the guard then kills its group, the command included.
+# A guard process reads from a pipe that this process holds open. When this process ends, even by kill -9, the read
+# returns and the guard kills its process group, the command included.
 _GUARDED = """
 exec 3<&0
 bash -o pipefail -c "$0" 3<&- </dev/null & command=$!
@@ -34,16 +34,16 @@ exec 2>/dev/null; kill -KILL $guard; wait $guard
 exit $code
 """
 
-_ROOT = Path(__file__).parents[2]  # where the package is, also for a checkout that is not installed
+_ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
 _numbers = itertools.count()
 
 
 class FetchError(OSError):
-    """A shard could not be fetched; the message is a sentence with its URL, what happened, and the number of tries."""
+    """A shard could not be fetched; the message has its URL, the reason and the number of attempts."""
 
 
 class _Failure(Exception):
-    """A try that failed; `final` where another one would fail alike."""
+    """A failed attempt; `final` if a retry would fail too."""
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)
@@ -53,39 +53,39 @@ class _Failure(Exception):
 def fetch(
     url: str, target: Path, *, expected_bytes: int | None, timeout: float, retries: int = 4, backoff: float = 1.0
 ) -> None:
-    """Write what is at `url` to `target`, which appears complete or not at all.
+    """Fetch `url` into the file `target`, which appears complete or not at all.
 
     Args:
-        url: a URL that fsspec knows, or `pipe:COMMAND`, which bash runs (with pipefail).
-        target: a file in an existing folder; a temporary one beside it holds what has come so far.
-        expected_bytes: the file's size, another one being a failure; None takes any.
-        timeout: seconds without a byte after which a try is given up.
-        retries: further tries after the first one. None is made where the file does not exist, access is denied, or
-            fsspec lacks the protocol.
-        backoff: seconds before the second try, doubled for each further one.
+        url: a URL that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
+        target: a file in an existing folder; partial data go to a temporary file in that folder.
+        expected_bytes: required size of the file; None accepts any.
+        timeout: seconds without a byte after which an attempt fails.
+        retries: attempts after the first one; none if the file does not exist, access is denied, or fsspec lacks the
+            protocol.
+        backoff: seconds before the second attempt, doubled for each further one.
 
     Raises:
-        FetchError: it failed; neither `target` nor a temporary file has been left.
+        FetchError: all attempts failed; neither `target` nor a temporary file is left.
     """
     for attempt in range(retries + 1):
         if attempt:
-            time.sleep(_pause(url, attempt, backoff))
+            time.sleep(_backoff(url, attempt, backoff))
         try:
-            return _try(url, target, expected_bytes, timeout)
+            return _attempt(url, target, expected_bytes, timeout)
         except _Failure as failure:
             if failure.final or attempt == retries:
-                tries = "1 try" if attempt == 0 else f"{attempt + 1} tries"
-                raise FetchError(f"{url} cannot be fetched: {failure} ({tries}).") from failure.__cause__
+                attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
+                raise FetchError(f"{url} cannot be fetched: {failure} ({attempts}).") from failure.__cause__
     raise ValueError(f"retries={retries}")
 
 
-def _pause(url: str, attempt: int, backoff: float) -> float:
-    """Seconds before a try: a half to the whole of the doubled back-off, by a hash that spreads the shards' tries."""
+def _backoff(url: str, attempt: int, backoff: float) -> float:
+    """Return the seconds before an attempt: exponential backoff with jitter, a hash of the URL and the attempt."""
     digest = hashlib.blake2b(f"{attempt} {url}".encode(), digest_size=8).digest()
-    return min(backoff * 2 ** (attempt - 1), _LONGEST_PAUSE) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
+    return min(backoff * 2 ** (attempt - 1), _MAX_BACKOFF) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
 
 
-def _try(url: str, target: Path, expected_bytes: int | None, timeout: float) -> None:
+def _attempt(url: str, target: Path, expected_bytes: int | None, timeout: float) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
     transfer = (_Command if url.startswith(_PIPE) else _Download)(url, part, timeout)
     try:
@@ -96,27 +96,27 @@ def _try(url: str, target: Path, expected_bytes: int | None, timeout: float) -> 
         _check_size(part, expected_bytes)
         part.replace(target)
     finally:
-        transfer.leave()
+        transfer.close()
 
 
 def _watch(transfer: _Transfer, part: Path, expected_bytes: int | None, timeout: float) -> None:
-    """Return when the transfer has ended; _Failure if it has written nothing for `timeout` seconds."""
+    """Wait for the transfer to end; raise _Failure if it writes nothing for `timeout` seconds."""
     seen, since = _state(part), time.monotonic()
     while transfer.is_alive():
         transfer.join(min(timeout / 10, 0.5))
         now = _state(part)
         if now != seen:
             seen, since = now, time.monotonic()
-        at_work = now[1] and now[0] != expected_bytes
-        limit = timeout if at_work else timeout + transfer.overhead
+        streaming = now[1] and now[0] != expected_bytes
+        limit = timeout if streaming else timeout + transfer.overhead
         if now == seen and time.monotonic() - since > limit:
-            raise _Failure(f"no byte came for {limit:g} s (after {now[0]} bytes)")
+            raise _Failure(f"no byte arrived for {limit:g} s (after {now[0]} bytes)")
         if expected_bytes is not None and now[0] > expected_bytes:
-            raise _Failure(f"it is longer than the {expected_bytes} bytes that it should have")
+            raise _Failure(f"it is longer than the expected {expected_bytes} bytes")
 
 
 def _state(part: Path) -> tuple[int, int]:
-    """Size and time of the last write; (0, 0) where there is no file yet."""
+    """Return size and modification time of the partial file; (0, 0) if it does not exist yet."""
     try:
         status = part.stat()
     except FileNotFoundError:
@@ -127,15 +127,15 @@ def _state(part: Path) -> tuple[int, int]:
 def _check_size(part: Path, expected_bytes: int | None) -> None:
     size = part.stat().st_size
     if expected_bytes is not None and size != expected_bytes:
-        raise _Failure(f"{size} bytes came where {expected_bytes} were expected")
+        raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
 
 
 class _Transfer(threading.Thread):
-    """Has a process write the shard to `part`, in a thread that waits for it.
+    """A thread that runs a process which writes the shard to `part`.
 
     Attributes:
-        overhead: seconds that it may take until it opens the file, and when that is complete.
-        error: what it ended with, if it failed.
+        overhead: extra seconds allowed before the file is opened and after it is complete.
+        error: the error of a failed transfer.
     """
 
     overhead = 0.0
@@ -144,7 +144,7 @@ class _Transfer(threading.Thread):
         super().__init__(name=f"fetch {url}", daemon=True)
         self.error: BaseException | None = None
         self._url, self._part, self._timeout = url, part, timeout
-        self._left = False
+        self._closed = False
         self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
@@ -153,12 +153,12 @@ class _Transfer(threading.Thread):
                 self._copy(messages)
         except BaseException as error:
             self.error = error
-        if self._left:
-            self._part.unlink(missing_ok=True)  # it may have been opened after `leave`
+        if self._closed:
+            self._part.unlink(missing_ok=True)  # it may have been opened after `close`
 
-    def leave(self) -> None:
-        """End the process, if it still runs, with all that it has started, and remove the temporary file."""
-        self._left = True
+    def close(self) -> None:
+        """Kill the process group if it still runs, and remove the temporary file."""
+        self._closed = True
         if self.is_alive():
             self._kill()
         self._part.unlink(missing_ok=True)
@@ -174,7 +174,7 @@ class _Transfer(threading.Thread):
             start_new_session=True,
             env={**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
-        if self._left:
+        if self._closed:
             self._kill()
         with process:
             try:
@@ -191,43 +191,43 @@ class _Transfer(threading.Thread):
                 os.killpg(self._process.pid, signal.SIGKILL)
 
     def _command(self) -> str:
-        """For bash."""
+        """Return the command that bash runs."""
         raise NotImplementedError
 
     def _drain(self, output: IO[bytes]) -> None:
-        """Read the command's output to its end."""
+        """Read the command's output to the end."""
         raise NotImplementedError
 
     def _check(self, code: int, messages: IO[bytes]) -> None:
-        """_Failure where the command has failed."""
+        """Raise _Failure if the command has failed."""
         raise NotImplementedError
 
 
 class _Download(_Transfer):
-    """By fsspec, in a program that writes the file itself and says what went wrong."""
+    """Transfer with fsspec, in a program that writes the file itself and prints its error as JSON."""
 
     overhead = 60.0
-    _said = b""
+    _outcome = b""
 
     def _command(self) -> str:
         program = [sys.executable, "-m", "neuclip_ds.data.download"]
         return shlex.join([*program, self._url, str(self._part), str(self._timeout)])
 
     def _drain(self, output: IO[bytes]) -> None:
-        self._said = output.read()
+        self._outcome = output.read()
 
     def _check(self, code: int, messages: IO[bytes]) -> None:
         if code == 0:
             return
         try:
-            told = json.loads(self._said.splitlines()[-1])
+            outcome = json.loads(self._outcome.splitlines()[-1])
         except (ValueError, IndexError):
-            raise _Failure(f"the download ended with code {code}: {_last_line(messages)}") from None
-        raise _Failure(told["reason"], told["final"])
+            raise _Failure(f"the download exited with code {code}: {_last_line(messages)}") from None
+        raise _Failure(outcome["reason"], outcome["final"])
 
 
 class _Command(_Transfer):
-    """By the command's standard output."""
+    """Transfer from a command's standard output."""
 
     _size = 0
 
@@ -241,8 +241,8 @@ class _Command(_Transfer):
 
     def _check(self, code: int, messages: IO[bytes]) -> None:
         if code:
-            said = _last_line(messages)
-            raise _Failure(f"the command ended with code {code}{said and f': {said}'}", code in _CANNOT_RUN)
+            message = _last_line(messages)
+            raise _Failure(f"the command exited with code {code}{message and f': {message}'}", code in _CANNOT_RUN)
         if not self._size:
             raise _Failure("the command wrote nothing")
 
@@ -254,7 +254,7 @@ def _last_line(messages: IO[bytes]) -> str:
 
 
 def _as_failure(error: BaseException) -> _Failure:
-    """What the thread ended with: a failure, or an error of this machine (the disk is full, bash is missing)."""
+    """Turn the thread's error into a _Failure; it may be one of this machine (disk full, no bash)."""
     if isinstance(error, _Failure):
         return error
-    return _Failure(*describe(error))
+    return _Failure(*describe_error(error))

@@ -1,7 +1,7 @@
-"""A stable 64-bit hash of integer tuples: the one source of randomness of the data engine.
+"""Hash integer tuples to 64 bits: the only source of randomness of data loading.
 
-splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014). Written out here because
-the streams of numpy's and torch's generators may change between their versions, and a run must resume across them.
+The hash is splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number generators", 2014), implemented here
+because numpy's and torch's generators may change between versions, and a run must resume across them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """splitmix64's finaliser, a bijection of 64-bit words; any shape."""
+    """Apply splitmix64's finaliser, a bijection of 64-bit words, elementwise."""
     with np.errstate(over="ignore"):
         values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
         values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
@@ -23,7 +23,7 @@ def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
-    """Hash of the tuple of non-negative integers `parts`, which broadcast against each other."""
+    """Return the hash of the tuple of non-negative integers `parts`, which broadcast against each other."""
     digest = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):
         for part in parts:

@@ -1,7 +1,7 @@
-"""Loaders: batches of this rank, made by worker processes, in an order that neither ranks nor workers change.
+"""Load this rank's batches with worker processes, in an order independent of the numbers of ranks and workers.
 
-The main process sends (epoch, index) lists to the workers. The only state of a training loader is therefore the
-step, and a start at any step costs no more than a start at the first one.
+The main process sends (epoch, index) lists to the workers. The step is therefore the only state of a training loader,
+and resuming at any step costs no more than starting at the first.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
 
 
 class LoaderOptions(NamedTuple):
-    """How batches are made; which ones they are does not depend on it.
+    """How batches are loaded, which does not change their contents.
 
     Attributes:
-        workers: processes that load; 0 loads in this one.
+        workers: number of loader processes; 0 loads in this process.
         prefetch: batches that each worker prepares ahead.
         timeout: seconds to wait for a batch.
-        restarts: how often in a row workers that died or hang are replaced at the same batch.
+        restarts: how many times in a row dead or hanging workers are restarted at the same batch.
         reader: as `data.reader`.
         captions: as `data.captions`.
-        cache: of remote shards.
-        pin_memory: whether batches are handed out in pinned memory.
+        cache: cache of remote shards.
+        pin_memory: whether batches are in pinned memory.
     """
 
     workers: int = 2
@@ -69,28 +69,28 @@ class LoaderOptions(NamedTuple):
 
 
 class RankSampler(ABC):
-    """A rank's share of every batch."""
+    """Select a rank's rows of every batch."""
 
     @abstractmethod
     def __len__(self) -> int:
-        """Number of batches."""
+        """Return the number of batches."""
 
     @abstractmethod
     def items(self, number: int) -> Items:
-        """The share of batch `number`."""
+        """Return the rank's rows of batch `number`."""
 
     @abstractmethod
     def describe(self, number: int) -> str:
-        """Name of the batch `number` for messages."""
+        """Return a name of batch `number` for messages."""
 
 
 class TrainSampler(RankSampler):
-    """A rank's share of `steps` global batches from (epoch, step) on, across epochs."""
+    """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs."""
 
     def __init__(self, order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> None:
         if order.batch_size % world_size:
             raise UserError(
-                f"data.batch_size={order.batch_size} does not divide by {world_size} ranks; choose a multiple of them."
+                f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
             )
         self._order, self._first, self._steps = order, epoch * order.steps_per_epoch + step, steps
         share = order.batch_size // world_size
@@ -100,20 +100,22 @@ class TrainSampler(RankSampler):
         return self._steps
 
     def describe(self, number: int) -> str:
-        epoch, step = self._place(number)
+        epoch, step = self._position(number)
         return f"step {step} of epoch {epoch}"
 
     def items(self, number: int) -> Items:
-        epoch, step = self._place(number)
+        epoch, step = self._position(number)
         return [(epoch, index) for index in self._order.batch(epoch, step)[self._rows].tolist()]
 
-    def _place(self, number: int) -> tuple[int, int]:
+    def _position(self, number: int) -> tuple[int, int]:
         return divmod(self._first + number, self._order.steps_per_epoch)
 
 
 class EvalSampler(RankSampler):
-    """Rank r's contiguous part [r c, (r + 1) c), c = ceil(n / world_size), of the n samples that are in use, padded to
-    equally many full batches."""
+    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use.
+
+    Batches are padded, so that every rank has equally many full ones.
+    """
 
     def __init__(self, manifest: Manifest, rank: int, world_size: int, batch_size: int) -> None:
         share = -(-manifest.n_used // world_size)
@@ -147,18 +149,18 @@ def train_loader(
     steps: int,
     options: LoaderOptions = LoaderOptions(),
 ) -> Iterator[Batch]:
-    """This rank's batches of (B / world_size) rows, from `step` of `epoch` on, without a break between epochs.
+    """Iterate over this rank's batches of (B / world_size) rows from `step` of `epoch` on, across epochs.
 
     Args:
         epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
-        steps: how many batches there are to be.
+        steps: number of batches.
 
     Raises:
-        UserError: the batch does not divide by the ranks, a shard has changed, or again and again no batch comes
-            within `options.timeout` or a worker dies.
+        UserError: the batch is not divisible by the ranks, a shard has changed, or workers repeatedly die or exceed
+            `options.timeout`.
     """
-    shares = TrainSampler(order, rank, world_size, epoch, step, steps)
-    return _batches(_dataset(manifest, transform, tokenize, order.seed, options), shares, options)
+    sampler = TrainSampler(order, rank, world_size, epoch, step, steps)
+    return _batches(_dataset(manifest, transform, tokenize, order.seed, options), sampler, options)
 
 
 def eval_loader(
@@ -171,30 +173,24 @@ def eval_loader(
     batch_size: int,
     options: LoaderOptions = LoaderOptions(),
 ) -> Iterator[Batch]:
-    """Every sample once over all ranks, in order: rank r yields the r-th contiguous part.
+    """Iterate over the r-th contiguous part of the samples on rank r, each sample once over all ranks.
 
     All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
     """
-    shares = EvalSampler(manifest, rank, world_size, batch_size)
-    return _batches(_dataset(manifest, transform, tokenize, 0, options), shares, options)
+    sampler = EvalSampler(manifest, rank, world_size, batch_size)
+    return _batches(_dataset(manifest, transform, tokenize, 0, options), sampler, options)
 
 
 def _dataset(
     manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, seed: int, options: LoaderOptions
 ) -> PairDataset:
     return PairDataset(
-        manifest,
-        transform,
-        tokenize,
-        seed=seed,
-        captions=options.captions,
-        reader=options.reader,
-        cache=options.cache,
+        manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
     )
 
 
-class _CarryUserErrors(Dataset[Batch | UserError]):
-    """Hands a UserError over as a value: raised in a worker it would arrive wrapped in that worker's traceback."""
+class _UserErrorsAsValues(Dataset[Batch | UserError]):
+    """Return a UserError as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
 
     def __init__(self, dataset: PairDataset) -> None:
         self._dataset = dataset
@@ -206,51 +202,51 @@ class _CarryUserErrors(Dataset[Batch | UserError]):
             return error
 
 
-class _From(Sampler[Items]):
-    """The shares from batch `first` on."""
+class _BatchSampler(Sampler[Items]):
+    """Iterate over a rank's batches from `first` on."""
 
-    def __init__(self, shares: RankSampler, first: int) -> None:
-        self._shares, self._first = shares, first
+    def __init__(self, sampler: RankSampler, first: int) -> None:
+        self._sampler, self._first = sampler, first
 
     def __iter__(self) -> Iterator[Items]:
-        return map(self._shares.items, range(self._first, len(self._shares)))
+        return map(self._sampler.items, range(self._first, len(self._sampler)))
 
 
-class _Mishap(Exception):
-    """A worker died or does not answer; the message says which and what helps."""
+class _WorkerFailure(Exception):
+    """A worker died or does not respond; the message has the cause and a fix."""
 
 
-def _batches(dataset: PairDataset, shares: RankSampler, options: LoaderOptions) -> Iterator[Batch]:
-    """All batches; at a mishap the workers are started again at the batch that was due."""
-    number = mishaps = 0
-    while number < len(shares):
-        iterator = _start(dataset, shares, number, options)
+def _batches(dataset: PairDataset, sampler: RankSampler, options: LoaderOptions) -> Iterator[Batch]:
+    """Iterate over all batches; after a failure, restart the workers at the batch that was due."""
+    number = failures = 0
+    while number < len(sampler):
+        iterator = _start(dataset, sampler, number, options)
         with _stopping_workers(iterator):
             try:
-                while number < len(shares):
-                    waited_for = f"{shares.describe(number)} from {options.workers} loader processes"
+                while number < len(sampler):
+                    waited_for = f"{sampler.describe(number)} from {options.workers} loader processes"
                     yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options.timeout)
-                    number, mishaps = number + 1, 0
-            except _Mishap as error:
-                mishaps += 1
-                if mishaps > options.restarts:
-                    raise UserError(f"{error} ({mishaps} times in a row).") from error
-                log.warning("%s; the loader processes are replaced (%d of %d)", error, mishaps, options.restarts)
+                    number, failures = number + 1, 0
+            except _WorkerFailure as error:
+                failures += 1
+                if failures > options.restarts:
+                    raise UserError(f"{error} ({failures} times in a row).") from error
+                log.warning("%s; restarting the loader processes (%d of %d)", error, failures, options.restarts)
 
 
 def _start(
-    dataset: PairDataset, shares: RankSampler, first: int, options: LoaderOptions
+    dataset: PairDataset, sampler: RankSampler, first: int, options: LoaderOptions
 ) -> Iterator[Batch | UserError]:
     workers = options.workers
     return iter(
         DataLoader(
-            _CarryUserErrors(dataset),
-            batch_sampler=_From(shares, first),
-            collate_fn=_as_it_is,
-            num_workers=workers,  # each with one torch thread, by torch's own rule
+            _UserErrorsAsValues(dataset),
+            batch_sampler=_BatchSampler(sampler, first),
+            collate_fn=_collate,
+            num_workers=workers,  # each with one torch thread, torch's default
             prefetch_factor=options.prefetch if workers else None,
             timeout=options.timeout if workers else 0,
-            worker_init_fn=_leave_signals_to_the_main_process,
+            worker_init_fn=_ignore_signals,
             pin_memory=options.pin_memory,
         )
     )
@@ -261,12 +257,13 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float
         result = next(iterator)
     except RuntimeError as error:
         if str(error).startswith("DataLoader timed out"):
-            raise _Mishap(
-                f"Waited {timeout:g} s in vain for {waited_for}: check that the storage answers, or raise data.timeout"
+            raise _WorkerFailure(
+                f"Timed out after {timeout:g} s waiting for {waited_for}: "
+                "check that the storage responds, or raise data.timeout"
             ) from error
         if str(error).startswith("DataLoader worker (pid"):
-            raise _Mishap(
-                f"A loader process died while {waited_for} was awaited: {str(error).rstrip(' .')}; "
+            raise _WorkerFailure(
+                f"A loader process died while waiting for {waited_for}: {str(error).rstrip(' .')}; "
                 "if memory ran out, lower data.workers or data.prefetch"
             ) from error
         raise
@@ -275,23 +272,25 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float
     return result
 
 
-def _as_it_is(batch: Any) -> Any:
-    """Collation: the dataset has already made a batch."""
+def _collate(batch: Any) -> Any:
+    """Return the batch as it is: the dataset has already collated it."""
     return batch
 
 
-def _leave_signals_to_the_main_process(worker: int) -> None:
-    """Launchers send SIGTERM, and schedulers SIGUSR1, to the whole tree: the main process is to save with its
-    workers alive, and then ends them."""
+def _ignore_signals(worker: int) -> None:
+    """Ignore signals that launchers (SIGTERM) and schedulers (SIGUSR1) send to the whole process tree.
+
+    The main process saves a checkpoint while its workers are alive, and then ends them.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def _stopping_workers(iterator: Iterator[Batch | UserError]) -> Iterator[None]:
-    """End the iterator's workers with the block, and at the latest with the interpreter.
+    """End the iterator's workers when the block ends, at the latest when the interpreter exits.
 
-    torch ends them with SIGTERM, which they ignore, so one that is stuck would otherwise hold up the exit for ever.
+    torch sends them SIGTERM, which they ignore, so a stuck worker would otherwise block the exit for ever.
     """
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         yield
@@ -302,7 +301,7 @@ def _stopping_workers(iterator: Iterator[Batch | UserError]) -> Iterator[None]:
         for worker in iterator._workers:
             if worker.is_alive():
                 worker.kill()
-            worker.join()  # or it stays as a zombie
+            worker.join()  # else it stays a zombie
 
     atexit.register(stop)
     try:

@@ -1,13 +1,13 @@
-"""The manifest: which shards a data set has, and the global index at which each one starts.
+"""The manifest of a data set: its shards, and the global index at which each one starts.
 
-A sample's index is its shard's start + its row among the samples of the shard, incomplete ones included, so that it
-never moves. Manifests only grow: new shards take new indices behind the last, and a shard that is taken out leaves its
-indices unused (`removed`). On disk a manifest is a folder with
+A sample's index is its shard's start plus its row among the shard's samples, incomplete ones included, so it never
+changes. Manifests only grow: new shards get indices after the last one, and a removed shard leaves its indices unused
+(`removed`). On disk a manifest is a folder with
 
-    shards.parquet                      one row a shard; version and totals in the file's metadata
-    samples/part-FIRST-LAST.parquet     optional: where each sample's bytes are (neuclip_ds/data/sample_table.py)
+    shards.parquet                      one row per shard; version and totals in the file's metadata
+    samples/part-FIRST-LAST.parquet     optional: offsets and keys of the samples (neuclip_ds/data/sample_table.py)
 
-A manifest with samples may list a part of each shard only (a subset of a larger pool, with indices of its own).
+A manifest with sample tables may list only some samples of each shard (a subset of a larger pool, indexed separately).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from neuclip_ds.data.replacing import replacing
+from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
@@ -34,42 +34,31 @@ _VERSION = 2
 _TABLE = "shards.parquet"
 SAMPLES = "samples"
 _SCHEMA = pa.schema(
-    [
-        ("path", pa.string()),
-        ("start", pa.int64()),
-        ("n", pa.int64()),
-        ("bytes", pa.int64()),
-        ("n_bad", pa.int64()),
-        ("crc32", pa.int64()),
-        ("selection", pa.int64()),
-        ("removed", pa.bool_()),
-    ]
+    [("path", pa.string())]
+    + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
+    + [("removed", pa.bool_())]
 )
 
 
 class Shard(NamedTuple):
-    """One tar: `n` samples, indices start ... start + n - 1.
-
-    `n_bad` of them are known to have no image or caption; `crc32` is the checksum of the file where it has been taken;
-    `selection` that of the rows' ordinals where not all samples of the tar are listed.
-    """
+    """One tar of `n` samples, with indices start ... start + n - 1."""
 
     path: str
     start: int
     n: int
     bytes: int
-    n_bad: int = 0
-    crc32: int | None = None
-    selection: int | None = None
+    n_bad: int = 0  # samples known to have no image or caption
+    crc32: int | None = None  # checksum of the file, where one was computed
+    selection: int | None = None  # checksum of the listed samples' ordinals, where not all are listed
     removed: bool = False
 
 
 class Manifest:
-    """Shards in the order of their indices.
+    """The shards of a data set in the order of their indices.
 
     Attributes:
-        n: indices given out, those of removed shards included: what per-sample tables are sized by.
-        samples: tables of the shards' samples, where the manifest has them.
+        n: number of indices, those of removed shards included: the size of per-sample tables.
+        samples: sample tables, where the manifest has them.
     """
 
     def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
@@ -82,17 +71,17 @@ class Manifest:
 
     @cached_property
     def starts(self) -> NDArray[np.int64]:
-        """(n_shards,) index of each shard's first sample."""
+        """Index of each shard's first sample, (n_shards,)."""
         return np.array(self._starts, dtype=np.int64)
 
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
-        """(n_shards,) samples in each shard that are in use: 0 for removed ones."""
+        """Number of samples in use in each shard, (n_shards,): 0 for removed shards."""
         return np.array([0 if shard.removed else shard.n for shard in self.shards], dtype=np.int64)
 
     @property
     def n_used(self) -> int:
-        """Samples in use."""
+        """Number of samples in use."""
         return int(self.sizes.sum())
 
     @cached_property
@@ -102,12 +91,15 @@ class Manifest:
 
     @cached_property
     def use_hash(self) -> str:
-        """16 hex digits over which shards are in use: with the content hash, the identity of the order of samples."""
+        """Hash (16 hex digits) of which shards are in use: with the content hash, the identity of the sample order."""
         return hashlib.sha256(self.sizes.tobytes()).hexdigest()[:16]
 
     def hash_of_first(self, count: int) -> str:
-        """32 hex digits over file names, counts and sizes of the first shards; folders do not count (data may move),
-        nor do removals. A manifest that has grown out of another one has its hash at the other's number of shards."""
+        """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.
+
+        Folders do not count (data may move), nor do removals. A manifest that has grown still gives its old hash for
+        its old number of shards.
+        """
         digest = hashlib.sha256()
         for shard in self.shards[:count]:
             line = f"{Path(shard.path).name}\0{shard.n}\0{shard.bytes}\0{shard.selection}\n"
@@ -115,26 +107,26 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def locate(self, index: int) -> tuple[int, int]:
-        """(shard number, row within it) of a global index; IndexError beyond 0 ... n - 1."""
+        """Return (shard number, row within it) of a global index; raise IndexError beyond 0 ... n - 1."""
         if not 0 <= index < self.n:
-            raise IndexError(f"sample {index} of a data set of {self.n}")
+            raise IndexError(f"sample index {index} is out of range for a data set of {self.n} samples")
         shard = bisect_right(self._starts, index) - 1
         return shard, index - self._starts[shard]
 
     def used(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Indices of the samples at (q,) positions 0 ... n_used - 1 of those that are in use."""
+        """Return the indices at (q,) positions 0 ... n_used - 1 among the samples in use."""
         return indices_at(self.starts, self.sizes, positions)
 
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
-    """(q,) indices at positions in some (s,) shards that are laid end to end."""
+    """Return the (q,) indices at positions in the concatenation of (s,) shards."""
     ends = np.cumsum(sizes)
     shards = np.searchsorted(ends, positions, side="right")
     return starts[shards] + positions - (ends - sizes)[shards]
 
 
 def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
-    """`manifest` with further shards behind its own, their indices following the last one."""
+    """Return `manifest` with shards appended, whose indices follow the last one."""
     shards = [] if manifest is None else list(manifest.shards)
     start = sum(shard.n for shard in shards)
     for shard in found:
@@ -149,16 +141,16 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 
 
 def write_shards(manifest: Manifest, folder: Path) -> None:
-    """Write or replace the manifest's shard table, complete or not at all; its sample parts are written before."""
+    """Write or replace the manifest's shard table atomically; the sample tables must already be there."""
     columns = zip(*manifest.shards, strict=True) if manifest.shards else [[]] * len(_SCHEMA)
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
-    with replacing(folder / _TABLE) as aside:
-        pq.write_table(pa.table([list(column) for column in columns], schema=schema), aside)
+    with atomic_write(folder / _TABLE) as temporary:
+        pq.write_table(pa.table([list(column) for column in columns], schema=schema), temporary)
 
 
 def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
-    """Read a manifest folder. UserError if it is none, is damaged, or its first shard is not where it says."""
+    """Read a manifest folder; raise UserError if it is none, is damaged, or its first shard does not exist."""
     folder = Path(folder)
     if not is_manifest(folder):
         raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")

@@ -1,9 +1,9 @@
-"""The order of samples: a pure function of (manifest, seed, epoch, step), whatever ranks and workers there are.
+"""The order of samples: a pure function of (manifest, seed, epoch, step), independent of ranks and workers.
 
-In each epoch the shards are permuted and laid end to end, which gives every sample a position 0 ... n - 1. The
-positions are split into S streams of n/S (sizes differ by one at most); within a stream, blocks of `shuffle_block`
-positions are shuffled. A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built:
-the shuffle of a block is a keyed permutation evaluated where it is needed, so that a start anywhere is cheap.
+In each epoch the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
+are split into S shard streams of n/S (sizes differ by one at most); within a stream, blocks of `shuffle_block`
+positions are shuffled. A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built: the
+shuffle of a block is a keyed permutation evaluated on demand, so that resuming anywhere is cheap.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from neuclip_ds.errors import UserError
 
 _MAX_STREAMS = 1024
 _ROUNDS = 6
-_LOOKED_AT = 1024  # positions of a block, in each stream, for which `shards_ahead` is exact
-_SHARDS, _SAMPLES = 0, 1  # keep the two uses of the hash apart
+_EXACT_POSITIONS = 1024  # positions of a block and stream for which `shards_ahead` is exact
+_SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
 
 
 class _Layout(NamedTuple):
-    """The shards of one epoch in their permuted order: numbers, and positions and indices at which each one starts."""
+    """The shards of one epoch in their permuted order; all arrays (n_shards,)."""
 
     epoch: int
-    shards: NDArray[np.int64]  # (n_shards,)
-    positions: NDArray[np.int64]  # (n_shards,)
-    indices: NDArray[np.int64]  # (n_shards,)
+    shards: NDArray[np.int64]  # shard numbers
+    positions: NDArray[np.int64]  # position of each one's first sample
+    indices: NDArray[np.int64]  # global index of each one's first sample
 
 
-class Need(NamedTuple):
-    """Some rows of the batches `first` ... `last` are read from a shard; batches are counted over all epochs."""
+class ShardRequest(NamedTuple):
+    """A shard from which rows of the batches `first` ... `last` are read; batches are counted across epochs."""
 
     first: int
     last: int
@@ -41,7 +41,20 @@ class Need(NamedTuple):
 
 
 class GlobalOrder:
-    """Batches of global sample indices.
+    """The global sample indices of every batch.
+
+    Args:
+        shard_starts: (n_shards,) global index of each shard's first sample.
+        shard_sizes: (n_shards,) samples in each shard.
+        batch_size: global batch size B.
+        seed: non-negative seed of all permutations.
+        streams: number S of shard streams, a divisor of B; by default the largest <= min(n_shards, 1024).
+        shuffle_block: positions that are shuffled together within a stream.
+        tail: `pad` takes every sample exactly once per epoch and fills the last batch with -1; `drop` omits n mod B
+            samples, different ones in every epoch.
+
+    Raises:
+        UserError: fewer than 2 samples, less than a batch under `drop`, or streams that do not divide the batch.
 
     Example:
         order = GlobalOrder(manifest.starts, manifest.sizes, batch_size=4096, seed=0)
@@ -59,54 +72,44 @@ class GlobalOrder:
         shuffle_block: int = 80_000,
         tail: Literal["pad", "drop"] = "pad",
     ) -> None:
-        """
-        Args:
-            shard_starts: (n_shards,) global index of each shard's first sample.
-            shard_sizes: (n_shards,) samples in each shard.
-            batch_size: global batch B.
-            seed: non-negative.
-            streams: S, a divisor of B; by default the largest that is <= n_shards and <= 1024.
-            shuffle_block: positions that are shuffled together within a stream.
-            tail: `pad` takes every sample exactly once an epoch and fills the last batch with -1; `drop` leaves out
-                n mod B samples, other ones in every epoch.
-
-        Raises:
-            UserError: fewer than 2 samples, fewer than a batch under `drop`, or streams that do not divide the batch.
-        """
         self.batch_size, self.seed, self.tail = batch_size, seed, tail
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
-        if self.n < 2:
-            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
-        if tail == "drop" and self.n < batch_size:
-            raise UserError(
-                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or use tail=pad."
-            )
-        if streams is not None and (streams < 1 or batch_size % streams):
-            raise UserError(
-                f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor."
-            )
+        self._check(streams)
         self.streams = streams or _largest_divisor(batch_size, min(len(self._sizes), _MAX_STREAMS))
-        self._bounds = self.n * np.arange(self.streams + 1) // self.streams  # (S + 1,) where streams start and end
+        self._bounds = self.n * np.arange(self.streams + 1) // self.streams  # (S + 1,) boundaries of the streams
         self._block = shuffle_block
         self._layout: _Layout | None = None
 
+    def _check(self, streams: int | None) -> None:
+        if self.n < 2:
+            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
+        if self.tail == "drop" and self.n < self.batch_size:
+            raise UserError(
+                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
+                "lower it or set data.tail=pad."
+            )
+        if streams is not None and (streams < 1 or self.batch_size % streams):
+            raise UserError(
+                f"data.shard_streams={streams} does not divide data.batch_size={self.batch_size}; choose a divisor."
+            )
+
     @property
     def steps_per_epoch(self) -> int:
-        """ceil(n / B) under `pad`, floor(n / B) under `drop`."""
+        """Number of steps: ceil(n / B) under `pad`, floor(n / B) under `drop`."""
         return self.n // self.batch_size if self.tail == "drop" else -(-self.n // self.batch_size)
 
     @property
     def last_batch_size(self) -> int:
-        """Samples in an epoch's last batch, which may have empty rows under `pad`."""
+        """Number of samples in an epoch's last batch, which may have empty rows under `pad`."""
         before = (self.steps_per_epoch - 1) * (self.batch_size // self.streams)  # positions of a stream
         return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.streams).sum())
 
     def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """(B,) global indices of a step of an epoch, -1 where a stream has ended; IndexError beyond the epoch."""
+        """Return the (B,) global indices of a step, -1 where a stream has ended; raise IndexError beyond the epoch."""
         if not 0 <= step < self.steps_per_epoch:
-            raise IndexError(f"step {step} of an epoch of {self.steps_per_epoch}")
+            raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         lane = self.batch_size // self.streams
         stream = np.arange(self.streams)[:, None]  # (S, 1)
         length = np.diff(self._bounds)[:, None]  # (S, 1)
@@ -118,40 +121,41 @@ class GlobalOrder:
         offset = np.where(present, within - block_start, 0)
         key = hash64(self.seed, _SAMPLES, epoch, stream, block_number)
         position = self._bounds[:-1, None] + block_start + permute(offset, block_size, key)
-        # Absent rows are computed like the others, at a position that may lie beyond the end, and blanked here.
+        # Absent rows are computed like the others, possibly at a position beyond the end, and masked here.
         return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1).ravel()
 
-    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[Need]:
-        """The shards that these rows of the batches are read from, from `step` of `epoch` on, without end.
+    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[ShardRequest]:
+        """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
 
-        In order of first need, once for each block of the shuffle (all streams come to their next block in the same
-        step), so that a shard comes again where it is needed again. No sample is looked at before it is asked for,
-        and few are then: `first` may be early, and a shard needless, where a block is larger than 1024 positions;
-        `last` is where the block ends. None is missing, and none is late.
+        Shards come in order of first use, once per block of the shuffle (all streams reach their next block in the
+        same step), so a shard comes again when a later block uses it. No shard is missing or late. For blocks of more
+        than 1024 positions `first` may be early and a shard may not be used at all; `last` is the end of the block.
 
         Args:
             epoch, step: as for `batch`; `step` may be steps_per_epoch.
-            rows: of the global batch, with start and stop: those of all ranks of a node.
+            rows: rows of the global batch, those of all ranks of a node; with start and stop.
         """
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
         lane = self.batch_size // self.streams
         streams = np.arange(rows.start // lane, -(-rows.stop // lane))
         length = np.minimum(np.diff(self._bounds)[streams], self.steps_per_epoch * lane)
         if np.all(length <= np.maximum(rows.start - streams * lane, 0)):
-            return  # fewer samples than rows: these ones are always empty
+            return  # fewer samples than rows: these rows are always empty
         while True:
             for block in range(step * lane // self._block, -(-int(length.max()) // self._block)):
-                yield from self._needs(epoch, step, rows, streams, block)
+                yield from self._requests(epoch, step, rows, streams, block)
             epoch, step = epoch + 1, 0
 
-    def _needs(self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int) -> Iterator[Need]:
-        """The needs of one block of each of `streams`, (s,), from `step` on."""
+    def _requests(
+        self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int
+    ) -> Iterator[ShardRequest]:
+        """Iterate over the shards of one block of each of `streams`, (s,), from `step` on."""
         lane, layout = self.batch_size // self.streams, self._layout_of(epoch)
         begin = self._bounds[streams] + block * self._block  # (s,) positions
         size = np.clip(self._bounds[streams + 1] - begin, 0, self._block)
         end = np.minimum(block * self._block + size, self.steps_per_epoch * lane)  # (s,) within each stream, as below
         within = np.arange(max(block * self._block, step * lane), (block + 1) * self._block)[
-            None, :_LOOKED_AT
+            None, :_EXACT_POSITIONS
         ]  # (1, m)
         row = streams[:, None] * lane + within % lane  # (s, m)
         needed = (within < end[:, None]) & (row >= rows.start) & (row < rows.stop)
@@ -159,33 +163,33 @@ class GlobalOrder:
         key = hash64(self.seed, _SAMPLES, epoch, streams, block)[:, None]
         position = begin[:, None] + permute(offset, np.maximum(size, 1)[:, None], key)
         first = np.broadcast_to(within // lane, needed.shape)
-        # What has not been looked at may be in any shard of its block.
+        # Positions that are not evaluated may be in any shard of their block.
         beyond = int(within[0, -1]) + 1
         low = np.searchsorted(layout.positions, begin, side="right") - 1
         high = np.searchsorted(layout.positions, begin + size, side="left")
         others = [np.arange(*ends) for ends in zip(low[end > beyond], high[end > beyond], strict=True)]
-        places = np.concatenate([self._place(layout, position[needed]), *others])
-        steps = np.full(len(places), beyond // lane)
+        found = np.concatenate([self._slot_of(layout, position[needed]), *others])
+        steps = np.full(len(found), beyond // lane)
         steps[: needed.sum()] = first[needed]
         by_step = np.argsort(steps, kind="stable")
-        _, index = np.unique(places[by_step], return_index=True)
+        _, index = np.unique(found[by_step], return_index=True)
         before, last = epoch * self.steps_per_epoch, (int(end.max()) - 1) // lane
-        for place in by_step[np.sort(index)].tolist():
-            shard = int(layout.shards[places[place]])
+        for slot in by_step[np.sort(index)].tolist():
+            shard = int(layout.shards[found[slot]])
             if self._sizes[shard]:
-                yield Need(before + int(steps[place]), before + last, shard)
+                yield ShardRequest(before + int(steps[slot]), before + last, shard)
 
     def _index_at(self, epoch: int, position: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout_of(epoch)
-        place = self._place(layout, position)
-        return layout.indices[place] + position - layout.positions[place]
+        slot = self._slot_of(layout, position)
+        return layout.indices[slot] + position - layout.positions[slot]
 
-    def _place(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Which of the permuted shards each position is in."""
+    def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return which of the permuted shards each position is in, by its number in the permutation."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
-        """The epoch's shard permutation; the last one is kept, being the same for all steps of an epoch."""
+        """Return the epoch's shard permutation, cached for the other steps of the epoch."""
         if self._layout is None or self._layout.epoch != epoch:
             keys = hash64(self.seed, _SHARDS, epoch, np.arange(len(self._sizes)))
             shards = np.argsort(keys, kind="stable")
@@ -195,7 +199,7 @@ class GlobalOrder:
 
 
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:
-    """Where a keyed permutation of 0 ... size - 1 sends each value.
+    """Apply a keyed permutation of 0 ... size - 1 to each value.
 
     Elementwise over broadcast arrays, 0 <= value < size; equal (size, key) is one permutation. A Feistel network on
     the smallest a x b rectangle that holds the range, walked until the image is inside it (Black and Rogaway,
@@ -213,7 +217,7 @@ def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[n
 
 
 def _feistel(values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """A bijection of 0 ... a * b - 1, with a = ceil(sqrt(size)) and b = ceil(size / a); all arrays (m,)."""
+    """Apply a bijection of 0 ... a * b - 1, with a = ceil(sqrt(size)), b = ceil(size / a); all arrays (m,)."""
     a = np.ceil(np.sqrt(sizes.astype(np.float64))).astype(np.uint64)
     b = (sizes + a - np.uint64(1)) // a
     high, low = values // b, values % b

@@ -1,7 +1,7 @@
-"""Reads the bytes of a sample by its global index: with our tar reader, or through the webdataset library.
+"""Read the bytes of a sample by its global index, with our tar reader or with the webdataset library.
 
-Readers live in loader workers. They open shards when first asked for a sample of one and keep the recent ones; remote
-shards are read through the node's cache.
+Readers run in loader workers. They open a shard on its first sample and keep the recently used ones open; remote shards
+are read from the node's cache.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
 
 import webdataset
@@ -22,13 +23,13 @@ from neuclip_ds.errors import UserError
 
 Value = TypeVar("Value")
 
-_OPEN_SHARDS = 256  # file descriptors a worker keeps
-_INDEXED_SAMPLES = 16_000_000  # 56 bytes and its key each
-_WEBDATASET_BYTES = 1 << 30  # webdataset knows no seeking: whole shards are held
+_OPEN_SHARDS = 256  # open file descriptors of a worker
+_INDEXED_SAMPLES = 16_000_000  # each takes 56 bytes and its key
+_WEBDATASET_BYTES = 1 << 30  # webdataset cannot seek, so whole shards are kept
 
 
 class RawSample(NamedTuple):
-    """A sample as stored: its image, None where it has none, and the members that captions are taken from."""
+    """The stored bytes of a sample: its image, if it has one, and its members with captions."""
 
     image: bytes | None
     texts: Mapping[str, bytes]
@@ -38,16 +39,14 @@ class Reader(Protocol):
     """Random access to the samples of a manifest."""
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
-        """Bytes of one sample. OSError when reading fails, UserError when the shard is not the manifest's."""
-        ...
+        """Return the bytes of a sample; raise OSError if reading fails, UserError if the shard has changed."""
 
     def key(self, index: int) -> str:
-        """The sample's key: the folder and stem of its members."""
-        ...
+        """Return the sample's key: the folder and stem of its members."""
 
 
 class RecentlyUsed(Generic[Value]):
-    """Loads a value per shard on demand and keeps the most recent ones up to a total weight, at least one."""
+    """A cache of one value per shard: keeps the most recently used ones up to a total weight, at least one."""
 
     def __init__(
         self,
@@ -61,6 +60,7 @@ class RecentlyUsed(Generic[Value]):
         self._weight = 0
 
     def get(self, shard: int) -> Value:
+        """Return a shard's value, loading it if needed."""
         if shard not in self._values:
             self._values[shard] = self._load(shard)
             self._weight += self._weight_of(self._values[shard])
@@ -70,7 +70,7 @@ class RecentlyUsed(Generic[Value]):
         return self._values[shard]
 
     def drop(self, shard: int) -> None:
-        """Forget a shard's value, if it is there."""
+        """Remove a shard's value, if it is cached."""
         if shard in self._values:
             value = self._values.pop(shard)
             self._weight -= self._weight_of(value)
@@ -82,19 +82,19 @@ class RecentlyUsed(Generic[Value]):
 
 
 class TarReader:
-    """Reads members by offset; where the manifest does not have the offsets, a shard's headers are walked once."""
+    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once.
+
+    Args:
+        manifest: manifest of the samples.
+        texts: members with captions, of `sample_table.MEMBERS`.
+        cache: cache of remote shards; required if there are any.
+    """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
-        """
-        Args:
-            manifest: whose samples are read.
-            texts: members that captions are taken from, of `sample_table.MEMBERS`.
-            cache: of remote shards; needed where there are any.
-        """
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
         self._members = [MEMBERS.index(name) for name in ("image", *texts)]
-        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=_n_of)
-        # a shard that is evicted from the cache occupies the disk until it is closed, so one is held at a time
+        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=attrgetter("n"))
+        # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
         capacity = _OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
@@ -105,7 +105,7 @@ class TarReader:
         try:
             found = read_members(self._files.get(shard), wanted)
         except OSError:
-            self._files.drop(shard)  # a stale handle must not spoil the next attempt
+            self._files.drop(shard)  # the next attempt must not use a stale file descriptor
             raise
         image = found.pop(0) if with_image else None
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
@@ -124,7 +124,7 @@ class TarReader:
             os.close(fd)
             raise UserError(
                 f"Shard {path} has {found} bytes where the manifest has {expected}: "
-                "it has changed; build the manifest again, or update it."
+                "it has changed; rebuild or update the manifest."
             )
         return fd
 
@@ -132,15 +132,15 @@ class TarReader:
         if self._manifest.samples is not None:
             return self._manifest.samples.table(shard)
         table = tabulate(read_index(self._files.get(shard)).samples)
-        _check_count(self._manifest.shards[shard], table.n, "it has changed; build the manifest again")
+        _check_count(self._manifest.shards[shard], table.n, "it has changed; rebuild the manifest")
         return table
 
 
 class WebdatasetReader:
-    """Reads each shard from end to end with webdataset and holds it in memory; for comparison."""
+    """Read whole shards with webdataset and keep them in memory; for comparison."""
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
-        """As `TarReader`."""
+        """Take the arguments of `TarReader`."""
         self._manifest, self._texts, self._cache = manifest, texts, cache
         self._shards = RecentlyUsed(self._load, _WEBDATASET_BYTES, weigh=_bytes_of)
 
@@ -155,7 +155,7 @@ class WebdatasetReader:
 
     def _load(self, number: int) -> list[tuple[str, RawSample]]:
         shard = self._manifest.shards[number]
-        # The pipeline's inner part: WebDataset itself would split shards over the workers and ranks that it finds.
+        # Only the inner part of the pipeline: WebDataset would split the shards over workers and ranks.
         path = shard.path
         if not is_local(path):
             path = str(_cache_for(path, self._cache).path(path, shard.bytes))
@@ -165,7 +165,7 @@ class WebdatasetReader:
         if shard.selection is not None and self._manifest.samples is not None:
             rows = self._manifest.samples.table(number).ordinals.tolist()
             samples = [samples[row] for row in rows if row < len(samples)]
-        _check_count(shard, len(samples), "webdataset loses what lies behind damage; use reader=tar")
+        _check_count(shard, len(samples), "webdataset drops the samples after a damaged header; set data.reader=tar")
         return samples
 
     def _raw_sample(self, sample: dict[str, bytes]) -> RawSample:
@@ -175,26 +175,22 @@ class WebdatasetReader:
 
 def _cache_for(path: str, cache: ShardCache | None) -> ShardCache:
     if cache is None:
-        raise UserError(f"Shard {path} is remote and there is no cache for it; set data.cache_dir.")
+        raise UserError(f"Shard {path} is remote, which needs a cache; set data.cache_dir.")
     return cache
-
-
-def _n_of(table: SampleTable) -> int:
-    return table.n
 
 
 def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:
     return sum(len(sample.image or b"") + sum(map(len, sample.texts.values())) for _, sample in samples)
 
 
-def _check_count(shard: Shard, found: int, mend: str) -> None:
+def _check_count(shard: Shard, found: int, hint: str) -> None:
     if found != shard.n:
-        raise UserError(f"Shard {shard.path} yields {found} samples where the manifest has {shard.n}: {mend}.")
+        raise UserError(f"Shard {shard.path} yields {found} samples where the manifest has {shard.n}: {hint}.")
 
 
 def open_reader(
     name: Literal["tar", "webdataset"], manifest: Manifest, texts: Sequence[str], cache: ShardCache | None
 ) -> Reader:
-    """The reader of that name (`data.reader`)."""
+    """Return the reader of that name (`data.reader`)."""
     reader = TarReader if name == "tar" else WebdatasetReader
     return reader(manifest, texts, cache)

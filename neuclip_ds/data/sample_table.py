@@ -1,7 +1,7 @@
-"""The samples of one shard, compact: where their bytes are, and their keys. On disk: parquet, a row group a shard.
+"""Sample tables: offsets and keys of a shard's samples, on disk as parquet with one row group per shard.
 
-A manifest may hold these tables (`samples/part-FIRST-LAST.parquet`, numbers of shards), so that a shard's headers need
-not be walked when it is first opened, and so that it may hold some of a shard's samples only.
+A manifest may hold these tables (`samples/part-FIRST-LAST.parquet`, named by shard numbers). Then a shard's headers are
+not walked when it is first opened, and the manifest may list only some of its samples.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from numpy.typing import NDArray
 
 from neuclip_ds.data.tar import Extent, SampleEntry
 
-IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # the first one that a sample has is its image
-MEMBERS = ("image", "txt", "json")  # whose extents are kept
-ABSENT = -1
+IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
+MEMBERS = ("image", "txt", "json")  # members with stored extents
+_NO_OFFSET = -1
 
 _SCHEMA = pa.schema(
     [("key", pa.binary()), ("ordinal", pa.int32())]
@@ -28,36 +28,38 @@ _SCHEMA = pa.schema(
 
 
 class SampleTable(NamedTuple):
-    """n samples of a shard; as objects they would take some 600 bytes each, so they take 56 and their key."""
+    """The n samples of a shard as arrays: 56 bytes and the key per sample, instead of 600 as objects."""
 
-    ordinals: NDArray[np.int32]  # (n,) place among all samples of the tar
-    extents: NDArray[np.int64]  # (n, 3, 2): offset and size of image, txt, json; offset -1 where there is none
-    keys: str  # joined by NUL, which no name can hold
+    ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
+    extents: NDArray[np.int64]  # (n, 3, 2): offset and size of image, txt, json; offset -1 if absent
+    keys: str  # joined by NUL, which no name contains
 
     @property
     def n(self) -> int:
+        """Number of samples."""
         return len(self.ordinals)
 
     def extent(self, row: int, member: str) -> Extent | None:
-        """Where a member of a sample is; None where it has none."""
+        """Return the extent of a sample's member, or None if it has none."""
         offset, size = self.extents[row, MEMBERS.index(member)].tolist()
-        return None if offset == ABSENT else Extent(offset, size)
+        return None if offset == _NO_OFFSET else Extent(offset, size)
 
     def has(self, member: str) -> NDArray[np.bool_]:
-        """(n,) which samples have a member."""
-        return self.extents[:, MEMBERS.index(member), 0] != ABSENT
+        """Return which samples have a member, (n,)."""
+        return self.extents[:, MEMBERS.index(member), 0] != _NO_OFFSET
 
     def key(self, row: int) -> str:
+        """Return the key of a sample."""
         return self.keys.split("\0")[row]
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
-        """The table of some of its samples."""
+        """Return the table of some of the samples."""
         keys = self.keys.split("\0")
         return SampleTable(self.ordinals[rows], self.extents[rows], "\0".join(keys[row] for row in rows.tolist()))
 
 
 def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
-    """The table of all samples of a shard."""
+    """Return the table of all samples of a shard."""
     extents = [[_image(entry), *(entry.members.get(member, _NONE) for member in MEMBERS[1:])] for entry in samples]
     return SampleTable(
         np.arange(len(samples), dtype=np.int32),
@@ -66,7 +68,7 @@ def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
     )
 
 
-_NONE = Extent(ABSENT, 0)
+_NONE = Extent(_NO_OFFSET, 0)
 
 
 def _image(entry: SampleEntry) -> Extent:
@@ -74,12 +76,12 @@ def _image(entry: SampleEntry) -> Extent:
 
 
 def part_name(first: int, last: int) -> str:
-    """File name of the tables of shards first ... last."""
+    """Return the file name of the tables of shards first ... last."""
     return f"part-{first:08d}-{last:08d}.parquet"
 
 
 def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
-    """One row group a table."""
+    """Write sample tables to a file, one row group each."""
     delta = {name: "DELTA_BINARY_PACKED" for name in _SCHEMA.names if name != "key"}
     with pq.ParquetWriter(
         path, _SCHEMA, compression="zstd", use_dictionary=False, column_encoding={**delta, "key": "DELTA_BYTE_ARRAY"}
@@ -91,13 +93,13 @@ def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
 
 
 class SampleParts:
-    """The tables in a folder of parts."""
+    """The sample tables in a folder of part files."""
 
     def __init__(self, folder: Path) -> None:
-        self._parts = parts_of(folder)
+        self._parts = list_parts(folder)
 
     def table(self, shard: int) -> SampleTable:
-        """KeyError where no part has the shard."""
+        """Read a shard's table; raise KeyError if no part has it."""
         for first, last, path in self._parts:
             if first <= shard <= last:
                 return self._read(path, shard - first)
@@ -115,8 +117,8 @@ class SampleParts:
         )
 
 
-def parts_of(folder: Path) -> list[tuple[int, int, Path]]:
-    """First and last shard of each part in a folder, and its file."""
+def list_parts(folder: Path) -> list[tuple[int, int, Path]]:
+    """Return first shard, last shard and path of each part file in a folder."""
     return sorted((*_shards_of(path), path) for path in folder.glob("part-*.parquet"))
 
 

@@ -1,7 +1,6 @@
-"""Looks through one shard: its samples, what they lack, its checksum; on request each image is decoded.
+"""Scan one shard: its samples, what they lack, optionally its checksum, and optionally decode each image.
 
-The file is read from end to end once where a checksum is wanted (faster than seeking from header to header where it is
-not in the page cache); the header walk then finds it in memory.
+For a checksum the file is first read from end to end; the header walk then finds it in the page cache.
 """
 
 from __future__ import annotations
@@ -27,18 +26,18 @@ from neuclip_ds.data.tar import SampleEntry, read_index, read_member
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
 from neuclip_ds.errors import UserError
 
-_PIECE = 8 << 20
-_STALL = 300.0  # seconds without a byte after which a transfer is tried again
+_CHUNK_BYTES = 8 << 20
+_STALL_TIMEOUT = 300.0  # seconds without a byte after which a transfer is retried
 
 
 class ScanOptions(NamedTuple):
-    """What a scan looks at.
+    """What a scan checks.
 
     Attributes:
         captions: as `data.captions`; a sample without any of them is bad.
-        checksum: whether the CRC-32 of the file is taken.
-        verify: whether every image is decoded and every caption read.
-        uids: files of the uids that are kept; empty keeps all samples.
+        checksum: whether to compute the CRC-32 of the file.
+        verify: whether to decode every image and read every caption.
+        uids: files of the uids to keep; empty keeps all samples.
         uid_key: key of the uid in a sample's JSON.
     """
 
@@ -50,7 +49,7 @@ class ScanOptions(NamedTuple):
 
 
 class BadRow(NamedTuple):
-    """A sample that a verifying scan could not use."""
+    """An unusable sample, found by a verifying scan."""
 
     row: int
     key: str
@@ -58,21 +57,21 @@ class BadRow(NamedTuple):
 
 
 class Scan(NamedTuple):
-    """What was found in one shard."""
+    """The result of scanning one shard."""
 
-    shard: Shard  # its start not yet known
+    shard: Shard  # without its start, which is assigned later
     n_images: int
     n_captions: int
-    extensions: tuple[str, ...]  # of the first samples, for messages
-    lost_bytes: int  # in damaged regions
-    bad: tuple[BadRow, ...]  # under `verify`
+    extensions: tuple[str, ...]  # extensions of the first samples, for messages
+    lost_bytes: int  # bytes in damaged regions
+    bad: tuple[BadRow, ...]  # with `verify` only
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    """Look through the tar at `path`, a file, a URL or a `pipe:` command.
+    """Scan the tar at `path`, a file, a URL or a `pipe:` command.
 
     Raises:
-        UserError: it cannot be read, or uids are asked for and its samples have none.
+        UserError: it cannot be read, or uids are requested and its samples have none.
     """
     try:
         with local_copy(path) as file:
@@ -84,13 +83,13 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
 
 @contextmanager
 def local_copy(path: str) -> Iterator[Path]:
-    """The shard as a local file, fetched for the time of the block where it is remote."""
+    """Yield the shard as a local file; a remote one is fetched and removed after the block."""
     if is_local(path):
         yield Path(path)
         return
     with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_") as folder:
         target = Path(folder) / "shard.tar"
-        fetch(path, target, expected_bytes=None, timeout=_STALL)
+        fetch(path, target, expected_bytes=None, timeout=_STALL_TIMEOUT)
         yield target
 
 
@@ -115,8 +114,8 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 def _crc32(file: Path) -> int:
     value = 0
     with file.open("rb", buffering=0) as opened:
-        while piece := opened.read(_PIECE):
-            value = zlib.crc32(piece, value)
+        while chunk := opened.read(_CHUNK_BYTES):
+            value = zlib.crc32(chunk, value)
     return value
 
 
@@ -130,7 +129,7 @@ def _with_captions(table: SampleTable, options: ScanOptions) -> NDArray[np.bool_
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
-    """Rows whose uid is listed, in their order, as often as it is listed."""
+    """Return the rows whose uid is listed, in their order, repeated as often as it is listed."""
     found = [(row, uid_of(_read(fd, table, row, "json"), options.uid_key)) for row in range(table.n)]
     known = [(row, uid) for row, uid in found if uid is not None]
     if table.n and not known:
@@ -148,7 +147,7 @@ def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[BadRo
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
-    """Why a sample cannot be used; None where it can."""
+    """Return why a sample cannot be used, or None if it can."""
     if table.extent(row, "image") is None:
         return "no image"
     try:
@@ -165,34 +164,36 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
 
 
 def describe_loss(scan: Scan) -> str | None:
-    """A sentence on what is wrong with a shard, for the log; None where nothing is."""
+    """Return a message about a shard's damage or bad samples, or None if it is fine."""
     shard = scan.shard
     if scan.lost_bytes:
-        return f"{shard.path} is damaged: {scan.lost_bytes} of {shard.bytes} bytes cannot be read"
+        return (
+            f"Shard {shard.path} is damaged: {scan.lost_bytes} of {shard.bytes} bytes cannot be read; download it again"
+        )
     if shard.n_bad or (shard.n == 0 and shard.selection is None):
-        return f"{shard.path}: {shard.n - shard.n_bad} of {shard.n} samples can be used"
+        return f"Shard {shard.path}: only {shard.n - shard.n_bad} of {shard.n} samples can be used"
     return None
 
 
-def check_usable(scans: list[Scan], where: str) -> None:
-    """UserError where the shards, taken together, cannot be trained on."""
+def check_usable(scans: list[Scan], source: str) -> None:
+    """Raise UserError if the shards together have no samples, no images or no captions."""
     found = ", ".join(sorted({extension for scan in scans for extension in scan.extensions})[:10])
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
-            raise UserError(f"None of the uids is in {where}; check that the uid files belong to this pool.")
-        raise UserError(f"No samples in {where}; samples are members such as 000000001.jpg and 000000001.txt.")
+            raise UserError(f"None of the uids is in {source}; check that the uid files belong to this pool.")
+        raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(
-            f"No sample has an image in {where} (extensions found: {found}); "
-            f"images are members that end in {', '.join(IMAGE_EXTENSIONS)}."
+            f"No sample has an image in {source} (extensions found: {found}); "
+            f"images are members with the extension {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(
-            f"No captions in {where} (extensions found: {found}); add a .txt member with the caption beside each "
-            "image, or name another place by data.captions."
+            f"No captions in {source} (extensions found: {found}); add a .txt member with the caption to each "
+            "image, or set data.captions to where they are."
         )
 
 
-def where(paths: list[str]) -> str:
-    """The shards in a few words."""
+def describe_paths(paths: list[str]) -> str:
+    """Return a short description of the shards, for messages."""
     return paths[0] if len(paths) == 1 else f"{len(paths)} tars in {os.path.dirname(paths[0])}"  # noqa: PTH120 - URLs

@@ -1,4 +1,4 @@
-"""From what a user names as data to a list of tar files."""
+"""Resolve what a user names as data to a list of tar files."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from braceexpand import braceexpand
 from neuclip_ds.errors import UserError
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:")  # scheme://..., or pipe:COMMAND
-_GLOB = re.compile(r"[*[]")  # a ? in a URL begins its query
+_GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
 _BETWEEN = "::"
 _LIST = ".txt"
 
 
 def is_local(path: str) -> bool:
-    """Whether a shard is a file of this machine (or of a file system mounted on it), and no URL and no `pipe:`."""
+    """Whether a shard is a file, on this machine or mounted, rather than a URL or a `pipe:` command."""
     return not _URL.match(path)
 
 
 def resolve_shards(source: str) -> list[str]:
-    """Absolute paths, or URLs, of the tars that `source` names.
+    """Return the absolute paths or URLs of the tars that `source` names.
 
     Args:
-        source: a tar; a folder (its *.tar in order of name, those of its subfolders where it has none itself);
-            a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its own order and
-            may hold globs; a URL that fsspec knows, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command
-            whose output is a tar (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one
-            of these a line; or several joined by `::`.
+        source: a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none);
+            a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain
+            globs; a URL that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command that
+            outputs a tar (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one of these
+            per line; or several of these joined by `::`.
 
     Raises:
-        UserError: nothing is there under that name, or a folder holds no tars.
+        UserError: nothing has that name, or a folder holds no tars.
     """
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
@@ -69,7 +69,7 @@ def _remote_glob(pattern: str) -> list[str]:
     fs, path = _file_system(pattern)
     try:
         found = sorted(str(match) for match in fs.glob(path))
-    except Exception as error:  # backends raise what they like: botocore's, aiohttp's, OSError
+    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
         raise UserError(
             f"{pattern} cannot be listed ({type(error).__name__}: {error}); check the address and the access rights."
         ) from error
@@ -82,7 +82,9 @@ def _file_system(url: str) -> tuple[Any, str]:
     try:
         return fsspec.core.url_to_fs(url)
     except ValueError as error:
-        raise UserError(f"{url}: {error}; use a path, or a URL that fsspec knows such as s3:// or https://.") from error
+        raise UserError(
+            f"{url}: {error}; use a path, or a URL that fsspec supports, such as s3:// or https://."
+        ) from error
     except ImportError as error:
         raise UserError(f"{url}: {error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp).") from error
 

@@ -1,8 +1,8 @@
-"""Indexes tar shards by header walk, without losing what lies behind damage.
+"""Index tar shards by walking their headers, without losing the samples after a damaged header.
 
-Samples are what webdataset 1.0.2 yields on every well-formed shard. Behind a bad header Python's `tarfile`, and so
-webdataset, silently drops the rest of the shard; here the walk goes on at the next valid header and the gap is
-recorded. Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
+Samples are what webdataset 1.0.2 yields on every well-formed shard. After a bad header Python's `tarfile`, and so
+webdataset, silently drops the rest of the shard; here the walk continues at the next valid header and records the gap.
+ Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import NamedTuple
 
 _BLOCK = 512
 _SCAN_CHUNK = 1 << 20
-_GAP = 16 << 10  # bytes between members that are read along rather than jumped over
+_MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
-_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile reads no data behind them whatever their size says
+_WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile reads no data after them, whatever their size field
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
 _PAX_LOCAL, _PAX_GLOBAL = b"xX", b"g"
-_EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the header behind them
+_EXTENSIONS = _GNU_NAME + _GNU_LINK + _PAX_LOCAL + _PAX_GLOBAL  # headers that describe the next header
 
-# webdataset's rule: the key is the folder and the name up to its first dot, the extension all that follows it.
+# webdataset's rule: the key is the folder and the name up to its first dot, the extension is the rest.
 _KEY_AND_EXTENSION = re.compile(r"((?:.*/)?[^.]+)\.([^/]*)")
 _META_MEMBER = re.compile(r"__[^/]*__($|/)")
 
@@ -36,21 +36,21 @@ class Extent(NamedTuple):
 
 
 class SampleEntry(NamedTuple):
-    """One sample: its key and where the bytes of each extension (lower case, no leading dot) are."""
+    """One sample: its key and the extent of each member by extension (lower case, no leading dot)."""
 
     key: str
     members: dict[str, Extent]
 
 
 class ShardIndex(NamedTuple):
-    """The samples of a shard in their order, incomplete ones included, and the damaged regions between them."""
+    """The samples of a shard in order, incomplete ones included, and the damaged regions between them."""
 
     samples: list[SampleEntry]
     gaps: list[Extent]
 
 
 class _Blocks:
-    """Header blocks of a file; small members' headers lie close together and are read at once."""
+    """Header blocks of a file, read 4096 bytes at a time since headers of small members are close together."""
 
     _READ = 4096
 
@@ -58,7 +58,7 @@ class _Blocks:
         self._fd, self._start, self._data = fd, 0, b""
 
     def at(self, offset: int) -> bytes:
-        """The 512 bytes at an offset, fewer at the end of the file."""
+        """Return the 512 bytes at an offset, fewer at the end of the file."""
         within = offset - self._start
         if not 0 <= within <= len(self._data) - _BLOCK:
             self._start, self._data, within = offset, os.pread(self._fd, self._READ, offset), 0
@@ -66,7 +66,7 @@ class _Blocks:
 
 
 class _BadHeader(Exception):
-    """The block is no tar header."""
+    """Raised for a block that is no valid tar header."""
 
 
 class _Header(NamedTuple):
@@ -76,27 +76,28 @@ class _Header(NamedTuple):
 
 
 def read_index(fd: int) -> ShardIndex:
-    """Walk the headers of the tar that is open under a file descriptor.
+    """Index the open tar of a file descriptor; raise OSError if it cannot be read.
 
-    A member that is damaged or cut off is missing from its sample and is covered by a gap. OSError if unreadable.
+    A damaged or truncated member is missing from its sample and covered by a gap.
     """
     gaps: list[Extent] = []
-    samples = _group(_walk(fd, os.fstat(fd).st_size, gaps))
+    samples = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
     return ShardIndex(samples, gaps)
 
 
 def read_member(fd: int, extent: Extent) -> bytes:
-    """The bytes of one member; OSError when the file ends before it does."""
+    """Read the bytes of one member; raise OSError if the file ends before it."""
     data = os.pread(fd, extent.size, extent.offset)
     if len(data) != extent.size:
-        raise OSError(f"{len(data)} of {extent.size} bytes at offset {extent.offset}: the shard is cut off")
+        raise OSError(f"{len(data)} of {extent.size} bytes at offset {extent.offset}: the shard is truncated")
     return data
 
 
 def read_members(fd: int, extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """The bytes of some members of a sample, neighbours by one system call; None for those with a negative offset.
+    """Read some members of a sample, adjacent ones in one system call; None for those with a negative offset.
 
-    OSError when the file ends before they do.
+    Raises:
+        OSError: the file ends before they do.
     """
     start, end, size = sys.maxsize, 0, 0
     for offset, length in extents:
@@ -104,14 +105,14 @@ def read_members(fd: int, extents: Sequence[Sequence[int]]) -> list[bytes | None
             size += length
             start = offset if offset < start else start
             end = offset + length if offset + length > end else end
-    if end - start > size + _GAP:
+    if end - start > size + _MAX_HOLE:
         return [None if offset < 0 else read_member(fd, Extent(offset, length)) for offset, length in extents]
     data = read_member(fd, Extent(start, end - start)) if end else b""
     return [None if at < 0 else data[at - start : at - start + length] for at, length in extents]
 
 
-def _group(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
-    """Consecutive members with equal key form a sample; of a repeated extension the first counts."""
+def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
+    """Group consecutive members with equal key into samples; the first member of an extension counts."""
     samples: list[SampleEntry] = []
     for name, extent in members:
         match = _KEY_AND_EXTENSION.fullmatch(name)
@@ -125,13 +126,13 @@ def _group(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
 
 
 def _is_meta(name: str) -> bool:
-    """webdataset's own members: `__name__` at the top, and all in a top folder of such a name."""
+    """Whether webdataset treats a member as metadata: `__name__` at the top, or anything in such a top folder."""
     return bool(_META_MEMBER.match(name)) or ("/" not in name and name.startswith("__") and name.endswith("__"))
 
 
 def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]:
-    """Yield (name, extent) of regular members in order; append to `gaps` what could not be read."""
-    shared: dict[str, str] = {}  # pax records for all members that follow
+    """Yield (name, extent) of regular members in order; append damaged regions to `gaps`."""
+    shared: dict[str, str] = {}  # pax records for all following members
     blocks = _Blocks(fd)
     offset = 0
     while offset < end:
@@ -140,7 +141,7 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
         except _BadHeader:
             resumed = _next_header(fd, offset + _BLOCK, end)
             if not _is_end_of_archive(fd, offset, end, resumed):
-                _record(gaps, offset, resumed)
+                _add_gap(gaps, offset, resumed)
             offset = resumed
             continue
         if header.kind in _REGULAR and not (own and _is_sparse(own)):
@@ -152,8 +153,8 @@ def _is_sparse(pax: dict[str, str]) -> bool:
     return any(keyword.startswith("GNU.sparse.") for keyword in pax)
 
 
-def _record(gaps: list[Extent], start: int, end: int) -> None:
-    """Append the gap [start, end), as one with the last where they touch."""
+def _add_gap(gaps: list[Extent], start: int, end: int) -> None:
+    """Append the gap [start, end), merged with the last one if they touch."""
     if gaps and sum(gaps[-1]) == start:
         start = gaps.pop().offset
     gaps.append(Extent(start, end - start))
@@ -162,9 +163,9 @@ def _record(gaps: list[Extent], start: int, end: int) -> None:
 def _member(
     blocks: _Blocks, fd: int, offset: int, end: int, shared: dict[str, str]
 ) -> tuple[_Header, int, dict[str, str]]:
-    """The member whose first header is at `offset`, with its data's offset and the pax records that hold for it.
+    """Return the header of the member at `offset`, the offset of its data and the pax records that apply to it.
 
-    Extension headers (long names, pax) precede the real one; of two that name it the first wins, as in tarfile.
+    Extension headers (long names, pax) precede the real one; if two give its name, the first wins, as in tarfile.
     """
     long_name: str | None = None
     own: dict[str, str] = {}
@@ -190,7 +191,7 @@ def _member(
 
 
 def _complete(header: _Header, pax: dict[str, str], long_name: str | None) -> _Header:
-    """The real header with the extension headers' values."""
+    """Return the real header with the values of the extension headers."""
     name = long_name or pax.get("path", header.name).rstrip("/" if "path" in pax else "")
     try:
         return _Header(name, int(pax.get("size", header.size)), header.kind)
@@ -199,24 +200,24 @@ def _complete(header: _Header, pax: dict[str, str], long_name: str | None) -> _H
 
 
 def _parse(block: bytes) -> _Header:
-    """Fields of a 512-byte header whose checksum holds."""
+    """Parse a 512-byte header after verifying its checksum."""
     if len(block) != _BLOCK:
         raise _BadHeader
     _verify_checksum(block)
     name, prefix, kind = _text(block[:100]), _text(block[345:500]), block[156:157]
     if prefix and kind not in (_GNU_NAME, _GNU_LINK, _GNU_SPARSE):
         name = f"{prefix}/{name}"
-    if kind == b"\0" and name.endswith("/"):  # how tars before POSIX mark a folder
+    if kind == b"\0" and name.endswith("/"):  # pre-POSIX tars mark folders so
         kind = b"5"
     return _Header(name, _number(block[124:136]), kind)
 
 
 def _verify_checksum(block: bytes) -> None:
-    """The sum of the header's bytes with the checksum field taken as spaces; historic tars summed signed bytes."""
+    """Check the sum of the header's bytes, with the checksum field as spaces; old tars summed signed bytes."""
     field = block[148:156]
     expected = _number(field)
     rest = sum(field) - 8 * ord(" ")
-    # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521: ten times as fast as adding them up here
+    # the low half of Adler-32 is 1 + the sum of the bytes, modulo 65521: ten times as fast as sum()
     if (zlib.adler32(block) & 0xFFFF) == (expected + rest + 1) % 65521:
         return
     total = sum(block) - rest
@@ -226,7 +227,7 @@ def _verify_checksum(block: bytes) -> None:
 
 
 def _number(field: bytes) -> int:
-    """Octal text, or GNU's base-256 where the first bit is set."""
+    """Parse octal text, or GNU's base-256 if the first bit is set."""
     if field[0] == 0o200:
         return int.from_bytes(field[1:], "big")
     try:
@@ -246,7 +247,7 @@ def _payload(fd: int, offset: int, size: int, end: int) -> bytes:
 
 
 def _pax_records(payload: bytes) -> dict[str, str]:
-    """Records `LENGTH KEYWORD=VALUE\\n`, LENGTH counting the whole record (POSIX.1-2001 pax)."""
+    """Parse records `LENGTH KEYWORD=VALUE\\n`, where LENGTH counts the whole record (POSIX.1-2001 pax)."""
     records: dict[str, str] = {}
     while payload.strip(b"\0"):
         digits, _, _ = payload.partition(b" ")
@@ -264,7 +265,7 @@ def _padded(size: int) -> int:
 
 
 def _next_header(fd: int, offset: int, end: int) -> int:
-    """Offset of the next valid header at `offset` or later in steps of 512 bytes, `end` when there is none."""
+    """Return the offset of the next valid header at `offset` or later in steps of 512 bytes, else `end`."""
     while offset < end:
         chunk = os.pread(fd, _SCAN_CHUNK, offset)
         if chunk.strip(b"\0"):
@@ -284,6 +285,6 @@ def _is_header(block: bytes) -> bool:
 
 
 def _is_end_of_archive(fd: int, offset: int, end: int, resumed: int) -> bool:
-    """Zeros (two blocks, or all that is left) behind which no header follows; what else follows does not matter."""
+    """Whether zeros start at `offset` (two blocks, or all that is left) and no header follows them."""
     marker = os.pread(fd, 2 * _BLOCK, offset)
     return resumed == end and not marker.strip(b"\0")

@@ -1,8 +1,8 @@
-"""From an encoded image to uint8 pixels (3, H, W); normalisation happens on the device, in the model.
+"""Transform an encoded image to uint8 pixels (3, H, W); the model normalises them on the device.
 
-Geometry as in open_clip: training takes a random resized crop, evaluation the centre of the resized image or, for
-models trained so, all of it out of proportion; bicubic. Augmentation depends on the `randomness` handed in (a hash of
-seed, epoch and index) and on nothing else.
+Geometry as in open_clip, with bicubic interpolation: training takes a random resized crop, evaluation the centre of the
+resized image or, for models trained that way, the whole image squashed. Augmentation depends only on the given `seed`
+(a hash of the data seed, epoch and index).
 """
 
 from __future__ import annotations
@@ -24,50 +24,47 @@ _RATIO = (3 / 4, 4 / 3)
 
 
 class ImageTransform(Protocol):
-    """Encoded bytes to a uint8 (3, image_size, image_size) tensor; DecodeError where they are no usable image."""
+    """Turn encoded bytes into a uint8 (3, image_size, image_size) tensor; raise DecodeError if they are no image."""
 
     image_size: int
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor: ...
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor: ...
 
 
 class CentreCrop:
-    """Shorter side resized to `image_size`, then the centre square."""
+    """Resize the shorter side to `image_size`, then crop the centre square."""
 
     def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image = F.resize(self._decode(data, None).image, [self.image_size], InterpolationMode.BICUBIC)
         return _as_tensor(F.center_crop(image, [self.image_size, self.image_size]))
 
 
 class Squash:
-    """The whole image, squeezed into the square: SigLIP and DFN were trained so."""
+    """Resize the whole image to the square, ignoring proportions, as SigLIP and DFN were trained."""
 
     def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         side = [self.image_size, self.image_size]
         return _as_tensor(F.resize(self._decode(data, None).image, side, InterpolationMode.BICUBIC))
 
 
 class RandomCrop:
-    """A crop of random area share in [crop_scale, 1] and random aspect ratio, resized to the square."""
+    """Crop a random share of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
 
     def __init__(self, image_size: int, crop_scale: float, decode: Decode = decode_pil) -> None:
-        self.image_size = image_size
-        self._decode = decode
+        self.image_size, self._decode = image_size, decode
         self._scale = (crop_scale, 1.0)
-        # The smallest crop of the scaled-down decode still has as many pixels a side as the output.
-        self._least_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
+        # The smallest crop of a scaled-down decode still has as many pixels per side as the output.
+        self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
 
-    def __call__(self, data: bytes, randomness: int = 0) -> Tensor:
-        image, (full_width, full_height) = self._decode(data, self._least_side)
-        with _seeded(randomness):
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        image, (full_width, full_height) = self._decode(data, self._min_side)
+        with _seeded(seed):
             top, left, height, width = _draw_crop(full_height, full_width, self._scale)
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
@@ -81,26 +78,26 @@ def _as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 
 def _draw_crop(height: int, width: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
-    """(top, left, height, width) of torchvision's random crop, from torch's generator."""
-    shape_only = torch.empty(1, 1, 1).expand(1, height, width)  # it looks at nothing else
+    """Draw (top, left, height, width) of torchvision's random crop from torch's generator."""
+    shape_only = torch.empty(1, 1, 1).expand(1, height, width)  # only its shape is read
     return RandomResizedCrop.get_params(shape_only, list(scale), list(_RATIO))
 
 
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
-    """Random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
+    """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
     return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else eval_transform(image_size, squash, decode)
 
 
 def eval_transform(image_size: int, squash: bool = False, decode: Decode = decode_pil) -> ImageTransform:
-    """Resize and centre crop, or the whole image squeezed into the square."""
+    """Return a resize with centre crop, or with `squash` a resize of the whole image to the square."""
     return Squash(image_size, decode) if squash else CentreCrop(image_size, decode)
 
 
 @contextmanager
 def _seeded(seed: int) -> Iterator[None]:
-    """Torch's CPU generator seeded within the block, and put back after it; CUDA's are not touched."""
+    """Seed torch's CPU generator within the block and restore it afterwards; CUDA's are not touched."""
     state = torch.get_rng_state()
     torch.default_generator.manual_seed(seed)
     try:

@@ -1,7 +1,7 @@
-"""Subsets of a pool by uid, as DataComp and DFN publish them: .npy files of sorted 128-bit numbers.
+"""Select subsets of a pool by uid, as DataComp and DFN publish them: .npy files of sorted 128-bit numbers.
 
-A uid stands in the sample's JSON as 32 hex digits; in the files it is a pair of 64-bit words (dtype `u8,u8`), high word
-first. A file of a billion uids takes 16 GB: it is mapped, never loaded, and searched for a shard's uids at once.
+A uid is 32 hex digits in the sample's JSON and a pair of 64-bit words in the files (dtype `u8,u8`, high word first). A
+file of a billion uids takes 16 GB: it is memory-mapped and searched for all uids of a shard at once.
 """
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from numpy.typing import NDArray
 from neuclip_ds.errors import UserError
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])
-_CHECKED_AT_ONCE = 1 << 22
-Words = NDArray[np.void]  # dtype UID
+_CHUNK = 1 << 22  # uids checked at once
+UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
-    """The uids of some files.
+    """The sorted uids of some files, memory-mapped.
 
     Raises:
-        UserError: a file is absent, of another dtype, or not sorted.
+        UserError: a file is absent or has another dtype.
     """
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._files = [_map(Path(path)) for path in paths]
 
     def check_order(self) -> None:
-        """Reads all files once; UserError where one is not sorted."""
-        for path_words in self._files:
-            for start in range(0, len(path_words), _CHECKED_AT_ONCE):
-                words = path_words[start : start + _CHECKED_AT_ONCE + 1]
-                if not _less_or_equal(words[:-1], words[1:]).all():
-                    name = getattr(path_words, "filename", "a uid file")
+        """Read all files once; raise UserError if one is not sorted."""
+        for file in self._files:
+            for start in range(0, len(file), _CHUNK):
+                chunk = file[start : start + _CHUNK + 1]
+                if not _less_or_equal(chunk[:-1], chunk[1:]).all():
+                    name = getattr(file, "filename", "a uid file")
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
-    def count(self, uids: Words) -> NDArray[np.int64]:
-        """How often each of (q,) uids is listed."""
+    def count(self, uids: UidArray) -> NDArray[np.int64]:
+        """Return how often each of (q,) uids is listed."""
         found = np.zeros(len(uids), dtype=np.int64)
-        for words in self._files:
-            found += _bound(words, uids, above=True) - _bound(words, uids, above=False)
+        for listed in self._files:
+            found += _bound(listed, uids, above=True) - _bound(listed, uids, above=False)
         return found
 
 
 def parse_uid(text: object) -> tuple[int, int] | None:
-    """The two words of 32 hex digits, None for anything else."""
+    """Return the two 64-bit words of 32 hex digits, or None for anything else."""
     if not isinstance(text, str) or len(text) != 32:
         return None
     try:
@@ -58,7 +58,7 @@ def parse_uid(text: object) -> tuple[int, int] | None:
 
 
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
-    """The uid in a sample's JSON member, None where it has none."""
+    """Return the uid in a sample's JSON member, or None if it has none."""
     try:
         tree = json.loads(data)
     except ValueError:
@@ -66,28 +66,30 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     return parse_uid(tree.get(key)) if isinstance(tree, dict) else None
 
 
-def _map(path: Path) -> Words:
+def _map(path: Path) -> UidArray:
     try:
-        words = np.load(path, mmap_mode="r", allow_pickle=False)
+        listed = np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError) as error:
-        raise UserError(f"The uid file {path} cannot be read ({error}); it is to be a .npy of dtype u8,u8.") from error
-    if words.dtype.names is None or len(words.dtype) != 2 or words.dtype.itemsize != 16 or words.ndim != 1:
-        raise UserError(f"The uid file {path} has dtype {words.dtype}, not u8,u8; save pairs of 64-bit words.")
-    return words.view(UID)
+        raise UserError(
+            f"The uid file {path} cannot be read ({error}); it must be a .npy file of dtype u8,u8."
+        ) from error
+    if listed.dtype.names is None or len(listed.dtype) != 2 or listed.dtype.itemsize != 16 or listed.ndim != 1:
+        raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")
+    return listed.view(UID)
 
 
-def _less_or_equal(left: Words, right: Words) -> NDArray[np.bool_]:
+def _less_or_equal(left: UidArray, right: UidArray) -> NDArray[np.bool_]:
     same = left["high"] == right["high"]
     return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))
 
 
-def _bound(words: Words, uids: Words, *, above: bool) -> NDArray[np.int64]:
-    """First positions whose word is >= (or, `above`, >) each uid: bisection of all of them at once."""
+def _bound(listed: UidArray, uids: UidArray, *, above: bool) -> NDArray[np.int64]:
+    """Return the first positions whose uid is >= (or, if `above`, >) each of `uids`, by bisection."""
     low = np.zeros(len(uids), dtype=np.int64)
-    high = np.full(len(uids), len(words), dtype=np.int64)
-    for _ in range(len(words).bit_length()):
+    high = np.full(len(uids), len(listed), dtype=np.int64)
+    for _ in range(len(listed).bit_length()):
         middle = (low + high) // 2
-        probe = words[np.minimum(middle, len(words) - 1)]
+        probe = listed[np.minimum(middle, len(listed) - 1)]
         goes_right = _less_or_equal(probe, uids) if above else ~_less_or_equal(uids, probe)
         goes_right &= low < high
         low, high = np.where(goes_right, middle + 1, low), np.where(goes_right, high, middle)

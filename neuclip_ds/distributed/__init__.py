@@ -1,1 +1,1 @@
-"""Everything that crosses ranks: the launch environment and the counted collectives."""
+"""Communication between ranks: launch environment, rendezvous, failure detector and counted collectives."""

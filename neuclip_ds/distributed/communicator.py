@@ -1,7 +1,7 @@
-"""All collectives of the objectives, the normalisers and the per-sample state, counted by purpose.
+"""Collectives of the objectives, the normalisers and the per-sample state, counted by purpose.
 
-Bytes are those of the ring algorithms (what one rank puts on and takes off the comm_dtype), so that they can be
-compared between methods whatever the backend does inside.
+Bytes are those that one rank sends and receives in the ring algorithms, so that methods can be compared whatever the
+backend uses.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 @dataclass
 class Traffic:
-    """What one purpose has cost this rank so far; its seconds are those that computation does not hide."""
+    """What one purpose has cost this rank so far; seconds exclude time that overlaps computation."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -37,7 +37,13 @@ class Traffic:
 
 
 class Pending:
-    """A collective on its way, which computation may hide."""
+    """A collective in progress, which may overlap computation.
+
+    Args:
+        result: tensor that the collective fills.
+        work: torch's handle; None if the result is ready.
+        waiting: context manager that times `wait`.
+    """
 
     def __init__(
         self,
@@ -45,16 +51,10 @@ class Pending:
         work: dist.Work | None = None,
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """
-        Args:
-            result: tensor that it fills.
-            work: torch's handle; None where the result is there already.
-            waiting: measures the time that `wait` takes.
-        """
         self._result, self._work, self._waiting = result, work, waiting
 
     def wait(self) -> Tensor:
-        """The result; on a GPU later kernels wait for it, not the host."""
+        """Wait for the result and return it; on a GPU later kernels wait, not the host."""
         if self._work is not None:
             with self._waiting():
                 self._work.wait()
@@ -63,14 +63,14 @@ class Pending:
 
 
 class Communicator:
-    """Collectives over all ranks of the process group; with one rank every call is free and local.
+    """Collectives over all ranks of the process group; with one rank no call communicates.
 
     Needs an initialised `torch.distributed` process group when more than one rank runs.
 
     Attributes:
-        rank: this process, 0 <= rank < world_size.
-        device: where tensors that travel live.
-        traffic: purpose -> `Traffic`; call `settle()` before reading times on a GPU.
+        rank: rank of this process, 0 <= rank < world_size.
+        device: device of the tensors.
+        traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
     """
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
@@ -79,14 +79,14 @@ class Communicator:
         self.world_size: int = dist.get_world_size() if connected else 1
         self.device = torch.device(device)
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
-        self._unsettled: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        """(b, ...) of every rank -> (K b, ...) in rank order; shapes must be equal on all ranks."""
+        """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
         return self.begin_all_gather(x, purpose).wait()
 
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
-        """`all_gather` that goes on while this rank computes; ranks begin and wait in the same order."""
+        """Start an `all_gather` that overlaps computation; ranks begin and wait in the same order."""
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
@@ -94,22 +94,22 @@ class Communicator:
         return self._begin("all_gather", x, purpose, result, launch)
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        """Sum of x over ranks, the same bits on each; x itself is left as it is."""
+        """Sum x over ranks, with the same bits on each; x itself is not changed."""
         return self.begin_all_reduce(x, purpose).wait()
 
     def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
-        """`all_reduce` that goes on while this rank computes."""
+        """Start an `all_reduce` that overlaps computation."""
         if self.world_size == 1:
             return Pending(x)
         result = x.clone(memory_format=torch.contiguous_format)
         return self._begin("all_reduce", x, purpose, result, functools.partial(dist.all_reduce, result, async_op=True))
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
-        """(K b, ...) of every rank -> (b, ...): this rank's rows of the sum over ranks."""
+        """Sum (K b, ...) over ranks and return this rank's rows (b, ...)."""
         return self.begin_reduce_scatter(x, purpose).wait()
 
     def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
-        """`reduce_scatter` that goes on while this rank computes."""
+        """Start a `reduce_scatter` that overlaps computation."""
         if self.world_size == 1:
             return Pending(x)
         if x.shape[0] % self.world_size:
@@ -119,14 +119,15 @@ class Communicator:
         return self._begin("reduce_scatter", x, purpose, result, launch)
 
     def barrier(self) -> None:
+        """Wait for all ranks."""
         if self.world_size > 1:
             with purpose_range("control"):
                 dist.barrier()
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Runs `work` on rank 0 and gives its (picklable) result to all ranks.
+        """Run `work` on rank 0 and return its (picklable) result on all ranks.
 
-        A `UserError` of rank 0 is raised on every rank, so that none waits for a rank that has given up.
+        A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
         """
         if self.world_size == 1:
             return work()
@@ -143,7 +144,7 @@ class Communicator:
         return outcome[0]  # type: ignore[return-value]
 
     def gather_objects(self, x: T) -> list[T]:
-        """The (picklable) x of every rank, in rank order, on all ranks; for small things at long intervals."""
+        """Gather the (picklable) x of every rank in rank order on all ranks; for small, infrequent data."""
         found: list[Any] = [x]
         if self.world_size > 1:
             found = [None] * self.world_size
@@ -152,37 +153,32 @@ class Communicator:
         return found
 
     def agree(self, problem: str | None) -> None:
-        """Raises `UserError` on all ranks when any rank has a problem, with the first such rank, its host and words."""
+        """Raise `UserError` on all ranks if any rank has a problem, with the first such rank, its host and message."""
         for rank, (host, found) in enumerate(self.gather_objects((socket.gethostname(), problem))):
             if found is not None:
                 raise UserError(found if self.world_size == 1 else f"rank {rank} on {host}: {found}")
 
     def ranks_of_node(self) -> list[int]:
-        """The ranks on this rank's host, which share its disks, whatever order the launcher gave them; on all ranks."""
+        """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
         hosts = self.gather_objects(socket.gethostname())
         return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
 
-    def settle(self) -> None:
-        """Waits for the GPU and adds the times of the calls made since the last `settle`."""
-        for purpose, start, end in self._unsettled:
+    def collect_times(self) -> None:
+        """Wait for the GPU and add the times of the calls since the last `collect_times`."""
+        for purpose, start, end in self._unread_events:
             end.synchronize()
             self.traffic[purpose].seconds += start.elapsed_time(end) / 1e3
-        self._unsettled.clear()
+        self._unread_events.clear()
 
     def seconds(self) -> float:
-        """What all counted calls have taken so far."""
-        self.settle()
+        """Return the time that all counted calls have taken so far."""
+        self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
-
-    def close(self) -> None:
-        """Leaves the process group; a process that ends with its threads running would abort instead of exiting."""
-        if dist.is_available() and dist.is_initialized():
-            dist.destroy_process_group()
 
     def _begin(
         self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
     ) -> Pending:
-        """Counts a collective and launches it."""
+        """Count a collective and launch it."""
         share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
         traffic = self.traffic[purpose]
         traffic.calls += 1
@@ -194,15 +190,15 @@ class Communicator:
 
     @contextmanager
     def _timed(self, purpose: str) -> Iterator[None]:
-        """Adds what this rank spends launching a collective or waiting for it: what computation hides costs nothing."""
+        """Add the time this rank spends launching a collective or waiting for it, without what overlaps computation."""
         if self.device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield
             end.record()
-            self._unsettled.append((purpose, start, end))
-            if len(self._unsettled) > 4096:  # a run that never asks for times must not hoard events
-                self.settle()
+            self._unread_events.append((purpose, start, end))
+            if len(self._unread_events) > 4096:  # bounds memory if nobody reads the times
+                self.collect_times()
         else:
             began = time.perf_counter()
             yield

@@ -1,4 +1,4 @@
-"""What the launcher says about this process, read without torch so that mistakes are reported at once."""
+"""Read the launcher's environment variables, without torch so that mistakes are reported at once."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 
 # (rank, local rank, world size) as the DeepSpeed and torch launchers, Open MPI and a step of SLURM's srun name them.
-# SLURM's SLURM_NTASKS is no sign of a step: a batch script has it too, which is one process.
+# SLURM_NTASKS does not mark a step: a batch script, which is one process, has it too.
 _SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS")
 _LAUNCHERS = (
     ("RANK", "LOCAL_RANK", "WORLD_SIZE"),
@@ -21,7 +21,7 @@ _LAUNCHERS = (
 
 
 class RankEnvironment(NamedTuple):
-    """This process among those of the launch."""
+    """Rank, local rank and world size of this process."""
 
     rank: int
     local_rank: int
@@ -29,7 +29,7 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Rank, local rank and world size; (0, 0, 1) when no launcher started this process.
+    """Return rank, local rank and world size, (0, 0, 1) without a launcher.
 
     Raises:
         UserError: a launcher's variables are incomplete or not numbers.
@@ -40,20 +40,22 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     try:
         rank, local_rank, world_size = (int(env.get(name, "0")) for name in names)
     except ValueError as error:
-        raise UserError(f"The launcher set {names} to something that is no number: {error}.") from error
+        raise UserError(
+            f"One of {', '.join(names)} is not a number ({error}); start with a launcher, which sets them."
+        ) from error
     if not 0 <= rank < world_size:
-        raise UserError(f"{names[0]}={rank} does not lie below {names[2]}={world_size}; start by a launcher.")
+        raise UserError(f"{names[0]}={rank} is not below {names[2]}={world_size}; start with a launcher.")
     return RankEnvironment(rank, local_rank, world_size)
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Sets what a process group needs and the launcher has not set, except where MPI must be asked for an address.
+    """Set the variables that a process group needs and the launcher has not set, unless MPI must provide the address.
 
-    `python train.py` without a launcher is one rank; a step of srun meets at its first node, at a port that belongs to
-    the job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` says where to meet.
+    Without a launcher there is one rank. The rendezvous of a step of srun is its first node, at a port derived from the
+    job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` names the address.
 
     Raises:
-        UserError: MASTER_ADDR or MASTER_PORT is missing where only the launcher could know it.
+        UserError: MASTER_ADDR or MASTER_PORT is missing and only the launcher knows it.
     """
     names = _launcher(env)
     if names is None:
@@ -67,8 +69,8 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.update(zip(_LAUNCHERS[0], map(str, read_environment(env)), strict=True))
     elif names[0].startswith(("RANK", "SLURM")):
         raise UserError(
-            f"{names[0]} is set, but MASTER_ADDR and MASTER_PORT, where rank 0 is to be met, are not: "
-            "start by a launcher, or set them."
+            f"{names[0]} is set, but MASTER_ADDR and MASTER_PORT, the address of rank 0, are not: "
+            "start with a launcher, or set them."
         )
 
 
@@ -83,5 +85,5 @@ def _free_port() -> int:
 
 
 def _first_host(nodes: str) -> str:
-    """`gpu01` of SLURM's `gpu[01-04,07],cpu3`."""
+    """Return the first host of a SLURM node list: `gpu01` of `gpu[01-04,07],cpu3`."""
     return re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0]

@@ -14,12 +14,13 @@ from pathlib import Path
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import complete_environment, read_environment
 from neuclip_ds.distributed.failure_detector import FailureDetector
-from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.distributed.rendezvous import rendezvous
 from neuclip_ds.errors import UserError
 
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -47,23 +48,35 @@ def connected(task: str) -> Iterator[Communicator]:
         try:
             yield communicator
         finally:
-            communicator.close()
+            leave()
         return
-    store = meet(environment, _facts(task))
+    store = rendezvous(environment, _facts(task))
     with FailureDetector(environment, store):
         communicator = join()
         yield communicator
-        communicator.close()
+        leave()
 
 
 def join() -> Communicator:
-    """Joins the launcher's process group, or the one that there is, for DeepSpeed as well."""
-    # a kernel of tensor-parallel inference, which DeepSpeed would spend the first run's first minute compiling
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    """Join the launcher's process group, or the one that there is; DeepSpeed's engine adopts it."""
     accelerator = get_accelerator()
-    deepspeed.init_distributed(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, verbose=False)
     device = torch.device(accelerator.current_device_name())
+    if not dist.is_initialized():
+        # bound to its GPU, a rank connects at once, and DeepSpeed's own groups share the connections
+        bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
+        dist.init_process_group(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, device_id=bound)
     return Communicator("cpu" if device.type == "cpu" else device)
+
+
+def leave() -> None:
+    """Leave the process group, also DeepSpeed's references to it.
+
+    A process that ends with the group's threads running would abort instead of exiting.
+    """
+    if deepspeed.comm.is_initialized():
+        deepspeed.comm.destroy_process_group()
+    elif dist.is_initialized():
+        dist.destroy_process_group()
 
 
 def _choose_device(local_rank: int) -> None:

@@ -1,7 +1,7 @@
-"""The ranks meet before they start work, and compare what they were started with.
+"""Rendezvous of the ranks: wait until all are there and check that they run the same code and config.
 
-This comes before the process group, which would wait for half an hour without saying for whom, and whose ranks would
-wait for each other where one of them runs another config.
+This precedes the process group, which would wait half an hour without naming the missing rank, and deadlock if ranks
+run different configs.
 """
 
 from __future__ import annotations
@@ -19,71 +19,73 @@ import torch.distributed as dist
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 
-LIMIT = timedelta(minutes=5)  # between the first rank that is ready and the last one
+TIMEOUT = timedelta(minutes=5)  # between the first rank and the last one
 
 
 class Arrival(NamedTuple):
-    """What a rank says of itself when it comes."""
+    """What a rank reports when it arrives."""
 
     rank: int
     world_size: int
     host: str
-    facts: dict[str, str]
+    fingerprint: dict[str, str]
 
     def __str__(self) -> str:
         return f"rank {self.rank} on {self.host}"
 
 
-def meet(environment: RankEnvironment, facts: Mapping[str, str], limit: timedelta = LIMIT) -> dist.Store:
-    """Waits for all ranks at MASTER_ADDR:MASTER_PORT and compares them; the store they share there.
+def rendezvous(
+    environment: RankEnvironment, fingerprint: Mapping[str, str], timeout: timedelta = TIMEOUT
+) -> dist.Store:
+    """Wait for all ranks at MASTER_ADDR:MASTER_PORT, compare them, and return the store they share.
 
     Args:
         environment: this rank.
-        facts: what must be equal on all ranks, by a name that a message can use.
-        limit: how long to wait for the others.
+        fingerprint: values that must be equal on all ranks, by a name for messages.
+        timeout: how long to wait for the others.
 
     Raises:
-        UserError: on every rank that has come: some have not come, two claim one rank, or their facts differ.
+        UserError: on every rank that has arrived, if ranks are missing, two have one number, or fingerprints differ.
     """
-    own = Arrival(environment.rank, environment.world_size, socket.gethostname(), dict(facts))
-    store = _open(own, limit)
-    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(own))
+    local = Arrival(environment.rank, environment.world_size, socket.gethostname(), dict(fingerprint))
+    store = _open(local, timeout)
+    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(local))
     if environment.rank == 0:
-        problem = _look_over(_arrivals(store, limit), own, limit)
+        problem = _find_problem(_arrivals(store, timeout), local, timeout)
         store.set("verdict", problem)
         if problem:
-            _let_them_read(store)
+            _wait_for_readers(store)
     else:
-        problem = _verdict(store, own, 2 * limit)  # rank 0's own wait may have begun later than this one
+        problem = _verdict(store, local, 2 * timeout)  # rank 0 may have started to wait later than this rank
     if problem:
         raise UserError(problem)
     return store
 
 
-def _open(own: Arrival, limit: timedelta) -> dist.Store:
-    """The store of the launch: torchrun's, else one of rank 0's that the process group is going to share."""
+def _open(local: Arrival, timeout: timedelta) -> dist.Store:
+    """Open the store of the launch: torchrun's, or rank 0's, which the process group will share."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    serves = own.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = local.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store = dist.TCPStore(host, port, None, serves, limit, wait_for_workers=False, multi_tenant=True)
+        store = dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
     except dist.DistError as error:
         reason = " ".join(str(error).split("\n")[0].split())
         if serves:
             raise UserError(
-                f"Rank 0 cannot listen at port {port}, which another run may have: choose one by the launcher's "
-                f"--master_port, or MASTER_PORT ({reason})."
+                f"Rank 0 cannot listen at port {port}, which another run may use ({reason}); set another one with the "
+                "launcher's --master_port or with MASTER_PORT."
             ) from error
         raise UserError(
-            f"Rank {own.rank} waited {limit.total_seconds():.0f} s for rank 0 at {host}:{port}: has its node started, "
-            f"is that its address (the launcher's --master_addr), does a firewall lie between? ({reason})"
+            f"Rank {local.rank} waited {timeout.total_seconds():.0f} s for rank 0 at {host}:{port} ({reason}); check "
+            "that its node has started, that the address is right (the launcher's --master_addr), and the firewall."
         ) from error
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
     return dist.PrefixStore(f"neuclip_ds/{attempt}", store)
 
 
-def _arrivals(store: dist.Store, limit: timedelta) -> Iterator[Arrival]:
-    """The ranks in the order in which they come, until the limit."""
-    deadline = time.monotonic() + limit.total_seconds()
+def _arrivals(store: dist.Store, timeout: timedelta) -> Iterator[Arrival]:
+    """Yield the ranks in the order in which they arrive, until the timeout."""
+    deadline = time.monotonic() + timeout.total_seconds()
     number = 0
     while True:
         number += 1
@@ -95,32 +97,32 @@ def _arrivals(store: dist.Store, limit: timedelta) -> Iterator[Arrival]:
         yield Arrival(*json.loads(store.get(f"arrival/{number}")))
 
 
-def _look_over(arrivals: Iterator[Arrival], own: Arrival, limit: timedelta) -> str:
-    """Why the ranks cannot work together; empty when they can."""
+def _find_problem(arrivals: Iterator[Arrival], local: Arrival, timeout: timedelta) -> str:
+    """Return why the ranks cannot work together, or an empty string."""
     here: dict[int, Arrival] = {}
     for arrival in arrivals:
         if arrival.rank in here:
             hosts = f"{here[arrival.rank].host} and {arrival.host}"
-            return f"Two processes are rank {arrival.rank}, on {hosts}: give each node its own --node_rank."
-        if arrival.world_size != own.world_size:
-            sizes = f"{arrival} is one of {arrival.world_size} ranks, {own} one of {own.world_size}"
+            return f"Two processes are rank {arrival.rank}, on {hosts}: give each node a different --node_rank."
+        if arrival.world_size != local.world_size:
+            sizes = f"{arrival} is one of {arrival.world_size} ranks, {local} one of {local.world_size}"
             return f"{sizes}: start all nodes with the same hostfile and number of slots."
-        for name, value in own.facts.items():
-            if arrival.facts.get(name) != value:
-                found = _difference(value, arrival.facts.get(name, "none"))
-                return f"{arrival} has another {name} than {own}: {found}; it must be the same on all nodes."
+        for name, value in local.fingerprint.items():
+            if arrival.fingerprint.get(name) != value:
+                found = _difference(value, arrival.fingerprint.get(name, "none"))
+                return f"{arrival} differs from {local} in {name}: {found}; it must be the same on all nodes."
         here[arrival.rank] = arrival
-        if len(here) == own.world_size:
+        if len(here) == local.world_size:
             return ""
-    missing = [rank for rank in range(own.world_size) if rank not in here]
+    missing = [rank for rank in range(local.world_size) if rank not in here]
     return (
-        f"{own} waited {limit.total_seconds():.0f} s for {own.world_size} ranks; {_spans(missing)} "
-        "did not come: see what their nodes have printed."
+        f"{local} waited {timeout.total_seconds():.0f} s for {local.world_size} ranks; {_spans(missing)} "
+        "did not arrive: check the logs of their nodes."
     )
 
 
 def _difference(expected: str, found: str) -> str:
-    """The first line that differs."""
+    """Describe the first line that differs."""
     ours, theirs = expected.splitlines(), found.splitlines()
     pairs = [(theirs[i : i + 1], ours[i : i + 1]) for i in range(max(len(ours), len(theirs)))]
     line, instead_of = next((pair for pair in pairs if pair[0] != pair[1]), ([found], [expected]))
@@ -128,27 +130,27 @@ def _difference(expected: str, found: str) -> str:
 
 
 def _spans(ranks: list[int]) -> str:
-    """`rank 3` or `ranks 8-15, 17`."""
+    """Format rank numbers: `rank 3` or `ranks 8-15, 17`."""
     starts = [rank for rank in ranks if rank - 1 not in ranks]
     ends = [rank for rank in ranks if rank + 1 not in ranks]
     spans = [str(a) if a == b else f"{a}-{b}" for a, b in zip(starts, ends, strict=True)]
     return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(spans)}"
 
 
-def _verdict(store: dist.Store, own: Arrival, limit: timedelta) -> str:
+def _verdict(store: dist.Store, local: Arrival, timeout: timedelta) -> str:
     try:
-        store.wait(["verdict"], limit)
+        store.wait(["verdict"], timeout)
         problem = store.get("verdict").decode()
         store.add("read", 1)
     except dist.DistError as error:
         raise UserError(
-            f"Rank {own.rank} met rank 0, which ended before all ranks had come: see what its node printed."
+            f"Rank {local.rank} reached rank 0, which ended before all ranks had arrived: check the log of its node."
         ) from error
     return problem
 
 
-def _let_them_read(store: dist.Store, seconds: float = 3.0) -> None:
-    """The store ends with rank 0, which therefore waits until those who have come know why."""
+def _wait_for_readers(store: dist.Store, seconds: float = 3.0) -> None:
+    """Wait on rank 0, whose end closes the store, until the ranks that have arrived have read the verdict."""
     deadline = time.monotonic() + seconds
     while store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -1,22 +1,19 @@
-"""Bytes that one rank sends, and receives as many, in the ring algorithm of a collective.
+"""Count the bytes that one rank sends and receives in the ring algorithm of a collective.
 
-The same formulas count what an objective sends, what DeepSpeed sends and what a plan predicts, so that methods can be
-compared whatever the backend does inside.
+The same formulas count the traffic of an objective, of DeepSpeed and of a plan, so that methods can be compared
+whatever the backend uses.
 """
 
 from __future__ import annotations
 
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
-    """
-    Args:
-        op: all_gather, all_reduce, reduce_scatter, reduce, broadcast, all_to_all; others (barrier) carry nothing.
-        size: bytes of the tensor that a rank puts in: its own rows of an all-gather, all ranks' rows of a
-            reduce-scatter, the whole of the rest.
-        world_size: ranks K of the group.
+    """Return the bytes that a rank sends; for `reduce` and `broadcast`, whose ranks differ, the mean over ranks.
 
-    Returns:
-        The rank's share; of `reduce` and `broadcast`, whose ranks differ, the mean over them.
+    Args:
+        op: all_gather, all_reduce, reduce_scatter, reduce, broadcast or all_to_all; others (barrier) count 0.
+        size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others.
+        world_size: number of ranks K.
     """
     others = world_size - 1
     if op == "all_gather":

@@ -1,12 +1,13 @@
 """The DeepSpeed JSON of a run: the user's file, completed by the recipe; free of torch.
 
 The recipe owns batch, learning rate, optimizer and clipping, the JSON owns precision, ZeRO and offload. A JSON that
-says something about the recipe's part must say the same (or "auto").
+sets something of the recipe's part must set the same value (or "auto").
 """
 
 from __future__ import annotations
 
 import json
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +15,20 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
+DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are tested, as in requirements.txt
 
 
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
-    """DeepSpeed's config for this run.
+    """Return DeepSpeed's config for this run.
 
     Raises:
-        UserError: the file is missing or no JSON, or contradicts the recipe.
+        UserError: DeepSpeed is of another version, or its JSON file is missing, damaged or contradicts the recipe.
     """
+    require_version()
     path, engine = read_engine_file(config.deepspeed)
-    rank_batch = config.rank_batch(world_size)
     ours = {
         # the engine must not average over micro-batches: the feature gradients are already those of the whole batch
-        "train_micro_batch_size_per_gpu": rank_batch,
+        "train_micro_batch_size_per_gpu": config.rank_batch(world_size),
         "train_batch_size": config.data.batch_size,
         "gradient_accumulation_steps": 1,
         "gradient_clipping": config.optimizer.clip_norm,
@@ -34,9 +36,32 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     for key, value in ours.items():
         if engine.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f"{path} sets {key}={engine[key]}, but the recipe makes it {value} (it owns the batch and clipping): "
+                f"{path} sets {key}={engine[key]}, but the recipe sets {value} (it owns the batch and clipping): "
                 f"remove the key from the JSON or set it to auto."
             )
+    _refuse_unsupported(path, engine)
+    if zero_stage(engine) == 3 and config.model.compile:
+        raise UserError(
+            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights inside modules: omit one of them."
+        )
+    return {**engine, **ours, "zero_allow_untested_optimizer": True}
+
+
+def require_version() -> None:
+    """Raise `UserError` unless the tested version of DeepSpeed is installed."""
+    try:
+        installed = version("deepspeed")
+    except PackageNotFoundError:
+        installed = "none"
+    if installed.partition("+")[0] != DEEPSPEED:
+        raise UserError(
+            f"Installed DeepSpeed: {installed}. neuclip_ds reads private fields of DeepSpeed and is tested with "
+            f"{DEEPSPEED} alone; 0.19.0 to 0.19.3 also compute wrong gradients under ZeRO 2 in bf16 "
+            f"(github.com/deepspeedai/DeepSpeed/issues/8224). Run: pip install deepspeed=={DEEPSPEED}"
+        )
+
+
+def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     for key in ("optimizer", "scheduler"):
         if key in engine:
             raise UserError(
@@ -46,7 +71,8 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
         raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
     zero = engine.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
-        if zero.get(key, {}).get("device") == "nvme" or zero.get(key, {}).get("ratio", 1) != 1:
+        section = zero.get(key) or {}
+        if section.get("device") == "nvme" or section.get("ratio", 1) != 1:
             raise UserError(
                 f"{path} sets zero_optimization.{key} to a disk or to a share of the optimizer, which checkpoints do "
                 'not read; set "device": "cpu" and no ratio.'
@@ -54,27 +80,23 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     stage = zero.get("stage", 0)
     if stage not in (0, 1, 2, 3):
         raise UserError(f"{path} sets zero_optimization.stage={stage!r}; it must be 0, 1, 2 or 3.")
-    if stage == 3 and config.model.compile:
-        raise UserError(
-            f"model.compile does not work with ZeRO 3 ({path}), which fetches weights within modules: leave one away."
-        )
-    return {**engine, **ours, "zero_allow_untested_optimizer": True}
 
 
 def is_bf16(engine: dict[str, Any]) -> bool:
-    """Whether the towers run in bfloat16."""
+    """Return whether the towers run in bfloat16."""
     return bool(engine.get("bf16", {}).get("enabled", False))
 
 
 def zero_stage(engine: dict[str, Any]) -> int:
+    """Return the stage of ZeRO, 0 without."""
     return int(engine.get("zero_optimization", {}).get("stage", 0))
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """The JSON of that name or path, as the user has written it, and where it is.
+    """Return the path and the content, as the user has written it, of a JSON file that is named or given by path.
 
     Raises:
-        UserError: it is missing or no JSON object.
+        UserError: the file is missing or holds no JSON object.
     """
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)

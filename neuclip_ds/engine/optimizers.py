@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +9,6 @@ from timm.optim import Lion
 from torch import nn
 
 from neuclip_ds.config import OptimizerConfig
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.lamb import Lamb
 
 Groups = list[dict[str, Any]]
@@ -26,44 +24,16 @@ def parameter_groups(module: nn.Module, weight_decay: float) -> Groups:
     return [group for group in groups if group["params"]]
 
 
-def build_optimizer(
-    module: nn.Module, config: OptimizerConfig, shards: Communicator | None = None
-) -> torch.optim.Optimizer:
-    """The optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate at every step.
-
-    Args:
-        module: the encoders.
-        config: name and constants.
-        shards: the ranks over which ZeRO will partition parameters or their masters; None where it will not.
-    """
-    return _BUILDERS[config.name](parameter_groups(module, config.weight_decay), config, shards)
-
-
-def _adamw(groups: Groups, config: OptimizerConfig, shards: Communicator | None) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
-
-
-def _lamb(groups: Groups, config: OptimizerConfig, shards: Communicator | None) -> torch.optim.Optimizer:
-    """Vectors keep Adam's step (trust ratio 1), as in EVA-CLIP."""
-    single = [
-        {"params": [p], "weight_decay": group["weight_decay"], "adapt": p.ndim >= 2}
-        for group in groups
-        for p in group["params"]
-    ]
-    return Lamb(single, lr=config.lr, betas=config.betas, eps=config.eps, communicator=shards)
-
-
-def _lion(groups: Groups, config: OptimizerConfig, shards: Communicator | None) -> torch.optim.Optimizer:
-    return Lion(groups, lr=config.lr, betas=config.betas)
-
-
-def _sgd(groups: Groups, config: OptimizerConfig, shards: Communicator | None) -> torch.optim.Optimizer:
-    return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)
-
-
-_BUILDERS: dict[str, Callable[[Groups, OptimizerConfig, Communicator | None], torch.optim.Optimizer]] = {
-    "adamw": _adamw,
-    "lamb": _lamb,
-    "lion": _lion,
-    "sgd": _sgd,
-}
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate."""
+    groups = parameter_groups(module, config.weight_decay)
+    match config.name:
+        case "adamw":
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps)
+        case "lamb":  # vectors keep Adam's step (trust ratio 1), as in EVA-CLIP
+            adapted = [{**group, "adapt": group["params"][0].ndim >= 2} for group in groups]
+            return Lamb(adapted, lr=config.lr, betas=config.betas, eps=config.eps)
+        case "lion":
+            return Lion(groups, lr=config.lr, betas=config.betas)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)

@@ -1,20 +1,20 @@
-"""Streaming counts behind the metrics: sums by class and by group, joined over ranks; their size is not the data's."""
+"""Accumulators of the metrics: streaming sums per class and per group, whose size does not grow with the data."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.evaluation import Communicator
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation.metrics import hit_probability
 
 
-class ClassCounts:
-    """By class (C,), float64.
+class ClassAccumulator:
+    """Hits, predictions and support per class, each (C,) float64.
 
     Attributes:
-        top1, top5: samples of the class that are recognised at first, or among the first five.
-        predicted: samples that are taken for the class.
+        top1, top5: samples of the class whose first, or one of whose first five, predictions is right.
+        predicted: samples that are predicted as the class.
         support: samples of the class.
     """
 
@@ -38,20 +38,18 @@ class ClassCounts:
         return self._sums[3]
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Counts a batch.
-
-        Ties count by expectation. A sample with a NaN score is taken for no class.
+        """Add a batch; ties count by expectation, and a sample with a NaN score is predicted as no class.
 
         Args:
             scores: (n, C) of each sample for each class; equal ones are ties.
             labels: (n,) int64.
 
         Returns:
-            (n,) and (n,) float64: how far each sample is recognised at first, and among the first five.
+            (n,) and (n,) float64: probability that each sample's label is predicted first, and among the first five.
         """
-        own = scores.gather(1, labels[:, None])
-        ahead = (~(scores <= own)).sum(dim=1)
-        tied = (scores == own).sum(dim=1) - 1
+        label_score = scores.gather(1, labels[:, None])
+        ahead = (~(scores <= label_score)).sum(dim=1)
+        tied = (scores == label_score).sum(dim=1) - 1
         top1, top5 = (hit_probability(ahead, tied.clamp(min=0), k) for k in (1, 5))
         best = (scores == scores.amax(dim=1, keepdim=True)).double()
         self._sums[:2].index_add_(1, labels, torch.stack([top1, top5]))
@@ -59,16 +57,16 @@ class ClassCounts:
         self._sums[3] += labels.bincount(minlength=self._sums.shape[1])
         return top1, top5
 
-    def join(self, communicator: Communicator) -> None:
-        """Adds up what the ranks have counted."""
+    def all_reduce(self, communicator: Communicator) -> None:
+        """Replace this rank's sums by those over all ranks."""
         self._sums = communicator.all_reduce(self._sums, "evaluation")
 
 
-class GroupCounts:
-    """By group (G,), float64, groups being whole numbers from 0 on; G is the largest that has been met, and one.
+class GroupAccumulator:
+    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G follows the largest one added.
 
     Attributes:
-        hits: samples of the group that are recognised.
+        hits: samples of the group that are predicted correctly.
         counts: samples of the group.
     """
 
@@ -84,13 +82,13 @@ class GroupCounts:
         return self._sums[1]
 
     def add(self, hits: Tensor, groups: Tensor) -> None:
-        """Counts a batch: (n,) how far each sample is recognised, and (n,) int64 its group."""
+        """Add a batch: (n,) probability of a hit and (n,) int64 group of each sample."""
         if len(groups):
             self._grow(int(groups.max()) + 1)
             self._sums.index_add_(1, groups, torch.stack([hits, torch.ones_like(hits)]))
 
-    def join(self, communicator: Communicator) -> None:
-        """Adds up what the ranks have counted."""
+    def all_reduce(self, communicator: Communicator) -> None:
+        """Replace this rank's sums by those over all ranks."""
         size = torch.tensor([self._sums.shape[1]], device=self._sums.device)
         self._grow(int(communicator.all_gather(size, "evaluation").max()))
         self._sums = communicator.all_reduce(self._sums, "evaluation")

@@ -1,4 +1,4 @@
-"""Encodes any number of images and texts in batches of one shape, equally often on every rank."""
+"""Encoding of any number of images and texts in batches of one shape, equally often on every rank."""
 
 from __future__ import annotations
 
@@ -7,54 +7,46 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from neuclip_ds.evaluation import Communicator, Encode
-
-Tokenize = Callable[[list[str]], Tensor]
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.evaluation import Encode
 
 
 class BatchEncoder:
-    """A model that is called equally often, with equal shapes, on every rank, as ZeRO-3 needs it.
+    """Model that is called equally often, with equal shapes, on every rank, as ZeRO-3 requires.
 
     Attributes:
         size: rows of every call.
     """
 
-    def __init__(self, encode: Encode, tokenize: Tokenize, communicator: Communicator, size: int) -> None:
+    def __init__(
+        self, encode: Encode, tokenize: Callable[[list[str]], Tensor], communicator: Communicator, size: int
+    ) -> None:
         """
         Args:
             encode: gives the features of a batch; see `Encode`.
             tokenize: n texts -> (n, T) tokens.
-            communicator: the ranks, who call `images` and `texts` together.
+            communicator: the ranks, which call `encode_images` and `encode_texts` together.
             size: rows of every call.
         """
         self.size = size
         self._encode, self._tokenize, self._communicator = encode, tokenize, communicator
 
-    def images(self, rows: Sequence[Tensor]) -> Tensor:
-        """n >= 1 images (3, H, W), another n on another rank -> (n, d) features."""
+    def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
+        """Encode n >= 1 images (3, H, W) to (n, d) features; n may differ between ranks."""
+        return self._encode_batches(lambda batch: self._encode(torch.stack(batch), None)[0], rows)
 
-        def features(low: int) -> Tensor:
-            found, _ = self._encode(torch.stack(self._filled(rows, low)), None)
+    def encode_texts(self, rows: Sequence[str]) -> Tensor:
+        """Encode n >= 1 texts to (n, d) features; n may differ between ranks."""
+        return self._encode_batches(lambda batch: self._encode(None, self._tokenize(batch))[1], rows)
+
+    def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
+        """Encode batches that are padded with the first row, as many as the rank with the most rows needs."""
+        local = torch.tensor([len(rows)], device=self._communicator.device)
+        most = int(self._communicator.all_gather(local, "evaluation").max())
+        features = []
+        for low in range(0, most, self.size):
+            batch = list(rows[low : low + self.size])
+            found = encode(batch + [rows[0]] * (self.size - len(batch)))
             assert found is not None
-            return found
-
-        return self._in_turns(features, len(rows))
-
-    def texts(self, rows: Sequence[str]) -> Tensor:
-        """n >= 1 texts, another n on another rank -> (n, d) features."""
-
-        def features(low: int) -> Tensor:
-            _, found = self._encode(None, self._tokenize(self._filled(rows, low)))
-            assert found is not None
-            return found
-
-        return self._in_turns(features, len(rows))
-
-    def _in_turns(self, features: Callable[[int], Tensor], own: int) -> Tensor:
-        most = self._communicator.all_gather(torch.tensor([own], device=self._communicator.device), "evaluation").max()
-        return torch.cat([features(low) for low in range(0, int(most), self.size)])[:own]
-
-    def _filled(self, rows: Sequence, low: int) -> list:
-        """Rows from `low` on, a batch of them, filled up with the first of all."""
-        part = list(rows[low : low + self.size])
-        return part + [rows[0]] * (self.size - len(part))
+            features.append(found)
+        return torch.cat(features)[: len(rows)]

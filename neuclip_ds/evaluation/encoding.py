@@ -1,4 +1,4 @@
-"""A model as evaluation takes it."""
+"""The model as a function from images and tokens to features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from neuclip_ds.evaluation import Encode
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:
-    """Features without gradients of a `DualEncoder`, or of the engine around one, in evaluation mode at every call."""
+    """Return the `Encode` of a `DualEncoder`, or of the engine around one: evaluation mode, without gradients."""
 
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()

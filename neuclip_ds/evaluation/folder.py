@@ -1,11 +1,11 @@
 """Evaluation sets on disk, in the webdataset layout that CLIP_benchmark and DataComp publish.
 
-    SET/classnames.txt  zeroshot_classification_templates.txt    words, of labelled sets
-    SET/dataset_type.txt                                         `retrieval` for captioned sets; else absent
+    SET/classnames.txt  zeroshot_classification_templates.txt    prompts, of labelled sets
+    SET/dataset_type.txt                                         `retrieval` for captioned sets, otherwise absent
     SET/test/nshards.txt  0.tar  1.tar ...                       samples KEY.jpg (jpeg, png, webp), KEY.cls, KEY.txt ...
 
-A shard's headers are walked when it is its turn, so that one shard's index is in memory at a time; bytes are read when
-they are asked for. A damaged shard is an error: scores of a set that lacks samples are no scores of that set.
+Each shard is indexed when its turn comes, so that one shard's index is in memory at a time; bytes are read on demand.
+A damaged shard is an error: the scores of an incomplete set are not the set's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from neuclip_ds.errors import UserError
 
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
-    "and test/0.tar, test/1.tar, ...; a retrieval set needs no words, but dataset_type.txt with the word retrieval"
+    "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
 )
 
 
@@ -37,19 +37,19 @@ class Sample:
         self._shard, self._members = shard, entry.members
 
     def image(self, prefix: str = "") -> bytes:
-        """Its encoded image; where it has several, the one whose extension begins with `prefix`.
+        """Return the encoded image; of several, the one whose extension begins with `prefix`.
 
         Raises:
-            UserError: it has none, or cannot be read.
+            UserError: the sample has no image, or it cannot be read.
         """
         names = [prefix + extension for extension in IMAGE_EXTENSIONS]
         for name in names:
             if name in self._members:
                 return self.read(name)
-        raise UserError(f"{self.name} has no image; one of {', '.join(names)} is needed.")
+        raise UserError(f"{self.name} has no image; add one of {', '.join(names)}.")
 
     def read(self, extension: str) -> bytes:
-        """The bytes of a member.
+        """Return the bytes of a member.
 
         Raises:
             UserError: the sample has no such member, or it cannot be read.
@@ -62,18 +62,18 @@ class Sample:
             raise UserError(f"{self.name} cannot be read ({error}); check the storage.") from error
 
     def text(self, extension: str) -> str:
-        """As `read`, decoded and stripped."""
+        """Return the text of a member, stripped; raises as `read` does."""
         return self.read(extension).decode("utf-8", "replace").strip()
 
 
 @dataclass(frozen=True)
 class EvaluationFolder:
-    """A set on disk.
+    """Evaluation set on disk.
 
     Attributes:
-        path: of the folder.
+        path: the folder.
         shards: its tar files.
-        kind: what dataset_type.txt says: `classification` (without the file), `retrieval` or `multilabel`.
+        kind: content of dataset_type.txt: `classification` (without the file), `retrieval` or `multilabel`.
     """
 
     path: Path
@@ -82,10 +82,10 @@ class EvaluationFolder:
 
     @classmethod
     def read(cls, path: Path) -> EvaluationFolder:
-        """Finds the shards of a set.
+        """Find the shards of a set.
 
         Raises:
-            UserError: a file is missing or not in the layout.
+            UserError: a file is missing or malformed.
         """
         shards_file = path / "test" / "nshards.txt"
         shard_count = read_lines(shards_file)[0]
@@ -99,7 +99,7 @@ class EvaluationFolder:
         return cls(path, shards, kind)
 
     def samples(self) -> Iterator[Sample]:
-        """All samples, in order.
+        """Yield all samples, in order.
 
         Raises:
             UserError: a shard cannot be read, or is damaged.
@@ -111,12 +111,12 @@ class EvaluationFolder:
 
     @property
     def bytes(self) -> int:
-        """Of all shards."""
+        """Size of all shards together."""
         return sum(shard.stat().st_size for shard in self.shards)
 
 
 class _Shard:
-    """An open shard; closed with the last of its samples."""
+    """Open shard, which closes when its last sample is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -140,15 +140,15 @@ class _Shard:
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """The stripped lines of a file that must have at least one and none blank, for a line's number has a meaning.
+    """Return the stripped lines of a file that must have at least one and none blank, as line numbers have a meaning.
 
     Raises:
-        UserError: it is missing, or a line is blank.
+        UserError: the file is missing, or a line is blank.
     """
     _require(path)
     lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
     if "" in lines:
-        raise UserError(f"{path}: line {lines.index('') + 1} is blank; every line must hold an entry.")
+        raise UserError(f"{path}: line {lines.index('') + 1} is blank; write an entry on every line.")
     return lines
 
 

@@ -1,6 +1,6 @@
-"""Metrics as pure functions of counts, float64: what scikit-learn and WILDS compute from lists of predictions.
+"""Metrics as pure functions of float64 counts: what scikit-learn and WILDS compute from lists of predictions.
 
-Counts may be fractions: of two classes that score exactly alike, each is predicted by a half.
+Counts may be fractions: of two classes with equal scores, each counts as predicted by a half.
 """
 
 from __future__ import annotations
@@ -10,28 +10,28 @@ from torch import Tensor
 
 
 def ratio(hits: Tensor, counts: Tensor) -> float:
-    """Sum of the hits over that of the counts: accuracy."""
+    """Return the accuracy: the sum of the hits over that of the counts."""
     return float(hits.sum() / counts.sum())
 
 
 def mean_recall(hits: Tensor, support: Tensor) -> float:
-    """Mean over the classes that occur of hits / support (balanced accuracy, "mean per class recall").
+    """Return the balanced accuracy ("mean per class recall"): hits / support averaged over the classes that occur.
 
     Args:
-        hits: (C,) samples of each class that are recognised.
+        hits: (C,) samples of each class that are predicted correctly.
         support: (C,) samples of each class.
     """
     return float(_rates(hits, support).mean())
 
 
 def macro_f1(hits: Tensor, predicted: Tensor, support: Tensor) -> float:
-    """Mean over the classes that occur of F1 = 2 hits / (predicted + support), as WILDS defines it for iWildCam.
+    """Return F1 = 2 hits / (predicted + support) averaged over the classes that occur, as WILDS does for iWildCam.
 
-    A class that is predicted but never occurs lowers the precision of none and has no F1 of its own.
+    A class that is predicted but never occurs has no F1 and lowers no other class's precision.
 
     Args:
-        hits: (C,) samples of each class that are recognised.
-        predicted: (C,) samples that are taken for each class.
+        hits: (C,) samples of each class that are predicted correctly.
+        predicted: (C,) samples that are predicted as each class.
         support: (C,) samples of each class.
     """
     occurs = support > 0
@@ -39,41 +39,41 @@ def macro_f1(hits: Tensor, predicted: Tensor, support: Tensor) -> float:
 
 
 def worst_group(hits: Tensor, counts: Tensor) -> float:
-    """Smallest accuracy of a group that occurs.
+    """Return the smallest accuracy among the groups that occur.
 
     Args:
-        hits: (G,) samples of each group that are recognised.
+        hits: (G,) samples of each group that are predicted correctly.
         counts: (G,) samples of each group.
     """
     return float(_rates(hits, counts).min())
 
 
 def _rates(hits: Tensor, counts: Tensor) -> Tensor:
-    """Of those that occur."""
+    """Return hits / counts of the classes or groups that occur."""
     occurs = counts > 0
     return hits[occurs] / counts[occurs]
 
 
 def jaccard(truth: Tensor, prediction: Tensor) -> float:
-    """Size of the intersection over that of the union of two sets, as masks (n,)."""
+    """Return the Jaccard index, intersection over union, of two sets given as masks (n,)."""
     return int((truth & prediction).sum()) / int((truth | prediction).sum())
 
 
-def hit_probability(ahead: Tensor, tied: Tensor, k: int, own: Tensor | int = 1) -> Tensor:
-    """Probability that a match is among the first k candidates when ties are put in random order.
+def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int = 1) -> Tensor:
+    """Return the probability that a match is among the first k candidates when ties are broken at random.
 
     Args:
-        ahead: (n,) rivals strictly above the match.
-        tied: (n,) rivals exactly level with it.
-        k: places.
-        own: (n,) matches at that level, of which one suffices.
+        ahead: (n,) negatives with a higher score than the match.
+        tied: (n,) negatives with exactly the same score.
+        k: length of the list.
+        matches: (n,) matches with that score, of which one suffices.
 
     Returns:
-        (n,) float64: the k - ahead places left being filled at random from tied + own, that not all go to rivals.
+        (n,) float64: the k - ahead places left are filled at random from tied + matches; not all go to negatives.
     """
     missed = torch.ones_like(ahead, dtype=torch.float64)
     for place in range(k):
         free = ahead + place < k
-        share = (tied - place).clamp(min=0).double() / (tied + own - place).clamp(min=1)
+        share = (tied - place).clamp(min=0).double() / (tied + matches - place).clamp(min=1)
         missed = torch.where(free, missed * share, missed)
     return 1 - missed

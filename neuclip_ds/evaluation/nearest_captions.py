@@ -1,7 +1,7 @@
-"""Which captions a model finds nearest to some images, its own and strangers': candidates for false negatives.
+"""Captions that a model finds nearest to some images, the image's own and others': candidates for false negatives.
 
-A stranger's caption that lies nearer than the image's own may well describe it; as a negative it pushes away what
-belongs together (TuneCLIP, Table 21 shows such captions with their similarities).
+Another image's caption that is nearer than the image's own may well describe it; as a negative it pushes a matching
+pair apart (TuneCLIP, Table 21 shows such captions with their similarities).
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Communicator
 from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.caption_retrieval import captions_of
+from neuclip_ds.evaluation.caption_retrieval import read_captions
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.sharded_batches import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
 _THUMBNAIL = 192  # pixels
 
 
-class Neighbour(NamedTuple):
-    """A caption beside an image."""
+class ScoredCaption(NamedTuple):
+    """A caption with its similarity to an image."""
 
-    caption: str
+    text: str
     similarity: float
-    own: bool
+    own: bool  # whether it is one of the image's own captions
 
 
-class Shown(NamedTuple):
-    """An image and what lies near it.
+class CaptionedImage(NamedTuple):
+    """An image with its own captions and the nearest of all captions.
 
     Attributes:
         encoded: the image's file.
@@ -46,12 +46,12 @@ class Shown(NamedTuple):
     """
 
     encoded: bytes
-    own: list[Neighbour]
-    nearest: list[Neighbour]
+    own: list[ScoredCaption]
+    nearest: list[ScoredCaption]
 
     @property
-    def strangers_ahead(self) -> int:
-        """How many of the nearest captions are others' and lie nearer than its own best."""
+    def closer_negatives(self) -> int:
+        """How many of the nearest captions are other images' and nearer than its own best."""
         return sum(not near.own and near.similarity > self.own[0].similarity for near in self.nearest)
 
 
@@ -63,10 +63,10 @@ def nearest_captions(
     communicator: Communicator,
     images: int,
     k: int = 5,
-) -> list[Shown]:
-    """The first images of a captioned set, those with the most strangers ahead first; for one rank.
+) -> list[CaptionedImage]:
+    """Return the first images of a captioned set, those with the most closer negatives first; for one rank.
 
-    Captions are streamed; k of them are kept an image, beside its own.
+    Captions are streamed; for each image its own and the k nearest are kept.
 
     Raises:
         UserError: the set has no sample, or one without image or caption.
@@ -74,35 +74,40 @@ def nearest_captions(
     samples = list(islice(folder.samples(), images))
     if not samples:
         raise UserError(f"{folder.path} has no sample; download the set again.")
-    features = encoder.images([decode(sample, transform) for sample in samples])
-    nearest: list[list[Neighbour]] = [[] for _ in samples]
-    own: list[list[Neighbour]] = [[] for _ in samples]
+    features = encoder.encode_images([decode(sample, transform) for sample in samples])
+    nearest: list[list[ScoredCaption]] = [[] for _ in samples]
+    own: list[list[ScoredCaption]] = [[] for _ in samples]
     seen = 0
-    for part in rounds(folder, captions_of, communicator, encoder.size):
-        lines = [(seen + row, line) for row, found in enumerate(part.rows) for line in found]
-        scores = score_matrix(features, encoder.texts([line for _, line in lines]))
-        best, places = scores.topk(min(k, len(lines)), dim=1)
-        for image, (values, columns) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
-            found = [
-                Neighbour(lines[column][1], value, lines[column][0] == image)
-                for value, column in zip(values, columns, strict=True)
-            ]
-            nearest[image] = _sorted(nearest[image] + found)[:k]
-        for column, (owner, line) in enumerate(lines):
-            if owner < len(samples):
-                own[owner].append(Neighbour(line, float(scores[owner, column]), True))
-        seen += part.used
-    shown = [
-        Shown(sample.image(), _sorted(captions), near)
+    for batch in sharded_batches(folder, read_captions, communicator, encoder.size):
+        lines = [(seen + row, line) for row, captions in enumerate(batch.rows) for line in captions]
+        scores = score_matrix(features, encoder.encode_texts([line for _, line in lines]))
+        _keep_nearest(nearest, scores, lines, k)
+        for column, (image, line) in enumerate(lines):
+            if image < len(samples):
+                own[image].append(ScoredCaption(line, float(scores[image, column]), True))
+        seen += batch.n_valid
+    found = [
+        CaptionedImage(sample.image(), _sorted(captions), near)
         for sample, captions, near in zip(samples, own, nearest, strict=True)
     ]
-    return sorted(shown, key=lambda one: one.strangers_ahead, reverse=True)
+    return sorted(found, key=lambda one: one.closer_negatives, reverse=True)
 
 
-def caption_page(title: str, shown: list[Shown]) -> str:
-    """A page of HTML that needs no other file."""
-    ahead = sum(one.strangers_ahead > 0 for one in shown)
-    rows = "\n".join(_row(one) for one in shown)
+def _keep_nearest(nearest: list[list[ScoredCaption]], scores: Tensor, lines: list[tuple[int, str]], k: int) -> None:
+    """Merge a batch of captions, each with the number of its image, into the k nearest of every image."""
+    best, places = scores.topk(min(k, len(lines)), dim=1)
+    for image, (values, columns) in enumerate(zip(best.tolist(), places.tolist(), strict=True)):
+        found = [
+            ScoredCaption(lines[column][1], value, lines[column][0] == image)
+            for value, column in zip(values, columns, strict=True)
+        ]
+        nearest[image] = _sorted(nearest[image] + found)[:k]
+
+
+def caption_page(title: str, images: list[CaptionedImage]) -> str:
+    """Return a self-contained HTML page."""
+    ahead = sum(one.closer_negatives > 0 for one in images)
+    rows = "\n".join(_row(one) for one in images)
     return f"""<!doctype html>
 <meta charset="utf-8">
 <title>{html.escape(title)}</title>
@@ -112,8 +117,8 @@ td {{ vertical-align: top; padding: 0.5em 1em; border-top: 1px solid #ccc }}
 .own {{ color: #06632b }} .ahead {{ color: #a01010 }} .number {{ font-variant-numeric: tabular-nums }}
 </style>
 <h1>{html.escape(title)}</h1>
-<p>Of {len(shown)} images, {ahead} have a stranger's caption nearer than their own (red): a mistake of the model, or a
-caption that fits and that training counts as a negative. Numbers are cosine similarities.</p>
+<p>Of {len(images)} images, {ahead} have another image's caption nearer than their own (red): either the model is wrong,
+or the caption fits and training counts it as a negative. Numbers are cosine similarities.</p>
 <table>
 <tr><th></th><th>own captions</th><th>nearest of all captions</th></tr>
 {rows}
@@ -121,20 +126,20 @@ caption that fits and that training counts as a negative. Numbers are cosine sim
 """
 
 
-def _sorted(neighbours: list[Neighbour]) -> list[Neighbour]:
-    return sorted(neighbours, key=lambda near: near.similarity, reverse=True)
+def _sorted(captions: list[ScoredCaption]) -> list[ScoredCaption]:
+    return sorted(captions, key=lambda near: near.similarity, reverse=True)
 
 
-def _row(shown: Shown) -> str:
+def _row(image: CaptionedImage) -> str:
     own, nearest = (
-        "<br>".join(_line(near, shown.own[0].similarity) for near in part) for part in (shown.own, shown.nearest)
+        "<br>".join(_line(near, image.own[0].similarity) for near in part) for part in (image.own, image.nearest)
     )
-    return f'<tr><td><img src="{_thumbnail(shown.encoded)}"></td><td>{own}</td><td>{nearest}</td></tr>'
+    return f'<tr><td><img src="{_thumbnail(image.encoded)}"></td><td>{own}</td><td>{nearest}</td></tr>'
 
 
-def _line(near: Neighbour, own_best: float) -> str:
+def _line(near: ScoredCaption, own_best: float) -> str:
     kind = "own" if near.own else "ahead" if near.similarity > own_best else "other"
-    return f'<span class="{kind}"><span class="number">{near.similarity:.3f}</span> {html.escape(near.caption)}</span>'
+    return f'<span class="{kind}"><span class="number">{near.similarity:.3f}</span> {html.escape(near.text)}</span>'
 
 
 def _thumbnail(encoded: bytes) -> str:

@@ -1,7 +1,7 @@
-"""Scores on disk, in the layout of DataComp's evaluation, and their averages.
+"""Scores on disk in the layout of DataComp's evaluation, and their averages.
 
 `eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
-grows as tasks are done; `model.json` says whose scores these are, so that they are never mixed with another's.
+grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ FILE = "eval_results.jsonl"
 
 
 class Average(NamedTuple):
-    """The mean score of a group of tasks.
+    """Mean score of a group of tasks.
 
     Attributes:
-        value: None unless every task of the group has a score.
-        partial: mean of those that have one, None of none.
-        missing: names of the tasks that have none.
-        tasks: how many there are.
+        value: the mean; None unless every task of the group has a score.
+        partial: mean of the scores that there are; None if there are none.
+        missing: names of the tasks without a score.
+        tasks: size of the group.
     """
 
     value: float | None
@@ -35,53 +35,55 @@ class Average(NamedTuple):
 
 
 class Results:
-    """The scores of one model."""
+    """Scores of one model."""
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
         """
         Args:
-            folder: where they are, or are to be; made if absent.
-            model: what tells this model from others.
+            folder: of the scores; created if absent.
+            model: what identifies the model.
 
         Raises:
             UserError: the folder has another model's scores, or broken ones.
         """
-        self._path, self._own = folder / FILE, folder / "model.json"
+        self._path, self._model_path = folder / FILE, folder / "model.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics: dict[str, Metrics] = {}
         if self._path.is_file():
             self._require(model)
             self.metrics = {line["key"]: line["metrics"] for line in self._lines()}
-        self._own.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
+        self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics) -> None:
-        """Appends a task's line."""
+        """Append a task's line."""
         self.metrics[task.key] = metrics
         line = json.dumps({"key": task.key, "dataset": task.name, "metrics": metrics}, allow_nan=False)
         with self._path.open("a", encoding="utf-8") as file:
             file.write(line + "\n")
 
     def _require(self, model: Mapping[str, Any]) -> None:
-        found = json.loads(self._own.read_text(encoding="utf-8")) if self._own.is_file() else None
+        found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
         if found != json.loads(json.dumps(model)):
             raise UserError(
                 f"{self._path.parent} has scores of another model or precision ({found}); choose another --out."
             )
 
     def _lines(self) -> list[dict[str, Any]]:
-        """The lines; one that was cut off when a process ended is measured again."""
+        """Return the whole lines and drop one that was cut off by a crash, whose task is then measured again."""
         text = self._path.read_text(encoding="utf-8")
-        whole, _, cut = text.rpartition("\n")
-        if cut:
+        whole, _, partial = text.rpartition("\n")
+        if partial:
             self._path.write_text(whole + "\n" if whole else "", encoding="utf-8")
         try:
             return [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
-            raise UserError(f"{self._path} is not what evaluate.py writes ({error}); move it away.") from error
+            raise UserError(
+                f"{self._path} is not a file of scores ({error}); remove it or choose another --out."
+            ) from error
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:
-    """Every average of the list, none over fewer tasks than it stands for.
+    """Return every average of the task list, without a value where a task is missing.
 
     Args:
         tasks: the list.
@@ -89,7 +91,7 @@ def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Avera
     """
     found = {}
     for name in tasks.averages:
-        group = tasks.of_average(name)
+        group = tasks.in_average(name)
         scores = {task.name: metrics.get(task.key, {}).get("main_metric") for task in group}
         present = [score for score in scores.values() if score is not None]
         partial = sum(present) / len(present) if present else None

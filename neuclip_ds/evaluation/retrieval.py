@@ -1,6 +1,6 @@
-"""Image-text retrieval: how often the true partner is among the k best of all candidates (recall@k).
+"""Image-text retrieval: how often the matching partner is among the first k of all candidates (recall@k).
 
-Ties are settled by expectation. With `ahead` rivals strictly above the match and `tied` exactly level with it, a
+Ties count by expectation. With `ahead` negatives scoring higher than the match and `tied` scoring exactly the same, a
 random order of the tied puts the match among the first k with probability (k - ahead) / (tied + 1), clamped to
 [0, 1]. A collapsed model, all of whose features are equal, thus scores k / n, which is chance, and neither 1 nor 0.
 """
@@ -8,45 +8,33 @@ random order of the tied puts the match among the first k with probability (k - 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from neuclip_ds.data.dataset import PADDING, Batch
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Communicator, Encode
+from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.metrics import hit_probability
-
-ABSENT = -1  # owner of a row that only fills up
-
-
-class PairBatch(Protocol):
-    """One rank's rows of held-out pairs; rows that are not `valid` only fill the batch up."""
-
-    @property
-    def image(self) -> Tensor: ...  # (b, 3, H, W) uint8
-    @property
-    def tokens(self) -> Tensor: ...  # (b, T)
-    @property
-    def valid(self) -> Tensor: ...  # (b,) bool
 
 
 @torch.no_grad()
 def retrieval(
     encode: Encode,
-    batches: Iterable[PairBatch],
+    batches: Iterable[Batch],
     communicator: Communicator,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
 ) -> dict[str, float]:
-    """Recall@k in both directions over the valid pairs of all ranks.
+    """Return recall@k in both directions over the valid pairs of all ranks.
 
-    Scores take O(n / K x chunk) memory a rank, gathered features O(n d).
+    Scores take O(n / K x chunk) memory per rank, gathered features O(n d).
 
     Args:
         encode: gives the features of a batch; see `Encode`.
         batches: the same number of equally shaped batches on every rank.
-        ks: the list lengths to report.
+        ks: lengths of the lists to report.
         chunk: candidates scored at once.
 
     Returns:
@@ -57,13 +45,13 @@ def retrieval(
     """
     image, text, valid = _encode_pairs(encode, batches)
     rows = valid.shape[0]
-    own = communicator.rank * rows + torch.arange(rows, device=valid.device)
-    owners = communicator.all_gather(torch.where(valid, own, ABSENT), "evaluation")
+    pair = communicator.rank * rows + torch.arange(rows, device=valid.device)
+    all_pairs = communicator.all_gather(torch.where(valid, pair, PADDING), "evaluation")
     score = inner_products(image[valid], text[valid])
     sums = [valid.sum(dtype=torch.float64)]
     for anchors, candidates in ((image, text), (text, image)):
         gathered = communicator.all_gather(candidates, "evaluation")
-        ahead, tied = count_rivals(anchors[valid], score, own[valid], gathered, owners, chunk)
+        ahead, tied = count_negatives(anchors[valid], score, pair[valid], gathered, all_pairs, chunk)
         sums += [hit_probability(ahead, tied, k).sum() for k in ks]
     pairs, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
     if not pairs:
@@ -73,49 +61,49 @@ def retrieval(
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
-    """(n,) float32 scores of rows (n, d) with rows (n, d).
+    """Return the (n,) float32 scores of rows (n, d) with rows (n, d).
 
     Inner products are summed in float64 and then rounded to float32, so that equal features give equal scores in
-    whatever order a kernel adds them up: ties do not depend on chunks or ranks.
+    whatever order a kernel sums: ties do not depend on chunks or ranks.
     """
     return (a.double() * b.double()).sum(dim=1).float()
 
 
 def score_matrix(a: Tensor, b: Tensor) -> Tensor:
-    """(n, m) float32 scores of rows (n, d) with rows (m, d), rounded as `inner_products`."""
+    """Return the (n, m) float32 scores of rows (n, d) with rows (m, d), rounded as in `inner_products`."""
     return (a.double() @ b.double().T).float()
 
 
-def count_rivals(
-    anchors: Tensor, score: Tensor, owner: Tensor, candidates: Tensor, owners: Tensor, chunk: int = 1024
+def count_negatives(
+    anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = 1024
 ) -> tuple[Tensor, Tensor]:
-    """How many wrong candidates score above each anchor's match, and how many exactly level with it.
+    """Count the negatives that score higher than each anchor's match, and those that score exactly the same.
 
-    A NaN score counts as above. Scores are held for `chunk` candidates at a time.
+    A NaN score counts as higher. Scores are held for `chunk` candidates at a time.
 
     Args:
         anchors: (n, d) float32 features.
         score: (n,) of each anchor with its best match, from `inner_products`.
-        owner: (n,) int64, whose the anchor is: candidates of the same owner are no rivals.
+        label: (n,) int64 of the anchors: candidates with the same label are no negatives.
         candidates: (m, d) float32 features.
-        owners: (m,) int64, whose each candidate is; `ABSENT` does not count.
+        labels: (m,) int64 of the candidates; those labelled `PADDING` do not count.
 
     Returns:
         (n,) int64 `ahead` and (n,) int64 `tied`.
     """
-    ahead, tied = torch.zeros_like(owner), torch.zeros_like(owner)
+    ahead, tied = torch.zeros_like(label), torch.zeros_like(label)
     exact, match = anchors.double(), score[:, None]
     for low in range(0, len(candidates), chunk):
-        part = owners[low : low + chunk]
+        part = labels[low : low + chunk]
         scores = score_matrix(exact, candidates[low : low + chunk])  # (n, chunk)
-        rival = (part != ABSENT) & (part != owner[:, None])
-        ahead += (rival & ~(scores <= match)).sum(dim=1)
-        tied += (rival & (scores == match)).sum(dim=1)
+        negative = (part != PADDING) & (part != label[:, None])
+        ahead += (negative & ~(scores <= match)).sum(dim=1)
+        tied += (negative & (scores == match)).sum(dim=1)
     return ahead, tied
 
 
-def _encode_pairs(encode: Encode, batches: Iterable[PairBatch]) -> tuple[Tensor, Tensor, Tensor]:
-    """This rank's (n, d) image features, (n, d) text features and (n,) valid, on the features' device."""
+def _encode_pairs(encode: Encode, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return this rank's (n, d) image features, (n, d) text features and (n,) valid, on the features' device."""
     images, texts, valids = [], [], []
     for batch in batches:
         image, text = encode(batch.image, batch.tokens)
@@ -124,5 +112,5 @@ def _encode_pairs(encode: Encode, batches: Iterable[PairBatch]) -> tuple[Tensor,
         texts.append(text.float())
         valids.append(batch.valid.to(image.device))
     if not valids:
-        raise UserError("The held-out data gave no batch to retrieve from; check data.val.")
+        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
     return torch.cat(images), torch.cat(texts), torch.cat(valids)

@@ -1,8 +1,8 @@
-"""RankSampler a set's samples among the ranks: each sample on one rank, once, in equally many rounds on every rank.
+"""Batches of an evaluation set sharded over the ranks: each sample goes to one rank, once.
 
-A round is `world_size * size` samples of the set, of which rank r takes every K-th from the r-th on. All ranks meet the
-end in the same round without counting ahead, so models that hold collectives (ZeRO-3) can be called once a round. A
-sample that cannot be used stops all ranks together, in the round in which one of them has met it.
+A global batch is `world_size * size` samples of the set, of which rank r takes every K-th from the r-th on. All ranks
+reach the end in the same batch without counting samples first, so models that run collectives (ZeRO-3) can be called
+once per batch. A sample that cannot be used stops all ranks together, in its batch.
 """
 
 from __future__ import annotations
@@ -17,66 +17,66 @@ from typing import Generic, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Communicator
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 
 T = TypeVar("T")
 
-THREADS = "evaluation"  # what the names of the threads begin with
+THREADS = "evaluation"  # prefix of the threads' names
 
 
-class Round(NamedTuple, Generic[T]):
-    """What this rank has of a round: the first `used` rows count; where it is 0, one row is there to fill a batch."""
+class ShardedBatch(NamedTuple, Generic[T]):
+    """This rank's rows of a global batch: the first `n_valid` count; where that is 0, one row of padding is there."""
 
     rows: list[T]
-    used: int
+    n_valid: int
 
 
-def rounds(
+def sharded_batches(
     folder: EvaluationFolder,
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,
     workers: int = 1,
-) -> Iterator[Round[T]]:
-    """This rank's samples, a round ahead of their use.
+) -> Iterator[ShardedBatch[T]]:
+    """Yield this rank's batches; the next one is prepared while the current one is used.
 
     Args:
         folder: the set, the same on all ranks.
-        prepare: reads and decodes a sample, in a thread; raises `UserError` where it is of no use.
-        communicator: the ranks, who all take every round.
-        size: samples a rank has in a round, fewer in the last one.
-        workers: threads that prepare; image decoders work outside of Python's lock.
+        prepare: reads and decodes a sample, in a thread; raises `UserError` where it cannot be used.
+        communicator: the ranks, which all take every batch.
+        size: samples per rank and batch, fewer in the last one.
+        workers: threads that prepare; image decoders release Python's lock.
 
     Raises:
-        UserError: on all ranks, what one of them has met.
+        UserError: on all ranks, with the problem of the first rank that has one.
     """
-    _agree_on_size(folder, communicator)
-    prepared = _prepared(_dealt(folder, communicator, size), prepare, max(1, workers))
-    # closed here and not by the garbage collector, which may run while a thread that is to end needs what it holds up
+    _require_equal_copies(folder, communicator)
+    prepared = _prepare_ahead(_shard(folder, communicator, size), prepare, max(1, workers))
+    # closed here, as the garbage collector may run while this thread holds a lock that the pool needs to shut down
     with closing(prepared):
-        while (found := together(communicator, lambda: next(prepared, None))) is not None:
-            yield found
+        while (batch := run_on_all_ranks(communicator, lambda: next(prepared, None))) is not None:
+            yield batch
 
 
-def together(communicator: Communicator, work: Callable[[], T]) -> T:
-    """What `work` gives on each rank; a `UserError` of one is raised on all, so that none waits for it.
+def run_on_all_ranks(communicator: Communicator, work: Callable[[], T]) -> T:
+    """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`, so that none waits.
 
     Raises:
-        UserError: the first rank's that has met one.
+        UserError: `work` has failed on some rank.
     """
     try:
-        found = work()
+        result = work()
     except UserError as error:
         communicator.agree(str(error))
         raise
     communicator.agree(None)
-    return found
+    return result
 
 
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
-    """(3, H, W) uint8 pixels of a sample; for `prefix` see `Sample.image`.
+    """Decode a sample's image to (3, H, W) uint8 pixels; for `prefix` see `Sample.image`.
 
     Raises:
         UserError: it has no image, or a broken one.
@@ -84,35 +84,34 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
     encoded = sample.image(prefix)
     try:
         return transform(encoded)
-    except Exception as error:  # decoders raise what they like; all of it is about this one file
-        raise UserError(f"{sample.name} cannot be decoded ({error}); mend or remove it.") from error
+    except Exception as error:  # decoders raise anything; all of it is about this one file
+        raise UserError(f"{sample.name} cannot be decoded ({error}); fix or remove it.") from error
 
 
-def _agree_on_size(folder: EvaluationFolder, communicator: Communicator) -> None:
-    """Ranks whose copies of the set differ would wait for each other for ever."""
-    own = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
-    everyones = communicator.all_gather(own, "evaluation")
-    if (everyones != everyones[0]).any():
+def _require_equal_copies(folder: EvaluationFolder, communicator: Communicator) -> None:
+    """Refuse copies of the set that differ between ranks, which would wait for each other forever."""
+    local = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
+    gathered = communicator.all_gather(local, "evaluation")
+    if (gathered != gathered[0]).any():
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
 
 
-def _dealt(folder: EvaluationFolder, communicator: Communicator, size: int) -> Iterator[Round[Sample]]:
+def _shard(folder: EvaluationFolder, communicator: Communicator, size: int) -> Iterator[ShardedBatch[Sample]]:
     samples = folder.samples()
     for first in samples:
-        whole = chain([first], islice(samples, communicator.world_size * size - 1))
-        own = list(islice(whole, communicator.rank, None, communicator.world_size))
-        yield Round(own or [first], len(own))
+        batch = chain([first], islice(samples, communicator.world_size * size - 1))
+        local = list(islice(batch, communicator.rank, None, communicator.world_size))
+        yield ShardedBatch(local or [first], len(local))
 
 
-def _prepared(
-    dealt: Iterator[Round[Sample]], prepare: Callable[[Sample], T], workers: int
-) -> Generator[Round[T], None, None]:
-    """While a round is in use, the next one is prepared."""
+def _prepare_ahead(
+    batches: Iterator[ShardedBatch[Sample]], prepare: Callable[[Sample], T], workers: int
+) -> Generator[ShardedBatch[T], None, None]:
     pool = ThreadPoolExecutor(workers, thread_name_prefix=THREADS)
-    pending: deque[Round] = deque()
+    pending: deque[ShardedBatch] = deque()
     try:
-        for own in dealt:
-            pending.append(Round([pool.submit(prepare, sample) for sample in own.rows], own.used))
+        for batch in batches:
+            pending.append(ShardedBatch([pool.submit(prepare, sample) for sample in batch.rows], batch.n_valid))
             if len(pending) == 2:
                 yield _result(pending.popleft())
         yield from map(_result, pending)
@@ -120,5 +119,5 @@ def _prepared(
         pool.shutdown(cancel_futures=True)
 
 
-def _result(own: Round) -> Round:
-    return Round([future.result() for future in own.rows], own.used)
+def _result(pending: ShardedBatch) -> ShardedBatch:
+    return pending._replace(rows=[future.result() for future in pending.rows])

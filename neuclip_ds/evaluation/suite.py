@@ -1,4 +1,4 @@
-"""Runs a task of the list and names its metrics as DataComp's evaluation does (eval_utils/, eval_results.jsonl)."""
+"""Measurement of a task, whose metrics are named as in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from pathlib import Path
 
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Communicator
-from neuclip_ds.evaluation.accumulators import ClassCounts, GroupCounts
+from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
 from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
-from neuclip_ds.evaluation.sharded_batches import together
+from neuclip_ds.evaluation.sharded_batches import run_on_all_ranks
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import GroupBy, ZeroShotSet, classify
@@ -25,7 +25,7 @@ Metrics = dict[str, float | None]
 
 @dataclass(frozen=True)
 class Suite:
-    """A model and how its input is made.
+    """Model with the transform and the ranks that measure it.
 
     Attributes:
         encoder: the model.
@@ -40,11 +40,11 @@ class Suite:
     workers: int = 1
 
     def measure(self, task: Task, folder: Path) -> Metrics:
-        """The metrics of a task, `main_metric` being its score, equal on all ranks.
+        """Return the metrics of a task, equal on all ranks; `main_metric` is its score.
 
         Args:
             task: what to measure.
-            folder: where its data are.
+            folder: of its data.
 
         Raises:
             UserError: on all ranks; the data are incomplete or broken.
@@ -55,7 +55,7 @@ class Suite:
 
     def _classification(self, task: Task, folder: Path) -> Metrics:
         groups = {rule.field: GroupBy(rule.column, rule.top) for rule in task.groups}
-        image_set = together(self.communicator, lambda: ZeroShotSet.read(folder))
+        image_set = run_on_all_ranks(self.communicator, lambda: ZeroShotSet.read(folder))
         counts, by_group = classify(self.encoder, image_set, self.transform, self.communicator, groups, self.workers)
         metrics = _accuracies(counts)
         if task.f1:
@@ -67,17 +67,19 @@ class Suite:
         return metrics
 
     def _retrieval(self, task: Task, folder: Path) -> Metrics:
-        captioned = together(self.communicator, lambda: EvaluationFolder.read(folder))
+        captioned = run_on_all_ranks(self.communicator, lambda: EvaluationFolder.read(folder))
         if captioned.kind != "retrieval":
-            raise UserError(f"{folder} is to be a retrieval set; write the word retrieval to its dataset_type.txt.")
+            raise UserError(
+                f"{folder} is a {captioned.kind} set, not a retrieval set; write retrieval to its dataset_type.txt."
+            )
         return {**caption_retrieval(self.encoder, captioned, self.transform, self.communicator, workers=self.workers)}
 
     def _winogavil(self, task: Task, folder: Path) -> Metrics:
-        instances = together(self.communicator, lambda: EvaluationFolder.read(folder))
+        instances = run_on_all_ranks(self.communicator, lambda: EvaluationFolder.read(folder))
         return winogavil(self.encoder, instances, self.transform, self.communicator, self.workers)
 
 
-def _accuracies(counts: ClassCounts) -> Metrics:
+def _accuracies(counts: ClassAccumulator) -> Metrics:
     return {
         "acc1": ratio(counts.top1, counts.support),
         "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
@@ -85,9 +87,11 @@ def _accuracies(counts: ClassCounts) -> Metrics:
     }
 
 
-def _group_accuracies(rule: GroupRule, groups: GroupCounts) -> Metrics:
-    """Of every group that occurs. WILDS leaves out FMoW's region "Other" by its name, which DataComp's sets do not
-    have, so that published scores count it; so does ours."""
+def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:
+    """Return the accuracy of every group that occurs.
+
+    WILDS omits FMoW's region "Other" by its name. DataComp's sets have no names, so published scores count it, as here.
+    """
     metrics: Metrics = {f"{rule.accuracy}_avg": ratio(groups.hits, groups.counts)}
     for number, (hits, count) in enumerate(zip(groups.hits.tolist(), groups.counts.tolist(), strict=True)):
         if count:

@@ -1,4 +1,4 @@
-"""What an evaluation found, as Markdown for people and as a tree for programs."""
+"""Summary of an evaluation, as Markdown and as a tree for programs."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from neuclip_ds.evaluation.tasks import TaskList, published_scores
 
 
 def summary_tree(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Any]:
-    """Average -> value (null unless complete), partial, missing, tasks."""
+    """Return for each average its value (null unless complete), partial, missing and tasks."""
     return {name: average._asdict() for name, average in averages(tasks, metrics).items()}
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str | None = None) -> str:
-    """Scores, averages and, for a setting of the papers, their scores; in percent.
+    """Return scores and averages in percent, and next to them those published for a setting.
 
     Args:
         tasks: the list.
         metrics: key -> metrics of the tasks that have been measured.
-        setting: a setting of published.yaml.
+        setting: one of `settings`.
     """
     measured = [task for task in tasks.tasks if task.key in metrics]
     lines = ["| task | metric | score |", "|---|---|---|"]
@@ -36,26 +36,26 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str |
         lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
     lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
     values = {name: average.value for name, average in found.items()}
-    for table in beside_published(setting, values) if setting is not None else ():
+    for table in compare_with_published(setting, values) if setting is not None else ():
         rule = "|---" * len(table.header) + "|"
         lines += ["", f"{table.title}:", "", _row(table.header), rule, _row(table.scores)]
     return "\n".join(lines)
 
 
 class Comparison(NamedTuple):
-    """A model's average beside those that a source prints, in percent."""
+    """A model's average next to those that a source published, in percent."""
 
     title: str
     header: list[str]
     scores: list[str]
 
 
-def beside_published(setting: str, values: Mapping[str, float | None]) -> list[Comparison]:
-    """One table for each source that has scores of a setting.
+def compare_with_published(setting: str, values: Mapping[str, float | None]) -> list[Comparison]:
+    """Return one table for each source that has scores of a setting.
 
     Args:
-        setting: a setting of published.yaml.
-        values: average -> of the model at hand, in [0, 1]; None where it has none.
+        setting: one of `settings`.
+        values: average -> of this model, in [0, 1]; None where it has none.
     """
     return [
         Comparison(
@@ -69,12 +69,12 @@ def beside_published(setting: str, values: Mapping[str, float | None]) -> list[C
 
 
 def setting_of(name: str) -> str | None:
-    """The setting of published.yaml that a run's or recipe's name begins with."""
+    """Return the setting that a run's or recipe's name begins with, None if it is not published."""
     return next((s for s in settings() if name == s or name.startswith(f"{s}_")), None)
 
 
 def settings() -> list[str]:
-    """Those that the papers have scores of."""
+    """Return the papers' settings (model and data) with published scores, such as `cc3m`."""
     return list(dict.fromkeys(name for entry in published_scores() for name in entry.percent))
 
 

@@ -1,4 +1,4 @@
-"""The tasks of DataComp as data (datacomp.yaml), and where each lies on disk."""
+"""DataComp's tasks (datacomp.yaml), their folders on disk, and published scores (published.yaml)."""
 
 from __future__ import annotations
 
@@ -20,19 +20,19 @@ _FILES = Path(__file__).parent
 
 
 class GroupRule(BaseModel):
-    """Accuracies by a column of the npy member."""
+    """Accuracies per group, which a column of the npy member gives."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     field: str
     column: int
-    worst: str  # name of the smallest
-    accuracy: str = "acc"  # what the names of the others begin with
+    worst: str  # name of the smallest accuracy
+    accuracy: str = "acc"  # prefix of the other accuracies' names
     top: Literal[1, 5] = 1
 
 
 class Task(BaseModel):
-    """An entry of datacomp.yaml, where the fields are explained."""
+    """Entry of datacomp.yaml, which explains the fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -48,24 +48,24 @@ class Task(BaseModel):
     averages: tuple[str, ...] = ()
 
     def find(self, root: Path) -> Path | None:
-        """Its folder below `root`, None where it is not on disk."""
+        """Return its folder below `root`, None where there is none."""
         names = (self.folder, self.folder.removesuffix("_test"))
         return next((root / name for name in names if (root / name).is_dir()), None)
 
 
 class TaskList(BaseModel):
-    """datacomp.yaml."""
+    """Content of datacomp.yaml."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    averages: dict[str, str]  # name -> of what
+    averages: dict[str, str]  # name -> description
     tasks: tuple[Task, ...]
 
     def choose(self, names: Sequence[str]) -> list[Task]:
-        """The tasks of these names, keys or patterns such as imagenet*, in the list's order; of none, all.
+        """Return the tasks with these names, keys or patterns such as imagenet*, in the list's order; of none, all.
 
         Raises:
-            UserError: a name fits no task.
+            UserError: a name matches no task.
         """
         unknown = [name for name in names if not any(_fits(task, name) for task in self.tasks)]
         if unknown:
@@ -74,38 +74,39 @@ class TaskList(BaseModel):
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def on_disk(self, root: Path, names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
-        """The tasks of these names and their folders; of none, all that are there, the others being logged.
+        """Return the tasks with these names and their folders; of none, all on disk, the others being logged.
 
         Raises:
-            UserError: there is none, or one that was named is missing.
+            UserError: no task is on disk, or one that was named is not.
         """
         if not root.is_dir():
-            raise UserError(f"{root} is no folder; name the one that holds the evaluation sets' folders.")
+            raise UserError(f"{root} is not a folder; name the one that holds the evaluation sets' folders.")
         chosen = self.choose(names)
-        places = {task.key: task.find(root) for task in chosen}
-        missing = [task for task in chosen if places[task.key] is None]
+        folders = {task.key: task.find(root) for task in chosen}
+        missing = [task for task in chosen if folders[task.key] is None]
         if len(missing) == len(chosen) or (names and missing):
             named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            raise UserError(f"Not below {root}: {named}; docs/evaluation.md says where to get them.")
+            raise UserError(f"Not found below {root}: {named}; docs/evaluation.md lists where to download them.")
         if missing:
-            log.warning("not below %s and left out: %s", root, ", ".join(task.name for task in missing))
-        return [(task, place) for task in chosen if (place := places[task.key]) is not None]
+            log.warning("not found below %s, and skipped: %s", root, ", ".join(task.name for task in missing))
+        return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]
 
-    def of_average(self, average: str) -> list[Task]:
-        """The tasks whose scores enter an average."""
+    def in_average(self, average: str) -> list[Task]:
+        """Return the tasks whose scores enter an average."""
         return [task for task in self.tasks if average == DATACOMP or average in task.averages]
 
 
 def _fits(task: Task, name: str) -> bool:
-    return any(fnmatch(own.lower(), name.lower()) for own in (task.key, task.name, task.folder))
+    return any(fnmatch(known.lower(), name.lower()) for known in (task.key, task.name, task.folder))
 
 
 def load_tasks() -> TaskList:
+    """Read datacomp.yaml."""
     return TaskList.model_validate(yaml.safe_load((_FILES / "datacomp.yaml").read_text(encoding="utf-8")))
 
 
-class Published(BaseModel):
-    """An entry of published.yaml: what one source prints of an average."""
+class PublishedScores(BaseModel):
+    """Entry of published.yaml: the scores that one source gives for an average."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -114,7 +115,7 @@ class Published(BaseModel):
     percent: dict[str, dict[str, float]]  # setting -> method -> score
 
 
-def published_scores() -> list[Published]:
-    """All that published.yaml has."""
+def published_scores() -> list[PublishedScores]:
+    """Read published.yaml."""
     entries = yaml.safe_load((_FILES / "published.yaml").read_text(encoding="utf-8"))
-    return [Published.model_validate(entry) for entry in entries]
+    return [PublishedScores.model_validate(entry) for entry in entries]

@@ -1,7 +1,7 @@
-"""WinoGAViL (Bitton et al. 2022): of 5 to 12 images, choose the ones that a cue word is meant to bring to mind.
+"""WinoGAViL (Bitton et al. 2022): of 5 to 12 images, choose those that are associated with a cue word.
 
-The model takes the K images nearest to the prompt "A CUE" (or "An CUE"), K being the number of right ones, and scores
-the Jaccard index of its choice and the right one, as in DataComp's eval_utils/wino_eval.py.
+The model chooses the K images nearest to the prompt "A CUE" (or "An CUE"), where K is the number of associated ones.
+The score is the Jaccard index of both sets, as in DataComp's eval_utils/wino_eval.py.
 
 There is no published webdataset form; ours is that of all evaluation sets (test/nshards.txt, test/0.tar, ...) with
 
@@ -13,29 +13,30 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Communicator
-from neuclip_ds.evaluation.accumulators import GroupCounts
+from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.sharded_batches import decode, rounds
+from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
 _SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 10**6)}
 
 
 class Instance(NamedTuple):
-    """A cue and the images to choose from."""
+    """Cue word with the images to choose from."""
 
     cue: str
     images: list[Tensor]  # (3, H, W) uint8
-    right: list[bool]  # which of the images
+    associated: list[bool]  # which of the images
 
 
 @torch.no_grad()
@@ -46,7 +47,7 @@ def winogavil(
     communicator: Communicator,
     workers: int = 1,
 ) -> dict[str, float | None]:
-    """Mean Jaccard index, of all instances and by the number of images to choose from.
+    """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
     Args:
         encoder: the model.
@@ -56,27 +57,23 @@ def winogavil(
         workers: threads that decode.
 
     Returns:
-        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has so
+        `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
         many images; equal on all ranks.
 
     Raises:
         UserError: the set is empty, or an instance is broken.
     """
-    by_size = GroupCounts(communicator.device)
-
-    def prepare(sample: Sample) -> Instance:
-        return _instance(sample, transform)
-
-    size = max(1, encoder.size // 8)  # an instance has some eight images
-    for own in rounds(folder, prepare, communicator, size, workers):
-        cues = encoder.texts([prompt(instance.cue) for instance in own.rows])
-        images = encoder.images([pixels for instance in own.rows for pixels in instance.images])
-        parts = images.split([len(instance.images) for instance in own.rows])
-        indices = [_index(*row) for row in zip(cues, parts, own.rows[: own.used], strict=False)]
-        sizes = [len(instance.images) for instance in own.rows[: own.used]]
-        device = communicator.device
-        by_size.add(torch.tensor(indices, dtype=torch.float64, device=device), torch.tensor(sizes, device=device))
-    by_size.join(communicator)
+    by_size, device = GroupAccumulator(communicator.device), communicator.device
+    size = max(1, encoder.size // 8)  # an instance has about eight images
+    for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, workers):
+        cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
+        images = encoder.encode_images([pixels for instance in batch.rows for pixels in instance.images])
+        sizes = [len(instance.images) for instance in batch.rows]
+        valid = batch.rows[: batch.n_valid]
+        indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
+        hits = torch.tensor(indices, dtype=torch.float64, device=device)
+        by_size.add(hits, torch.tensor(sizes[: batch.n_valid], device=device))
+    by_size.all_reduce(communicator)
     if not by_size.counts.sum():
         raise UserError(f"{folder.path} has no instance; write the set again.")
     found = {f"jaccard_score_{name}": _mean(by_size, *limits) for name, limits in _SIZES.items()}
@@ -84,21 +81,21 @@ def winogavil(
 
 
 def prompt(cue: str) -> str:
-    """The words by which DataComp gives a cue to the model."""
+    """Return the prompt for a cue, as DataComp writes it."""
     cue = cue.lower()
     return f"An {cue}" if cue[:1] in ("a", "e", "i", "o", "u") else f"A {cue}"
 
 
-def _index(cue: Tensor, images: Tensor, instance: Instance) -> float:
-    """Jaccard index of the choice for one cue (d,) among its images (n, d)."""
-    right = torch.tensor(instance.right)
+def _jaccard(cue: Tensor, images: Tensor, instance: Instance) -> float:
+    """Return the Jaccard index of the choice for one cue (d,) among its images (n, d)."""
+    associated = torch.tensor(instance.associated)
     scores = score_matrix(cue[None], images)[0].cpu()
-    chosen = torch.zeros_like(right)
-    chosen[scores.sort(descending=True, stable=True).indices[: int(right.sum())]] = True
-    return jaccard(right, chosen)
+    chosen = torch.zeros_like(associated)
+    chosen[scores.sort(descending=True, stable=True).indices[: int(associated.sum())]] = True
+    return jaccard(associated, chosen)
 
 
-def _mean(by_size: GroupCounts, least: int, most: int) -> float | None:
+def _mean(by_size: GroupAccumulator, least: int, most: int) -> float | None:
     hits, counts = (x[least : most + 1].sum() for x in (by_size.hits, by_size.counts))
     return float(hits / counts) if counts else None
 
@@ -108,9 +105,11 @@ def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
         tree = json.loads(sample.read("json"))
         cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{sample.name}: its json member needs cue, candidates and associations ({error}).") from error
-    right = [candidate in associations for candidate in candidates]
-    if not any(right):
+        raise UserError(
+            f"{sample.name}: its json member needs cue, candidates and associations ({error}); write the set again."
+        ) from error
+    associated = [candidate in associations for candidate in candidates]
+    if not any(associated):
         raise UserError(f"{sample.name}: none of its candidates is among its associations; write the set again.")
     images = [decode(sample, transform, f"{number}.") for number in range(len(candidates))]
-    return Instance(cue, images, right)
+    return Instance(cue, images, associated)

@@ -1,1 +1,1 @@
-"""Image and text towers, the dual encoder made of them, and the tokenizer of captions."""
+"""Image and text towers, the dual encoder, tokenizers, pretrained checkpoints and export."""

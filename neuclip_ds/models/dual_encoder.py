@@ -1,6 +1,6 @@
-"""The dual encoder of CLIP: two towers, and their features on the unit sphere of the joint space.
+"""The dual encoder of CLIP: two towers and their L2-normalised features in the joint space.
 
-It knows nothing of losses; the temperature is a float32 parameter of the objective, outside of DeepSpeed's engine.
+It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine.
 """
 
 from __future__ import annotations
@@ -16,22 +16,21 @@ from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
 
 
 class DualEncoder(nn.Module):
-    """An image and a text tower into one space of width d."""
+    """An image and a text tower with features of width d.
+
+    Args:
+        vision: (b, 3, H, W) uint8 pixels to (b, d).
+        text: (b, T) int64 ids to (b, d).
+    """
 
     def __init__(self, vision: Encoder, text: Encoder) -> None:
-        """
-        Args:
-            vision: (b, 3, H, W) uint8 pixels to (b, d).
-            text: (b, T) int64 ids to (b, d).
-        """
         super().__init__()
-        self.vision = vision
-        self.text = text
+        self.vision, self.text = vision, text
 
     def forward(
         self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
     ) -> tuple[Tensor | None, Tensor | None]:
-        """Features of images and captions; None where the input is None.
+        """Return the features of images and captions, or None where the input is None.
 
         Args:
             image: (b, 3, H, W) uint8 pixels.
@@ -39,9 +38,9 @@ class DualEncoder(nn.Module):
             text_ready: called with the text features before the image tower runs.
 
         Returns:
-            (b, d) image and text features, float32 and of unit norm whatever the dtype of the weights.
+            (b, d) image and text features of unit norm in float32, whatever the dtype of the weights.
         """
-        # The text tower, which is the faster, goes first: the gather of its features can overlap the image tower.
+        # The text tower, the faster one, runs first: the gather of its features can overlap the image tower.
         text_features = None if tokens is None else _to_sphere(self.text(tokens))
         if text_ready is not None and text_features is not None:
             text_ready(text_features)
@@ -49,25 +48,25 @@ class DualEncoder(nn.Module):
         return image_features, text_features
 
     def checkpoint_activations(self) -> None:
-        """Blocks of both towers recompute their activations in the backward pass.
+        """Make the blocks of both towers recompute their activations in the backward pass.
 
         Raises:
-            UserError: an image model cannot.
+            UserError: the image model does not support it.
         """
         self.vision.checkpoint_activations()
         self.text.checkpoint_activations()
 
     def compile_towers(self) -> None:
-        """The towers go through torch.compile at their first call; names of parameters stay as they are."""
+        """Compile the towers with torch.compile at their first call; parameter names do not change."""
         self.vision.compile()
         self.text.compile()
 
 
 def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> DualEncoder:
-    """The dual encoder of a config with random weights, a function of torch's seed.
+    """Build the dual encoder of a config with random weights, which depend on torch's seed only.
 
-    Both towers take OpenAI's quick GELU where the image model is one of timm's `quickgelu` variants, else GELU, as in
-    open_clip's configurations.
+    Both towers use OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, else GELU, as in
+    open_clip's configs.
 
     Raises:
         UserError: the config does not fit timm or the tokenizer; see `VisionTower` and `TextTower`.
@@ -82,7 +81,7 @@ def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> Dual
 
 
 def parameter_count(module: nn.Module) -> int:
-    """Number of parameters, trained or not."""
+    """Return the number of parameters, trained or not."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

@@ -1,4 +1,4 @@
-"""Where a run's dual encoder comes from: built from the config with random weights, or a pretrained checkpoint."""
+"""The source of a run's dual encoder: the config with random weights, or a pretrained checkpoint."""
 
 from __future__ import annotations
 
@@ -17,126 +17,121 @@ from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
     CheckpointRef,
-    Loaded,
-    Logits,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
+    Preprocessing,
     logit_tensors,
 )
 from neuclip_ds.models.pretrained.files import read_json
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import TextTower, VisionTower
 
 _LOGITS = "logits.json"
-FROM_SCRATCH = Logits(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
+INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
 class ModelSource(Protocol):
-    """What a run asks of its model.
+    """The interface through which a run builds, loads and saves its model.
 
     Attributes:
-        name: for people.
-        pixels: what becomes of an image before it enters the model.
+        name: name for messages.
+        preprocessing: size and normalisation of its images.
         embed_dim: width d of the joint space.
     """
 
     name: str
-    pixels: Pixels
+    preprocessing: Preprocessing
     embed_dim: int
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
-        """The model's tokenizer; `train` makes one where none is named.
+    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+        """Return the model's tokenizer; `train` makes one if none is named.
 
         Raises:
             UserError: it cannot be found.
         """
-        ...
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
-        """The architecture, without memory under `torch.device("meta")`.
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
+        """Build the architecture; without memory under `torch.device("meta")`.
 
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
-        ...
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
-        """The model to start from, and the logits that it was trained with.
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
+        """Load the initial model and the logit parameters it was trained with.
 
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
         """
-        ...
 
-    def save(self, folder: Path, logits: Logits) -> None:
-        """Writes what `open_saved` needs beside config and tokenizer; the folder is made."""
-        ...
+    def save(self, folder: Path, logits: LogitParameters) -> None:
+        """Save what `open_saved` needs in addition to config and tokenizer; the folder is created."""
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
-        """The files' form of trained weights, which are named as those of `build`."""
-        ...
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        """Return trained weights, named as those of `build`, in the form of the family's files."""
 
 
 class FromConfig:
-    """Random weights, a function of torch's seed."""
+    """A model built from the config with random weights, which depend on torch's seed only."""
 
     def __init__(self, config: ModelConfig) -> None:
         self._config = config
         self.name = config.vision.name
-        self.pixels = Pixels(config.vision.image_size, config.vision.mean, config.vision.std)
+        self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
         self.embed_dim = config.embed_dim
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> CaptionTokenizer:
         text = self._config.text
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
-        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` gave
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
+        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
-        return Loaded(self.build(tokenizer), FROM_SCRATCH)
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
+        return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
 
-    def save(self, folder: Path, logits: Logits) -> None:
-        """The run's config.yaml and tokenizer say it all."""
+    def save(self, folder: Path, logits: LogitParameters) -> None:
+        """Save nothing: the run's config.yaml and tokenizer are enough."""
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         with torch.device("meta"):
             model = self.build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
         config = {
             "embed_dim": self.embed_dim,
             "vision": self._config.vision.model_dump(),
-            "clip_vision": clip_vision_config(vision, self.pixels.size),
+            "clip_vision": clip_vision_config(vision, self.preprocessing.size),
             "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
             "linear_projection": isinstance(vision.projection, nn.Linear),
             "text": text.trunk.config.to_dict(),
         }
-        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.pixels, tokenizer)
+        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.preprocessing, tokenizer)
 
 
 class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights; nothing of the config but activation checkpointing."""
+    """A checkpoint's architecture, tokenizer and weights; the config only sets activation checkpointing."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
         self.name = config.pretrained
-        self.pixels, self.embed_dim = checkpoint.pixels, checkpoint.embed_dim
+        self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> Tokenize:
+    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         return self._checkpoint.tokenizer()
 
-    def build(self, tokenizer: Tokenize) -> DualEncoder:
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         return self._prepared(self._checkpoint.build())
 
-    def load(self, tokenizer: Tokenize) -> Loaded:
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         model, logits = self._checkpoint.load()
-        return Loaded(self._prepared(model), logits)
+        return LoadedModel(self._prepared(model), logits)
 
-    def save(self, folder: Path, logits: Logits) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         self._checkpoint.save(folder)
         (folder / _LOGITS).write_text(json.dumps(logits._asdict()), encoding="utf-8")
 
-    def package(self, tokenizer: Tokenize, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         return self._checkpoint.package(weights, logits)
 
     def _prepared(self, model: DualEncoder) -> DualEncoder:
@@ -146,40 +141,40 @@ class Pretrained:
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
-    """Finds the checkpoint that the config names, and downloads it where it is the hub's: for one rank to do.
+    """Locate the checkpoint that the config names, downloading it from the hub if needed; call on one rank only.
 
     Args:
-        config: the model's.
-        weights: False looks for the architecture alone, as a plan does.
+        config: config of the model.
+        weights: False needs the architecture only, as a plan does.
 
     Returns:
-        What `open_source` takes on every rank; None without a checkpoint.
+        A reference for `model_source` on every rank; None without a checkpoint.
 
     Raises:
-        UserError: there is no such checkpoint, or no network to fetch it.
+        UserError: the checkpoint does not exist, or cannot be downloaded.
     """
     return locate(config.pretrained, weights) if config.pretrained else None
 
 
-def open_source(config: ModelConfig, place: CheckpointRef | None) -> ModelSource:
-    """The source that `locate_model` found.
+def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
+    """Open the source that `locate_model` found.
 
     Raises:
         UserError: the checkpoint's config is missing or lacks something.
     """
-    return FromConfig(config) if place is None else Pretrained(config, open_checkpoint(place))
+    return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
 
 
-def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, Logits]:
-    """The model of a run and the logits that it started with; a checkpoint's weights are not there any more.
+def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
+    """Open the model of a run and its initial logit parameters, without a pretrained checkpoint's weights.
 
     Args:
-        config: the run's.
-        folder: that `ModelSource.save` wrote.
+        config: config of the model.
+        folder: folder that `ModelSource.save` wrote.
 
     Raises:
         UserError: files are missing.
     """
     if not config.pretrained:
-        return FromConfig(config), FROM_SCRATCH
-    return open_source(config, locate(str(folder), weights=False)), Logits(**read_json(folder / _LOGITS))
+        return FromConfig(config), INITIAL_LOGITS
+    return model_source(config, locate(str(folder), weights=False)), LogitParameters(**read_json(folder / _LOGITS))

@@ -1,7 +1,7 @@
-"""From captions to token ids: any transformers tokenizer, or a byte-level BPE trained on the captions themselves.
+"""ModelTokenizer captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
 
-A row is BOS, the caption's tokens, EOS, padding. The text tower reads its feature at the first EOS, so there is
-exactly one before the padding: a caption that spells a special token is taken as plain text.
+A row is BOS, the caption's tokens, EOS, padding. The text tower reads its feature at the first EOS, so there is exactly
+one before the padding: special tokens spelled in a caption are treated as plain text.
 """
 
 from __future__ import annotations
@@ -26,38 +26,38 @@ BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
 
 
-class Tokenize(Protocol):
-    """Captions to token ids, ready for a text tower; can be pickled.
+class ModelTokenizer(Protocol):
+    """Turn captions into token ids for a text tower; can be pickled.
 
     Attributes:
-        context_length: tokens T of a row.
+        context_length: number T of tokens per row.
     """
 
     context_length: int
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """(b, T) int64 ids, every row of the same length T."""
-        ...
+        """Return (b, T) int64 ids."""
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer's files, for `transformers.AutoTokenizer` to read."""
-        ...
+        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
 
     @property
     def special_ids(self) -> dict[str, int | None]:
-        """`bos_token_id`, `eos_token_id` and `pad_token_id`, as transformers' configs name them."""
-        ...
+        """Ids of BOS, EOS and padding under the names in transformers' configs."""
 
 
 class CaptionTokenizer:
-    """Captions to token ids, ready for the text tower; can be pickled.
+    """A transformers tokenizer whose rows are BOS, caption, EOS, padding; can be pickled.
+
+    Raises:
+        UserError: the tokenizer has neither an EOS nor a SEP token.
 
     Attributes:
-        context_length: tokens T of a row.
-        vocab_size: rows that an embedding of these ids needs.
-        bos_id: what begins a row; None where the tokenizer has no such token, or the same one as its end (GPT-2).
-        eos_id: what ends a caption.
-        pad_id: what fills the row after EOS; EOS itself where the tokenizer has no padding token.
+        context_length: number T of tokens per row.
+        vocab_size: number of rows that an embedding of these ids needs.
+        bos_id: first token of a row; None if the tokenizer has none, or the same one as EOS (GPT-2).
+        eos_id: token after a caption.
+        pad_id: token that fills the row after EOS; EOS itself if the tokenizer has no padding token.
 
     Example:
         >>> tokenize = train_bpe(["a dog", "a cat"], vocab_size=300, context_length=8)
@@ -66,10 +66,6 @@ class CaptionTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
-        """
-        Raises:
-            UserError: the tokenizer has nothing that could mark a caption's end.
-        """
         eos = _first_present(tokenizer.eos_token_id, tokenizer.sep_token_id)
         if eos is None:
             raise UserError(
@@ -85,7 +81,7 @@ class CaptionTokenizer:
         self._tokenizer = tokenizer
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """(b, context_length) int64 ids; long captions are cut before EOS, an empty one is BOS and EOS."""
+        """Return (b, context_length) int64 ids; long captions are truncated before EOS, an empty one is BOS and EOS."""
         rows = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
         start = [] if self.bos_id is None else [self.bos_id]
         room = self.context_length - len(start) - 1
@@ -112,16 +108,16 @@ class CaptionTokenizer:
         return {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id, "pad_token_id": self.pad_id}
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer's files; `load` and `transformers.AutoTokenizer` read them."""
+        """Save the tokenizer's files for `load` and `transformers.AutoTokenizer`."""
         self._tokenizer.model_max_length = self.context_length
         self._tokenizer.save_pretrained(folder)
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
-        """A saved tokenizer, or one of the hub.
+        """Load a saved tokenizer, or one from the hub.
 
         Raises:
-            UserError: found neither locally nor on the hub, or without a token for the end of a caption.
+            UserError: it is neither local nor on the hub, or has no EOS token.
         """
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
@@ -131,14 +127,15 @@ class CaptionTokenizer:
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
-    """A byte-level BPE of the captions, NFC and lower-case, the same whenever the captions are.
+    """Train a byte-level BPE on captions in NFC and lower case, deterministically.
 
     Args:
-        captions: read once, in a stream.
-        vocab_size: at most so many tokens; few captions give fewer.
+        captions: captions, read once as a stream.
+        vocab_size: maximum number of tokens; few captions give fewer.
+        context_length: number of tokens per row.
 
     Raises:
-        UserError: no caption has text, or the vocabulary is too small for the 256 bytes and BOS and EOS.
+        UserError: no caption has text, or the vocabulary is too small for 256 bytes, BOS and EOS.
     """
     if vocab_size < _SMALLEST_BPE:
         raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
@@ -152,9 +149,9 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word is one token at any place
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has one token at any position
     backend.decoder = decoders.ByteLevel()
-    # for those who load the saved tokenizer elsewhere; here rows are put together in `CaptionTokenizer`
+    # for other users of the saved tokenizer; here `CaptionTokenizer` assembles the rows
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
     )
@@ -170,7 +167,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Ids of the special tokens by the names that transformers' configs give them."""
+    """Return the ids of BOS, EOS and padding under the names in transformers' configs."""
     return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
@@ -187,6 +184,6 @@ def _not_loaded(name_or_folder: Path | str, error: Exception) -> str:
         )
     return (
         f"Tokenizer {str(name_or_folder)!r} was found neither as a local folder nor on the hub ({reason}). Give "
-        "model.text.tokenizer the folder of a tokenizer saved where there is network, or leave it out to train a BPE "
+        "model.text.tokenizer the folder of a tokenizer saved on a machine with network, or omit it to train a BPE "
         "on the captions."
     )

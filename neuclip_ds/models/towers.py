@@ -1,6 +1,6 @@
 """The two towers: a timm image model and transformers' CLIP text model, each with a projection to the joint space.
 
-Parameters are used in their own module's forward only, and none is 0-dimensional: DeepSpeed's ZeRO needs both.
+DeepSpeed's ZeRO requires that a parameter is used only in the forward of its module, and that none is 0-dimensional.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 
-def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """(b, 3, H, W) uint8 pixels to float32: over 255, minus mean, over standard deviation of each channel."""
+def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
+    """Normalise (b, 3, H, W) uint8 pixels to float32: divide by 255, then by channel subtract mean, divide by std."""
     if image.dtype != torch.uint8:
         raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
     pixels = image.float()
@@ -32,32 +32,31 @@ def normalised(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Te
 
 
 class Encoder(nn.Module, ABC):
-    """A tower: images or tokens to rows of the joint space."""
+    """A tower, which maps images or tokens to features of the joint space."""
 
     @abstractmethod
     def checkpoint_activations(self) -> None:
-        """Blocks recompute their activations in the backward pass.
+        """Make the blocks recompute their activations in the backward pass.
 
         Raises:
-            UserError: the model cannot.
+            UserError: the model does not support it.
         """
 
 
 class VisionTower(Encoder):
     """A timm model's pooled feature, projected: uint8 (b, 3, H, W) to (b, embed_dim) in the weights' dtype.
 
-    The projection is linear and without bias. Models that pool by attention (CLIP's ResNets) end in a projection of
-    their own, with bias, which takes its place (Radford et al. 2021, sec. 2.4).
+    The projection is linear without bias. Models with attention pooling (CLIP's ResNets) end in their own projection,
+    with bias, which replaces it (Radford et al. 2021, sec. 2.4).
+
+    Raises:
+        UserError: timm does not have the model or refuses the options, or the image size does not fit the model.
     """
 
     def __init__(self, config: VisionConfig, embed_dim: int) -> None:
-        """
-        Raises:
-            UserError: timm does not know the name or refuses the options, or the image size does not fit the model.
-        """
         super().__init__()
         width = _checked_width(config)
-        self._mean, self._std = config.mean, config.std  # no buffers: DeepSpeed may cast those to bf16
+        self._mean, self._std = config.mean, config.std  # not buffers, which DeepSpeed may cast to bf16
         self.trunk = _create(config)
         self.projection: nn.Module = nn.Identity()
         if isinstance(getattr(self.trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
@@ -68,14 +67,14 @@ class VisionTower(Encoder):
             self.projection = _projection(width, embed_dim)
 
     def forward(self, image: Tensor) -> Tensor:
-        pixels = normalised(image, self._mean, self._std)
+        pixels = normalize_pixels(image, self._mean, self._std)
         return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:
-        """Blocks recompute their activations in the backward pass.
+        """Make the blocks recompute their activations in the backward pass.
 
         Raises:
-            UserError: the timm model cannot.
+            UserError: the timm model does not support it.
         """
         try:
             self.trunk.set_grad_checkpointing(True)
@@ -87,18 +86,18 @@ class VisionTower(Encoder):
 
 
 class TextTower(Encoder):
-    """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype."""
+    """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype.
+
+    Args:
+        activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
+
+    Raises:
+        UserError: the tokenizer's ids or rows exceed the config's sizes.
+    """
 
     def __init__(
         self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
     ) -> None:
-        """
-        Args:
-            activation: of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
-
-        Raises:
-            UserError: the tokenizer gives ids or rows beyond what the config has room for.
-        """
         super().__init__()
         self._context_length = config.context_length
         self._eos_id = tokenizer.eos_id
@@ -127,12 +126,12 @@ class TextTower(Encoder):
                 "tokenize with that context length."
             )
         hidden = self.trunk(input_ids=tokens).last_hidden_state  # (b, T, width)
-        # Not the trunk's own pooled output, which is read at the largest id where EOS is 2, for the sake of old files.
+        # Not the trunk's pooled output, which is read at the largest id if EOS is 2, to support old files.
         first_eos = (tokens == self._eos_id).int().argmax(dim=1)
         return self.projection(hidden[torch.arange(len(hidden), device=hidden.device), first_eos])
 
     def checkpoint_activations(self) -> None:
-        """Blocks recompute their activations in the backward pass."""
+        """Make the blocks recompute their activations in the backward pass."""
         self.trunk.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -144,9 +143,9 @@ def _projection(width: int, embed_dim: int) -> nn.Linear:
 
 @torch.no_grad()
 def _init_attention(model: Any) -> None:
-    """CLIP's initial attention weights: width^-1/2 inwards and (2 layers width)^-1/2 outwards.
+    """Initialise attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
 
-    Transformers has the two the other way round, unlike OpenAI's code and open_clip's.
+    Transformers exchanges the two, unlike OpenAI's code and open_clip.
     """
     inwards = model.config.hidden_size**-0.5
     outwards = inwards * (2 * model.config.num_hidden_layers) ** -0.5
@@ -158,7 +157,7 @@ def _init_attention(model: Any) -> None:
 
 
 def _checked_vocab_size(config: TextConfig, tokenizer: CaptionTokenizer) -> int:
-    """Rows of the token embedding: those of a named tokenizer, or as many as the config gives a trained one."""
+    """Return the number of token embeddings: a named tokenizer's vocabulary, or the config's for a trained one."""
     if tokenizer.context_length > config.context_length:
         raise UserError(
             f"The tokenizer makes rows of {tokenizer.context_length} tokens, more than "
@@ -180,28 +179,34 @@ def _create(config: VisionConfig) -> Any:
 
 
 def _checked_width(config: VisionConfig) -> int:
-    """Width of the pooled feature, from a trial without memory on the meta device.
+    """Return the width of the pooled feature, from a trial run on the meta device.
 
     Raises:
         UserError: see `VisionTower`.
     """
     _check_names(config)
-    doing = f"{config.name!r} with model.vision.image_size={config.image_size} and options={config.options}"
+    attempt = f"{config.name!r} with model.vision.image_size={config.image_size} and options={config.options}"
     with torch.device("meta"):
         try:
             trial = _create(config).eval()
-        except Exception as error:  # timm's constructors assert, raise and fail as they like
-            raise UserError(f"timm cannot build {doing} ({type(error).__name__}: {error}); mend them.") from error
+        except Exception as error:  # timm's constructors raise many types
+            raise UserError(
+                f"timm cannot build {attempt} ({type(error).__name__}: {error}); correct these options."
+            ) from error
         _check_image_size(config, trial)
         if any(parameter.ndim == 0 for parameter in trial.parameters()):
-            raise UserError(f"{config.name!r} has 0-dimensional parameters, which DeepSpeed cannot hold; use another.")
+            raise UserError(
+                f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."
+            )
         try:
             feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
         except Exception as error:
-            raise UserError(f"timm cannot run {doing} ({type(error).__name__}: {error}); mend them.") from error
+            raise UserError(
+                f"timm cannot run {attempt} ({type(error).__name__}: {error}); correct these options."
+            ) from error
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
-            f"{doing} gives no pooled feature (batch, width); drop the options that change pooling or output."
+            f"{attempt} gives no pooled feature (batch, width); omit the options that change pooling or output."
         )
     return feature.shape[1]
 
@@ -210,23 +215,23 @@ def _check_names(config: VisionConfig) -> None:
     architecture, _, tag = config.name.partition(".")
     if not timm.is_model(architecture):
         nearest = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
-        hint = f"did you mean {', '.join(nearest)}?" if nearest else "timm.list_models() has the names."
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else "see timm.list_models()."
         raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
     if tag:
         raise UserError(
-            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}), which are not loaded here; "
+            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}), which this option does not load; "
             f"use {architecture!r}."
         )
     taken = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
     if taken:
         raise UserError(
-            f"model.vision.options must not set {', '.join(sorted(taken))}: the size is model.vision.image_size, and "
-            "the tower begins with random weights and without classes."
+            f"model.vision.options must not set {', '.join(sorted(taken))}: set the size with "
+            "model.vision.image_size; the tower has random initial weights and no classes."
         )
 
 
 def _check_image_size(config: VisionConfig, model: Any) -> None:
-    """timm cuts off what does not fill a patch, and convolves on over one position, both without a word."""
+    """Raise UserError for image sizes that timm silently crops to whole patches or reduces below one position."""
     size = config.image_size
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
@@ -238,6 +243,6 @@ def _check_image_size(config: VisionConfig, model: Any) -> None:
     if size % patch:
         below = size // patch * patch
         raise UserError(
-            f"model.vision.image_size={size} does not divide into patches of {patch} pixels ({config.name!r}); use "
+            f"model.vision.image_size={size} is not divisible into patches of {patch} pixels ({config.name!r}); use "
             f"{below} or {below + patch}."
         )

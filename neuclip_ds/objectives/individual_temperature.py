@@ -56,7 +56,7 @@ class IndividualTemperature(NoState):
         """Adam's step of the owners, who have moments and visits: only the gradients travel."""
         own_gradient = signal.local_tau_term + self.rho(step) - signal.local_mean_logit
         gradient = batch.gather(own_gradient, "temperature")
-        tau, moment, square, visits = self._store.owned(batch.index).T.split((2, 2, 2, 1))
+        tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
         (beta1, beta2), (correction1, correction2) = self._betas, self._corrections(visits + 1, step)
         if self._config.individual == "released_code":
             gradient = gradient.clamp(-_RELEASED_CLAMP, _RELEASED_CLAMP)

@@ -16,7 +16,7 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
@@ -54,7 +54,7 @@ def print_dry_run(
     source, manifest = None, None
     try:
         place = locate_model(config.model, weights=False)
-        source = open_source(config.model, place)
+        source = model_source(config.model, place)
         lines += _model_lines(config, source, engine)
     except UserError as error:
         problems.append(error)

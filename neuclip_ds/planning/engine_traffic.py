@@ -1,120 +1,132 @@
-"""What DeepSpeed's engine sends in a step, by ZeRO stage.
+"""What DeepSpeed's engine sends in a step, by the rules of `engine/zero.py`.
 
-The rules were read off DeepSpeed 0.19.8 and off profiled steps in every stage, to which a test holds them, byte by byte
-(tests/profiling/test_profile_ranks.py). A collective may be split into buckets; its bytes do not depend on that.
+Tests hold it to profiled steps of every stage, collective by collective (tests/profiling/test_profile_ranks.py). A
+reduction may be split into buckets; its bytes do not depend on that.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from neuclip_ds.engine.config import is_bf16, zero_stage
 from neuclip_ds.engine.optimizers import parameter_groups
+from neuclip_ds.engine.zero import Wrapper, ZeroRules
 from neuclip_ds.planning.simulated_rank import Call
 
 _REDUCE, _GATHER, _NORM = "gradient reduce", "parameter gather", "norm and overflow"
 _ALIGNMENT = 2  # elements to which a rank's part of a group is rounded up
-_ALL_REDUCE = 500_000_000  # elements of a bucket without ZeRO and in bf16's ZeRO 1, which no option sets
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
-# (stage, bf16) -> calls and bytes of each reduction of norms and overflow flags
-_NORMS: dict[tuple[int, bool], Sequence[tuple[int, int]]] = {
-    (0, False): [(1, 4)],
-    (0, True): [],
-    (1, False): [(2, 4)],
-    (1, True): [],
-    (2, False): [(2, 4)],
-    (2, True): [(1, 1), (2, 4)],
-    (3, False): [(2, 8)],
-    (3, True): [(2, 8)],
-}
+_FLOAT, _DOUBLE = 4, 8
 
 
 class TrainedShapes(NamedTuple):
     """Elements of the trained parameters, by group of the optimizer."""
 
-    groups: tuple[tuple[int, ...], ...]
+    matrices: tuple[int, ...]  # parameters that decay, and have a trust ratio in LAMB
+    vectors: tuple[int, ...]
 
     @staticmethod
     def of(module: nn.Module) -> TrainedShapes:
-        groups = parameter_groups(module, weight_decay=0.0)
-        return TrainedShapes(tuple(tuple(p.numel() for p in group["params"]) for group in groups))
+        """Count a module's trained parameters."""
+        trained = [p for group in parameter_groups(module, weight_decay=0.0) for p in group["params"]]
+        matrices = tuple(p.numel() for p in trained if p.ndim >= 2)
+        return TrainedShapes(matrices, tuple(p.numel() for p in trained if p.ndim < 2))
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        return [group for group in self if group]
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return tuple(size for group in self.groups for size in group)
+        return self.matrices + self.vectors
 
     @property
     def total(self) -> int:
         return sum(self.sizes)
 
 
-def engine_calls(engine: dict[str, Any], shapes: TrainedShapes, world_size: int, micro_batches: int = 1) -> list[Call]:
-    """The collectives of a step; none on one rank.
+def engine_calls(
+    engine: dict[str, Any], optimizer: str, shapes: TrainedShapes, world_size: int, micro_batches: int = 1
+) -> list[Call]:
+    """Return the collectives of a step; none on one rank.
 
     Args:
         engine: DeepSpeed's config.
+        optimizer: its name.
         shapes: of the module's trained parameters.
         world_size: ranks.
         micro_batches: backward passes of a step.
     """
     if world_size == 1:
         return []
-    stage, bf16 = zero_stage(engine), is_bf16(engine)
-    weight = 2 if bf16 else 4
-    sent = {"fp32": 4, "bf16": 2}.get(engine.get("communication_data_type", ""), weight)
-    zero = {**_DEFAULTS, **engine.get("zero_optimization", {})}
-    bucket = int(zero["reduce_bucket_size"])
-    norms = [Call(_NORM, "all_reduce", size, count) for count, size in _NORMS[stage, bf16]]
-    if stage == 0:
-        clips = engine.get("gradient_clipping", 0) > 0  # what else would ask for the norm
-        return [*_buckets("all_reduce", shapes.sizes, sent, _ALL_REDUCE, 1), *(norms if clips else [])]
-    if stage == 3:
-        padded = [_up(size, world_size) for size in shapes.sizes]
-        reduced = _buckets("reduce_scatter", padded, sent, bucket, micro_batches)
-        return [*reduced, *_weights_of_stage_3(zero, shapes, world_size, weight, micro_batches), *norms]
-    one_buffer = stage == 1 and bf16 and engine.get("data_types", {}).get("grad_accum_dtype") == "fp32"
-    passes = 1 if stage == 1 else micro_batches  # stage 2 reduces the gradients of each pass
-    padded = [_up(sum(group), _ALIGNMENT * world_size) for group in shapes.groups]
-    if one_buffer:
-        reduced = _buckets("all_reduce", padded, sent, _ALL_REDUCE, 1)
-    else:
-        reduced = _buckets("all_reduce", shapes.sizes, sent, bucket, passes)
-    shares = [size // world_size for size in padded]
-    return [*reduced, *(Call(_GATHER, "all_gather", weight * share) for share in shares), *norms]
+    rules = ZeroRules.of(engine)
+    clips = engine.get("gradient_clipping", 0) > 0
+    weights = _gathers(rules, shapes, world_size, micro_batches)
+    norms = _norms(rules, shapes, world_size, clips)
+    ratios = _trust_ratios(rules, shapes, world_size) if optimizer == "lamb" else ()
+    return [*_reductions(rules, shapes, world_size, micro_batches), *weights, *norms, *ratios]
 
 
-def _weights_of_stage_3(
-    zero: dict[str, Any], shapes: TrainedShapes, world_size: int, weight: int, micro_batches: int
-) -> Iterable[Call]:
-    """Small weights stay whole and are gathered after the update; large ones where modules run.
-
-    One micro-batch keeps those of the forward for the backward pass, up to `stage3_max_live_parameters`. Several
-    gather for the first pass, the second and the backward pass of each.
-    """
-    kept = shapes.total <= int(zero["stage3_max_live_parameters"])
-    for size in shapes.sizes:
-        persistent = size < int(zero["stage3_param_persistence_threshold"])
-        times = 1 if persistent else 3 * micro_batches if micro_batches > 1 else 1 if kept else 2
-        yield Call(_GATHER, "all_gather", weight * _up(size, world_size) // world_size, times)
-
-
-def _buckets(op: str, sizes: Sequence[int], item: int, bucket: int, passes: int) -> Iterable[Call]:
-    """Gradients of all parameters, filled into buckets in the order of the backward pass."""
+def _reductions(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
+    """Yield gradients of all parameters, filled into buckets in the order of the backward pass."""
+    op, sizes, passes = "all_reduce", shapes.sizes, 1
+    if rules.wrapper is Wrapper.ZERO_3:
+        op, sizes = "reduce_scatter", tuple(_round_up(size, world_size) for size in sizes)
+    elif rules.wrapper is Wrapper.BF16:
+        sizes = tuple(_padded_groups(shapes, world_size))
+    if rules.stage > 1:
+        passes = micro_batches  # the gradients of each pass; without, they accumulate first
     filled = 0
     for size in reversed(sizes):
-        if filled and filled + size > bucket:
-            yield Call(_REDUCE, op, item * filled, passes)
+        if filled and filled + size > rules.bucket:
+            yield Call(_REDUCE, op, rules.sent * filled, passes)
             filled = 0
         filled += size
-    yield Call(_REDUCE, op, item * filled, passes)
+    yield Call(_REDUCE, op, rules.sent * filled, passes)
 
 
-def _up(size: int, multiple: int) -> int:
+def _gathers(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
+    """Yield weights: of a group after its update, in ZeRO 3 of single parameters.
+
+    ZeRO 3 keeps small weights whole and gathers them after the update, large ones where modules run. One micro-batch
+    keeps those of the forward for the backward pass, up to `stage3_max_live_parameters`. Several gather for the first
+    pass, the second and the backward pass of each.
+    """
+    if rules.stage in (1, 2):
+        for size in _padded_groups(shapes, world_size):
+            yield Call(_GATHER, "all_gather", rules.weight * size // world_size)
+    if rules.stage < 3:
+        return
+    kept = shapes.total <= int(rules.zero["stage3_max_live_parameters"])
+    for size in shapes.sizes:
+        persistent = size < int(rules.zero["stage3_param_persistence_threshold"])
+        times = 1 if persistent else 3 * micro_batches if micro_batches > 1 else 1 if kept else 2
+        yield Call(_GATHER, "all_gather", rules.weight * _round_up(size, world_size) // world_size, times)
+
+
+def _norms(rules: ZeroRules, shapes: TrainedShapes, world_size: int, clips: bool) -> Iterator[Call]:
+    """Yield the norm of the gradients, of each part that the optimizer steps on, and the flag of an overflow."""
+    if rules.checks_overflow:
+        yield Call(_NORM, "all_reduce", 1)
+    if rules.bucketed:
+        size = _DOUBLE if rules.wrapper is Wrapper.ZERO_3 and not rules.offloads else _FLOAT
+        yield Call(_NORM, "all_reduce", size, len(rules.optimizer_steps(shapes.groups, world_size)))
+    elif rules.wrapper is Wrapper.NONE and clips:  # nothing else asks for the norm
+        yield Call(_NORM, "all_reduce", _FLOAT)
+
+
+def _trust_ratios(rules: ZeroRules, shapes: TrainedShapes, world_size: int) -> Iterable[Call]:
+    """Yield LAMB's squared norms of matrices and their updates, for each step on a part that has any."""
+    if rules.stage == 0 or not shapes.matrices:
+        return
+    for parts in rules.optimizer_steps([shapes.matrices], world_size):
+        yield Call("optimizer", "all_reduce", 2 * _FLOAT * sum(map(len, parts)))
+
+
+def _padded_groups(shapes: TrainedShapes, world_size: int) -> Sequence[int]:
+    return [_round_up(sum(group), _ALIGNMENT * world_size) for group in shapes.groups]
+
+
+def _round_up(size: int, multiple: int) -> int:
     return -(-size // multiple) * multiple

@@ -19,13 +19,13 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.models.pretrained.base import CheckpointRef
-from neuclip_ds.models.source import ModelSource, open_source
-from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.source import ModelSource, model_source
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import Contrastive, build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
-from neuclip_ds.state.sample_store import ON_DEVICE
+from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
 _GPU_BLOCK = 8192  # columns that the objective works on at once
@@ -113,7 +113,7 @@ class MemoryQuery(NamedTuple):
 
     config: Config
     source: ModelSource
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
     world_size: int
     samples: int  # n of the data set, 0 where it is not known
     device: str  # `cuda` or `cpu`
@@ -130,12 +130,12 @@ class Towers(NamedTuple):
 def count_towers(query: MemoryQuery) -> Towers:
     """Parameters and activations, counted on tensors without memory."""
     config = query.config
-    source = open_source(config.model, query.place)
+    source = model_source(config.model, query.place)
     with torch.device("meta"):
         model = source.build(query.tokenizer)
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(config, query.world_size))
-    rows, pixels = config.micro_batch(query.world_size), source.pixels.size
+    rows, pixels = config.micro_batch(query.world_size), source.preprocessing.size
     return Towers(parameters, count_activations(model, rows, pixels, query.tokenizer.context_length, dtype))
 
 
@@ -152,7 +152,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     return MemoryAccount(
         engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
         activations=towers.activations,
-        batch=rows * (3 * query.source.pixels.size**2 + 8 * query.tokenizer.context_length),
+        batch=rows * (3 * query.source.preprocessing.size**2 + 8 * query.tokenizer.context_length),
         features=_features(query, engine),
         similarities=_similarities(query),
         objective=on_device,
@@ -239,7 +239,7 @@ def objective_state(query: MemoryQuery) -> tuple[int, int]:
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
     if query.device == "cpu":
         return sum(sizes) + replicated, 0
-    on_host = sum(size for size in sizes if size > ON_DEVICE)
+    on_host = sum(size for size in sizes if size > MAX_DEVICE_BYTES)
     return sum(sizes) - on_host + replicated, on_host
 
 

@@ -9,7 +9,7 @@ import torch
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.ring import ring_bytes
-from neuclip_ds.models.source import locate_model, open_source
+from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.planning.cost_model import Cluster, step_time
@@ -110,6 +110,6 @@ def count_activated(config: Config, ranks: int) -> Towers:
 
 def _memory_query(config: Config, ranks: int, samples: int) -> MemoryQuery:
     place = locate_model(config.model, weights=False)
-    source = open_source(config.model, place)
+    source = model_source(config.model, place)
     stand_in: Any = StandInTokenizer(config.model.text)
     return MemoryQuery(config, source, source.tokenizer(lambda: stand_in), ranks, samples, "cuda", place)

@@ -1,12 +1,11 @@
-"""A rank of many that do not run: what it would send is written down, and nothing travels."""
+"""A simulated rank among many: it records what it would send, and nothing travels."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
@@ -22,10 +21,10 @@ class Call(NamedTuple):
 
 
 class SimulatedRank(Communicator):
-    """Rank 0 of `world_size` ranks, the others of which hold the same numbers.
+    """Rank 0 of `world_size` ranks that all hold the same numbers.
 
     Attributes:
-        calls: the collectives so far, in their order.
+        calls: the collectives so far, in order.
     """
 
     def __init__(self, world_size: int) -> None:
@@ -33,9 +32,7 @@ class SimulatedRank(Communicator):
         self.rank, self.world_size = 0, world_size
         self.calls: list[Call] = []
 
-    def _begin(
-        self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
-    ) -> Pending:
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], Any]) -> Pending:
         self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
         if op == "all_gather":
             result.copy_(torch.cat([x] * self.world_size))

@@ -9,9 +9,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from neuclip_ds.config import Config
-from neuclip_ds.engine.config import load_engine_config, zero_stage
+from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.engine.zero import ZeroRules
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.planning.cost_model import Work
@@ -35,7 +36,7 @@ def count_model(config: Config) -> CountedModel:
     Raises:
         UserError: its checkpoint cannot be found.
     """
-    source = open_source(config.model, locate_model(config.model, weights=False))
+    source = model_source(config.model, locate_model(config.model, weights=False))
     stand_in: Any = StandInTokenizer(config.model.text)
     tokenizer = source.tokenizer(lambda: stand_in)
     image, text = forward_flops(source, tokenizer)
@@ -48,7 +49,7 @@ def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
     """Of one image and of one caption through their towers; a backward pass takes twice those."""
     with torch.device("meta"):
         model = source.build(tokenizer)
-        size = source.pixels.size
+        size = source.preprocessing.size
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)
         tokens = torch.empty(1, tokenizer.context_length, dtype=torch.int64)
         found = []
@@ -72,6 +73,7 @@ def step_work(
     """
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
+    rules = ZeroRules.of(engine)
     comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
     passes = 3 + (pieces > 1) + config.model.activation_checkpointing
     objective = objective_work(config, world_size, rows, model.dim, comm_dtype, build)
@@ -81,8 +83,8 @@ def step_work(
         image_share=model.image_flops / (model.image_flops + model.text_flops),
         objective_flops=objective.flops,
         objective_elements=objective.elements,
-        updated=model.shapes.total / (world_size if zero_stage(engine) else 1),
-        hooks=len(model.shapes.sizes) if zero_stage(engine) == 3 else 0,
-        calls=[*calls, *engine_calls(engine, model.shapes, world_size, pieces)],
-        overlaps=engine.get("zero_optimization", {}).get("overlap_comm", zero_stage(engine) == 3),
+        updated=model.shapes.total / (world_size if rules.stage else 1),
+        hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
+        calls=[*calls, *engine_calls(engine, config.optimizer.name, model.shapes, world_size, pieces)],
+        overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
     )

@@ -1,1 +1,1 @@
-"""Where the time of a training step goes, and what it sends for which purpose; see docs/communication.md."""
+"""Profiles of training steps: time by phase and traffic by purpose; see docs/communication.md."""

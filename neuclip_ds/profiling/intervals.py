@@ -1,4 +1,4 @@
-"""Sets of moments as disjoint intervals in ascending order, and values that hold during some of them."""
+"""Unions and intersections of time intervals, and values that hold during intervals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Disjoint intervals that cover what any of the given ones covers; empty ones vanish."""
+    """Return the union of intervals as disjoint ones in ascending order, without empty ones."""
     found: list[Interval] = []
     for start, end in sorted(intervals):
         if end <= start:
@@ -24,7 +24,7 @@ def union(intervals: Iterable[Interval]) -> list[Interval]:
 
 
 def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]:
-    """What both cover; a and b are unions."""
+    """Return the intersection of two unions."""
     found: list[Interval] = []
     i = j = 0
     while i < len(a) and j < len(b):
@@ -39,7 +39,7 @@ def intersection(a: Sequence[Interval], b: Sequence[Interval]) -> list[Interval]
 
 
 def length(disjoint: Iterable[Interval]) -> float:
-    """Total duration of a union."""
+    """Return the total duration of a union."""
     return sum(end - start for start, end in disjoint)
 
 
@@ -51,7 +51,7 @@ class Timeline(Generic[T]):
         self._starts = [interval[0] for interval, _ in self._entries]
 
     def at(self, moment: float) -> T | None:
-        """The value that holds then, if one does."""
+        """Return the value that holds at a moment, None if there is none."""
         place = bisect_right(self._starts, moment) - 1
         if place < 0 or self._entries[place][0][1] < moment:
             return None

@@ -1,8 +1,8 @@
-"""The collectives in a profiler's events: the operators that launch them, and what carries them out.
+"""Collectives in a profiler's events: the operators that launch them, matched with their execution.
 
-A launch is an operator `c10d::...`, whose shapes the profiler keeps. gloo carries it out as a range `gloo:...` on one
-of its own threads, in the order of the launches; NCCL as a kernel `nccl...`, which has the correlation number of the
-runtime call that has started it, inside the operator. What no launch explains is kept as one of its own.
+A launch is an operator `c10d::...`, whose shapes the profiler records. gloo executes it as a range `gloo:...` on one
+of its threads, in the order of the launches; NCCL as a kernel `nccl...`, which has the correlation number of the
+runtime call that started it, inside the operator. An execution without a launch is kept as a launch by itself.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from neuclip_ds.profiling.intervals import Interval, Timeline
 Event = Mapping[str, Any]
 Thread = tuple[Any, Any]
 
-# operator -> operation (as in `ring_bytes`), and which of its arguments is what a rank puts in
+# operator -> operation (as in `ring_bytes`), and which of its arguments is the rank's input
 _OPERATORS: dict[str, tuple[str, int]] = {
     "_allgather_base": ("all_gather", 1),
     "allgather": ("all_gather", 1),
@@ -39,23 +39,23 @@ _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs
 
 @dataclass
 class Launch:
-    """A collective of one rank; times in the trace's unit."""
+    """Collective of one rank; times in the trace's unit."""
 
     op: str
-    elements: int  # that the rank puts in
+    elements: int  # of the rank's input
     dtype: str  # as the profiler names it; empty while unknown
-    group: int  # ranks that take part
+    group: int  # size of the process group
     thread: Thread
     span: Interval  # of the operator
     executed: list[Interval] = field(default_factory=list)
 
 
 def find_launches(events: Sequence[Event], world_size: int) -> list[Launch]:
-    """All collectives in the order of their launch, with the intervals in which they were carried out."""
+    """Return all collectives in the order of their launch, with the intervals of their execution."""
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("c10d::")]
     launches = [_launch(event, world_size) for event in sorted(operators, key=lambda event: event["ts"])]
-    strays = _match_gloo(launches, events, world_size) + _match_nccl(launches, events, world_size)
-    return sorted(launches + strays, key=lambda launch: launch.span)
+    unmatched = _match_gloo(launches, events, world_size) + _match_nccl(launches, events, world_size)
+    return sorted(launches + unmatched, key=lambda launch: launch.span)
 
 
 def span_of(event: Event) -> Interval:
@@ -76,26 +76,26 @@ def is_gloo(event: Event) -> bool:
 
 def _launch(event: Event, world_size: int) -> Launch:
     name = event["name"].removeprefix("c10d::").rstrip("_")
-    op, place = _OPERATORS.get(name, (name, 0))
+    op, argument = _OPERATORS.get(name, (name, 0))
     shapes, types = (event["args"].get(key, []) for key in ("Input Dims", "Input type"))
-    elements = _elements(shapes[place]) if len(shapes) > place and op != "barrier" else 0
-    dtype = types[place] if len(types) > place and types[place] not in ("TensorList", "GenericList") else ""
+    elements = _elements(shapes[argument]) if len(shapes) > argument and op != "barrier" else 0
+    dtype = types[argument] if len(types) > argument and types[argument] not in ("TensorList", "GenericList") else ""
     return Launch(op, elements, dtype, world_size, thread_of(event), span_of(event))
 
 
 def _elements(shape: Sequence[Any]) -> int:
-    """Of a tensor's shape, or of a list of them."""
+    """Return the number of elements of a tensor's shape, or of a list of shapes."""
     if all(isinstance(side, int) for side in shape):
         return math.prod(shape)
     return sum(_elements(part) for part in shape)
 
 
 def _match_gloo(launches: Iterable[Launch], events: Iterable[Event], world_size: int) -> list[Launch]:
-    """Fills in the ranges `gloo:...`; what no launch explains."""
+    """Add the ranges `gloo:...` to their launches; return those without a launch."""
     waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
-    strays = []
+    unmatched = []
     for event in sorted(filter(is_gloo, events), key=lambda event: event["ts"]):
         op = event["name"].removeprefix("gloo:")
         arguments = event.get("args", {})
@@ -105,18 +105,18 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event], world_size:
             launch = queue.popleft()
         else:
             launch = Launch(op, elements, "", world_size, thread_of(event), span_of(event))
-            strays.append(launch)
+            unmatched.append(launch)
         launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
         launch.executed.append(span_of(event))
-    return strays
+    return unmatched
 
 
 def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size: int) -> list[Launch]:
-    """Fills in the kernels; what no launch explains. The one kernel of a group of calls goes to the last of them."""
+    """Add the kernels to their launches, the kernel of grouped calls to the last; return those without a launch."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)
-    timelines = {thread: Timeline((item.span, item) for item in own) for thread, own in by_thread.items()}
+    timelines = {thread: Timeline((item.span, item) for item in items) for thread, items in by_thread.items()}
     for event in events:
         if event["name"] == "record_param_comms" and thread_of(event) in timelines:
             described = timelines[thread_of(event)].at(event["ts"])
@@ -128,22 +128,22 @@ def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size:
         for event in events
         if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
     }
-    strays = []
+    unmatched = []
     for kernel in sorted(filter(is_nccl_kernel, events), key=lambda event: event["ts"]):
         call = started.get(kernel.get("args", {}).get("correlation"), kernel)
         found = timelines[thread_of(call)].at(call["ts"]) if thread_of(call) in timelines else None
         if found is None:
             earlier = [item for item in by_thread[thread_of(call)] if item.span[1] <= call["ts"] and not item.executed]
-            found = earlier[-1] if earlier else _stray_kernel(kernel, call, world_size)
-            strays += [] if earlier else [found]
+            found = earlier[-1] if earlier else _unmatched_kernel(kernel, call, world_size)
+            unmatched += [] if earlier else [found]
         found.executed.append(span_of(kernel))
-    return strays
+    return unmatched
 
 
-def _stray_kernel(kernel: Event, call: Event, world_size: int) -> Launch:
-    """A kernel without its operator; newer profilers describe the collective in the kernel's arguments."""
-    said = kernel.get("args", {})
-    name = str(said.get("Collective name", "unknown"))
+def _unmatched_kernel(kernel: Event, call: Event, world_size: int) -> Launch:
+    """Return a launch for a kernel without an operator, from the arguments in which newer profilers describe it."""
+    arguments = kernel.get("args", {})
+    name = str(arguments.get("Collective name", "unknown"))
     op, _ = _OPERATORS.get(name, (name, 0))
-    elements, group = int(said.get("In msg nelems", 0)), int(said.get("Group size", world_size))
-    return Launch(op, elements, str(said.get("dtype", "")), group, thread_of(call), span_of(call))
+    elements, group = int(arguments.get("In msg nelems", 0)), int(arguments.get("Group size", world_size))
+    return Launch(op, elements, str(arguments.get("dtype", "")), group, thread_of(call), span_of(call))

@@ -1,4 +1,4 @@
-"""Profiles some steps of a run on all ranks and leaves table, chart and trace in a folder."""
+"""Profiler of some steps of a run on all ranks, which writes tables, chart and trace to a folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -27,56 +26,59 @@ TRACE, BREAKDOWN = "trace.json.gz", "breakdown.json"
 
 
 class Recorder:
-    """Profiles `steps` steps once `after` others have passed; with steps = 0 it does nothing.
+    """Profiler of `steps` steps after the first `after` ones; with steps = 0 it does nothing.
 
-    The first step under the profiler, which pays for its start, is not counted. On a GPU each counted step ends with a
-    synchronisation, so that its kernels lie within it.
+    The profiler starts one step early, as its start slows down that step. On a GPU each profiled step ends with a
+    synchronisation, so that its kernels run within it.
     """
 
     def __init__(
-        self, folder: Path, communicator: Communicator, steps: int, after: int, facts: dict[str, Any] | None = None
+        self, folder: Path, communicator: Communicator, steps: int, after: int, labels: dict[str, Any] | None = None
     ) -> None:
         """
         Args:
-            folder: for breakdown.json, report.md, report.html, chart.png and rank 0's trace.json.gz; rank 0 makes it.
-            communicator: the ranks, all of which must record the same steps.
-            steps: how many to profile.
-            after: how many pass before.
-            facts: what breakdown.json says of the run beside machine and ranks, such as method and ZeRO stage.
+            folder: of breakdown.json, report.md, report.html, chart.png and rank 0's trace.json.gz; rank 0 creates it.
+            communicator: the ranks, all of which must profile the same steps.
+            steps: number of steps to profile.
+            after: number of steps before them.
+            labels: description of the run in breakdown.json, such as method and ZeRO stage.
         """
         self._folder, self._communicator = folder, communicator
         self._first, self._end = after, after + steps if steps else 0
-        self._facts = facts or {}
-        self._passed = 0
+        self._labels = labels or {}
+        self._done = 0  # steps
         self._profiler: profile | None = None
 
     def __enter__(self) -> Recorder:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
         if self._profiler is not None:
             self._profiler.stop()
-        if kind is None and self._passed < self._end:
-            log.warning("the run ended before the %d steps of which its profile was to be made", self._end)
+        if kind is None and self._done < self._end:
+            log.warning(
+                "the run ended before step %d, so there is no profile; lower run.profile_after or run.profile_steps",
+                self._end,
+            )
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Around each step, with what it waits for."""
-        if self._passed >= self._end:
+        """Wrap each step, with all that it waits for."""
+        if self._done >= self._end:
             yield
             return
-        if self._profiler is None and self._passed >= self._first - 1:
+        if self._profiler is None and self._done >= self._first - 1:
             self._profiler = profile(activities=self._activities(), record_shapes=True)
             self._profiler.start()
-        if self._passed < self._first:
+        if self._done < self._first:
             yield
         else:
             with step_range():
                 yield
                 if self._communicator.device.type == "cuda":
                     torch.cuda.synchronize()
-        self._passed += 1
-        if self._passed == self._end:
+        self._done += 1
+        if self._done == self._end:
             self._finish()
 
     def _activities(self) -> list[ProfilerActivity]:
@@ -84,7 +86,7 @@ class Recorder:
         return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
 
     def _finish(self) -> None:
-        """Stops, reads the trace of each rank, and writes what they show together."""
+        """Stop, read the trace of each rank, and write the breakdown over ranks."""
         assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
         profiler.stop()
@@ -92,26 +94,26 @@ class Recorder:
             path = Path(scratch) / TRACE
             profiler.export_chrome_trace(str(path))
             found = breakdown(self._communicator.gather_objects(rank_record(read_trace(path))))
-            self._communicator.on_rank_zero(lambda: self._write({**self._described(), **found}, path))
+            self._communicator.on_rank_zero(lambda: self._write({**self._describe(), **found}, path))
 
-    def _described(self) -> dict[str, Any]:
+    def _describe(self) -> dict[str, Any]:
         device = self._communicator.device
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        return {**self._facts, "device": name, "torch": torch.__version__}
+        return {**self._labels, "device": name, "torch": torch.__version__}
 
     def _write(self, found: dict[str, Any], trace: Path) -> None:
-        from neuclip_ds.profiling.report import write  # matplotlib, which a run without a profile does not need
+        from neuclip_ds.profiling.report import write  # imports matplotlib
 
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(trace, self._folder / TRACE)
             (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
             write([found], self._folder, "Profile of a training step")
-        except OSError as error:  # no reason to end a run
-            log.warning("the profile of the run could not be written: %s", error)
+        except OSError as error:  # does not end the run
+            log.warning("the profile could not be written to %s (%s); training continues", self._folder, error)
             return
         seconds = found["seconds"]
         log.info(
-            "profile of %d steps: %.1f ms a step, of which %.1f ms are communication that nothing hides; see %s",
+            "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s",
             found["steps"], 1e3 * seconds["total"]["mean"], 1e3 * seconds["pure_communication"]["mean"], self._folder,
         )  # fmt: skip

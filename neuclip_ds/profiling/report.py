@@ -1,4 +1,4 @@
-"""Table, chart and page of one or several breakdowns: report.md, report.html and chart.png."""
+"""Report of one or several breakdowns: report.md, report.html and chart.png."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 Breakdown = Mapping[str, Any]
-_FACTS = {"method": "method", "zero_stage": "ZeRO", "world_size": "ranks"}
+_LABELS = {"method": "method", "zero_stage": "ZeRO", "world_size": "ranks"}
 _HEADINGS = [column.replace("_", " ") for column in COLUMNS]
 
 
 def write(breakdowns: Sequence[Breakdown], folder: Path, heading: str) -> None:
-    """
+    """Write report.md, report.html and chart.png.
+
     Args:
-        breakdowns: contents of breakdown.json files, whose facts name the rows.
-        folder: exists.
+        breakdowns: contents of breakdown.json files, whose labels name the rows.
+        folder: an existing one.
         heading: of the page.
     """
     tables = [times(breakdowns), traffic(breakdowns)]
@@ -31,39 +32,39 @@ def write(breakdowns: Sequence[Breakdown], folder: Path, heading: str) -> None:
 
 
 def times(breakdowns: Sequence[Breakdown]) -> Table:
-    """FastCLIP's Tables 15-22: a row a breakdown."""
-    table = Table("Time of a step, ms (mean and deviation over steps)", [*_FACTS.values(), "steps", *_HEADINGS], [])
+    """Return the table of times as in FastCLIP's Tables 15-22, a row per breakdown."""
+    table = Table("Time of a step, ms (mean and deviation over steps)", [*_LABELS.values(), "steps", *_HEADINGS], [])
     for found in breakdowns:
         cells = [_milliseconds(found["seconds"][column]) for column in COLUMNS]
-        table.rows.append([*_named(found), str(found["steps"]), *cells])
+        table.rows.append([*_labels(found), str(found["steps"]), *cells])
     return table
 
 
 def traffic(breakdowns: Sequence[Breakdown]) -> Table:
-    """Calls, bytes and time by purpose, per step and rank."""
+    """Return the table of calls, bytes and times by purpose, per step and rank."""
     header = ["purpose", "calls", "kB sent", "kB received", "ms", "without waiting", "hidden"]
-    table = Table("Collectives of a step and rank by purpose", [*_FACTS.values(), *header], [])
+    table = Table("Collectives per step and rank by purpose", [*_LABELS.values(), *header], [])
     for found in breakdowns:
-        for purpose, of in found["purposes"].items():
-            kilobytes = [f"{of[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received")]
-            milliseconds = [f"{1e3 * of[key]:.2f}" for key in ("seconds", "transfer_seconds")]
-            hidden = f"{of['hidden_seconds'] / of['seconds']:.0%}" if of["seconds"] else "-"
-            cells = [purpose, f"{of['calls']:g}", *kilobytes, *milliseconds, hidden]
-            table.rows.append([*_named(found), *cells])
+        for purpose, values in found["purposes"].items():
+            kilobytes = [f"{values[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received")]
+            milliseconds = [f"{1e3 * values[key]:.2f}" for key in ("seconds", "transfer_seconds")]
+            hidden = f"{values['hidden_seconds'] / values['seconds']:.0%}" if values["seconds"] else "-"
+            cells = [purpose, f"{values['calls']:g}", *kilobytes, *milliseconds, hidden]
+            table.rows.append([*_labels(found), *cells])
     return table
 
 
-def _named(found: Breakdown) -> list[str]:
-    return [str(found.get(fact, "-")) for fact in _FACTS]
+def _labels(found: Breakdown) -> list[str]:
+    return [str(found.get(label, "-")) for label in _LABELS]
 
 
-def _milliseconds(of: Mapping[str, float]) -> str:
-    return f"{1e3 * of['mean']:.1f} ± {1e3 * of['deviation']:.1f}"
+def _milliseconds(seconds: Mapping[str, float]) -> str:
+    return f"{1e3 * seconds['mean']:.1f} ± {1e3 * seconds['deviation']:.1f}"
 
 
 def _plot(breakdowns: Sequence[Breakdown], path: Path) -> str:
-    """Bars of the step's time and of the bytes that a rank receives; the file's name."""
-    labels = [f"{method}, ZeRO {stage}, {ranks} ranks" for method, stage, ranks in map(_named, breakdowns)]
+    """Plot bars of a step's time and of the bytes that a rank receives; return the file's name."""
+    labels = [f"{method}, ZeRO {stage}, {ranks} ranks" for method, stage, ranks in map(_labels, breakdowns)]
     figure, (left, right) = plt.subplots(1, 2, figsize=(12, 0.4 * len(labels) + 2.2), layout="constrained", sharey=True)
     _plot_times(left, labels, [found["seconds"] for found in breakdowns])
     _plot_traffic(right, labels, [found["purposes"] for found in breakdowns])
@@ -75,22 +76,22 @@ def _plot(breakdowns: Sequence[Breakdown], path: Path) -> str:
 
 def _plot_times(axes: plt.Axes, labels: Sequence[str], seconds: Sequence[Any]) -> None:
     colours = {"computation": "#4c72b0", "pure_communication": "#c44e52", "others": "#bbbbbb"}
-    parts = {name: [1e3 * of[name]["mean"] for of in seconds] for name in colours}
+    parts = {name: [1e3 * step[name]["mean"] for step in seconds] for name in colours}
     _bars(axes, labels, parts, list(colours.values()))
-    means, deviations = ([1e3 * of["total"][key] for of in seconds] for key in ("mean", "deviation"))
+    means, deviations = ([1e3 * step["total"][key] for step in seconds] for key in ("mean", "deviation"))
     axes.errorbar(means, labels, xerr=deviations, fmt="none", ecolor="black", capsize=3)
-    axes.set_xlabel("ms a step (deviation over steps); overlap is within computation")
+    axes.set_xlabel("ms per step (deviation over steps); overlap is part of computation")
 
 
 def _plot_traffic(axes: plt.Axes, labels: Sequence[str], purposes: Sequence[Any]) -> None:
-    names = {name: None for of in purposes for name in of}
-    parts = {name: [of.get(name, {}).get("bytes_received", 0) / 1e3 for of in purposes] for name in names}
+    names = {name: None for found in purposes for name in found}
+    parts = {name: [found.get(name, {}).get("bytes_received", 0) / 1e3 for found in purposes] for name in names}
     _bars(axes, labels, parts, [plt.get_cmap("tab10")(number % 10) for number in range(len(parts))])
     axes.set_xlabel("kB received per step and rank")
 
 
 def _bars(axes: plt.Axes, labels: Sequence[str], parts: Mapping[str, Sequence[float]], colours: Sequence[Any]) -> None:
-    """Stacked horizontal bars with a legend above."""
+    """Draw stacked horizontal bars with a legend above."""
     low = [0.0] * len(labels)
     for (name, widths), colour in zip(parts.items(), colours, strict=True):
         axes.barh(labels, widths, left=low, label=name.replace("_", " "), color=colour)

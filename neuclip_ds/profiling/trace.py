@@ -1,8 +1,8 @@
-"""Reads a chrome trace of `torch.profiler`: its training steps, when they computed, every collective with its purpose.
+"""Training steps in a chrome trace of `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is what ATen's operators take on a CPU, the kernels other than NCCL's on a GPU. The purpose of a collective
-is that of the `Communicator` call around its launch. One without is DeepSpeed's: the phase of the step and the
-operation tell what it is for.
+Computation is the time of ATen's operators on a CPU, of kernels other than NCCL's on a GPU. The purpose of a collective
+is that of the `Communicator` call around its launch. A collective without one is DeepSpeed's: its purpose follows from
+the phase of the step and the operation.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ from neuclip_ds.profiling.launches import (
 
 log = logging.getLogger(__name__)
 
-_SCALARS = 64  # elements up to which a reduction in the optimizer is one of norms and overflow flags
-_HOLDERS = ("c10d", "autograd", "torch")  # operators that wait, or hold others and Python
+_SCALARS = 64  # elements up to which a reduction in the optimizer is taken for norms and overflow flags
+_WRAPPERS = ("c10d", "autograd", "torch")  # operators that wait, or contain others and Python
 _TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: no computation
 _ITEM_SIZES = {
     **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
@@ -45,17 +45,17 @@ _ITEM_SIZES = {
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective of one rank."""
+    """Collective of one rank."""
 
     purpose: str
     op: str  # as in `ring_bytes`
-    size: int  # bytes that the rank puts in
+    size: int  # bytes of the rank's input
     sent: int  # bytes by the ring algorithm; as many are received
-    intervals: tuple[Interval, ...]  # in which it was carried out, seconds; empty where the trace does not show it
+    intervals: tuple[Interval, ...]  # of its execution, in seconds; empty where the trace does not show it
 
 
 class StepTrace(NamedTuple):
-    """One training step of one rank; times in seconds on the profiler's clock."""
+    """Training step of one rank; times in seconds on the profiler's clock."""
 
     window: Interval
     computation: list[Interval]  # disjoint, within the window
@@ -64,13 +64,13 @@ class StepTrace(NamedTuple):
 
 
 def read_trace(path: Path) -> list[StepTrace]:
-    """The training steps of a trace file, which may be gzipped."""
+    """Return the training steps of a trace file, which may be gzipped."""
     data = path.read_bytes()
-    return steps_of(json.loads(gzip.decompress(data) if path.suffix == ".gz" else data))
+    return parse_trace(json.loads(gzip.decompress(data) if path.suffix == ".gz" else data))
 
 
-def steps_of(trace: Mapping[str, Any]) -> list[StepTrace]:
-    """The training steps of a trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
+def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
+    """Return the training steps of a trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
@@ -80,18 +80,20 @@ def steps_of(trace: Mapping[str, Any]) -> list[StepTrace]:
     computation = union(map(_seconds, _computing(events)))
     steps = []
     for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
-        own = [launch for launch in launches if window[0] <= launch.span[0] <= window[1]]
+        inside = [launch for launch in launches if window[0] <= launch.span[0] <= window[1]]
         durations: defaultdict[str, float] = defaultdict(float)
         for span, name in phases:
             if window[0] <= span[0] <= window[1]:
                 durations[name] += length([_seconds(span)])
         within = intersection(computation, [_seconds(window)])
-        steps.append(StepTrace(_seconds(window), within, [_collective(x, purpose.of(x)) for x in own], dict(durations)))
+        steps.append(
+            StepTrace(_seconds(window), within, [_collective(x, purpose.of(x)) for x in inside], dict(durations))
+        )
     return steps
 
 
 class _Purposes:
-    """What a collective is for."""
+    """Purposes of collectives."""
 
     def __init__(self, annotations: Sequence[Event], phases: Timeline[str]) -> None:
         named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
@@ -108,7 +110,7 @@ class _Purposes:
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
-    """The purpose of a collective of DeepSpeed's, whose names it does not tell."""
+    """Return the purpose of a collective of DeepSpeed, which does not name it."""
     reduces = op in ("all_reduce", "reduce_scatter", "reduce")
     if phase == "optimizer" and reduces and elements <= _SCALARS:
         return "norm and overflow"
@@ -128,7 +130,7 @@ def _collective(launch: Launch, purpose: str) -> Collective:
 def _item_size(dtype: str) -> int:
     size = _ITEM_SIZES.get(dtype.removeprefix("c10::").lower())
     if size is None:
-        log.warning("the profile counts no bytes for collectives of the element type %r", dtype)
+        log.warning("the profile counts no bytes for collectives of the unknown element type %r", dtype)
     return size or 0
 
 
@@ -136,14 +138,14 @@ def _computing(events: Sequence[Event]) -> list[Interval]:
     device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
     if any(event["cat"] == "kernel" for event in device):
         return [span_of(e) for e in device if not (is_nccl_kernel(e) or e["name"].startswith(_TRANSFERS))]
-    carriers = {thread_of(event) for event in events if is_gloo(event)}  # their copies are part of a collective
+    gloo_threads = {thread_of(event) for event in events if is_gloo(event)}  # whose copies are part of a collective
     return [
         span_of(event)
         for event in events
         if event.get("cat") == "cpu_op"
         and "::" in event["name"]
-        and event["name"].split("::")[0] not in _HOLDERS
-        and thread_of(event) not in carriers
+        and event["name"].split("::")[0] not in _WRAPPERS
+        and thread_of(event) not in gloo_threads
     ]
 
 

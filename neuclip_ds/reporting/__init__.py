@@ -1,1 +1,1 @@
-"""What a run tells its user: the log, the progress line, the metrics and trouble in words."""
+"""Reports of a run: log, progress line, metrics, warnings, HTML report."""

@@ -1,4 +1,4 @@
-"""environment.json of a run: what it ran with, for those who read its results later."""
+"""environment.json of a run: command, machines, and versions of code and libraries."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy"
 
 
 def record_environment(folder: Path, communicator: Communicator) -> None:
-    """Writes it anew at every start, on all ranks together."""
+    """Write FOLDER/environment.json; called on all ranks, at every start."""
     nodes = communicator.gather_objects((platform.node(), _device()))
     if communicator.rank > 0:
         return
@@ -38,11 +38,11 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
 def _device() -> str:
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"CPU, {torch.get_num_threads()} threads a rank"
+    return f"CPU, {torch.get_num_threads()} threads per rank"
 
 
 def _commit() -> str:
-    """Of the program, where it runs from a checkout."""
+    """Return the program's git commit, if it runs from a checkout."""
     call = ["git", "describe", "--always", "--dirty"]
     found = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"

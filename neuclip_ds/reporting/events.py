@@ -1,8 +1,8 @@
-"""What went wrong in a run and when: words in the log, and a line in events.jsonl for the report and for programs.
+"""Events of a run, such as loss spikes: a message in the log, and a line in events.jsonl for the report and programs.
 
     {"step": 1234, "rank": 0, "kind": "loss_spike", "words": "...", "indices": [17, 4711, ...]}
 
-Steps count from 1, as in metrics.jsonl; the indices are those of the samples that the step saw.
+Steps count from 1, as in metrics.jsonl; `words` is the message, `indices` are the samples of the step.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ FILE = "events.jsonl"
 
 
 class Event(NamedTuple):
+    """Line of events.jsonl."""
+
     step: int
     rank: int
     kind: str
@@ -32,38 +34,40 @@ Gather = Callable[[list[Event]], list[list[Event]]]
 
 
 class EventLog:
-    """Every rank has one; rank 0 keeps the file, its own events at once and those of the others when they `settle`."""
+    """One rank's events; rank 0 writes its own to the file at once, and those of the others in `settle`."""
 
     def __init__(self, folder: Path, rank: int, done: int) -> None:
         """
         Args:
-            folder: where events.jsonl is.
+            folder: of events.jsonl.
             rank: of this process.
-            done: the last step to keep of an earlier start's events; 0 keeps none.
+            done: events after this step, from before the run was resumed, are dropped; 0 drops all.
         """
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
         if rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
-    def add(self, step: int, kind: str, words: str, indices: Sequence[int] = (), level: int = logging.WARNING) -> None:
-        """Logs `words` at a level, and keeps them."""
-        log.log(level, "%s", words)
-        event = Event(step, self._rank, kind, words, list(indices))
+    def add(
+        self, step: int, kind: str, message: str, indices: Sequence[int] = (), level: int = logging.WARNING
+    ) -> None:
+        """Log a message at a level and record the event."""
+        log.log(level, "%s", message)
+        event = Event(step, self._rank, kind, message, list(indices))
         if self._rank == 0:
             self._append([event])
         else:
             self._pending.append(event)
 
     def settle(self, gather: Gather) -> None:
-        """Puts the other ranks' events into the file; all ranks call it, before a checkpoint.
+        """Write the other ranks' events to the file; all ranks call it before a checkpoint.
 
-        Events after it belong to steps that a resumed run repeats, so nothing is lost in between.
+        Later events belong to steps that a resumed run repeats, so none is lost.
         """
-        shares = gather(self._pending)
+        gathered = gather(self._pending)
         self._pending = []
         if self._rank == 0:
-            self._append([event for share in shares for event in share])
+            self._append([event for events in gathered for event in events])
 
     def _append(self, events: Sequence[Event]) -> None:
         if events:
@@ -72,7 +76,7 @@ class EventLog:
 
 
 def read_events(folder: Path) -> Iterator[Event]:
-    """The events of a run in order of steps; none where nothing went wrong."""
+    """Yield the events of a run in order of steps."""
     path = folder / FILE
     if path.is_file():
         yield from sorted(Event(**record) for _, record in step_records(path))

@@ -1,4 +1,4 @@
-"""What is plotted of runs: panels of curves that belong together, as PNG images."""
+"""Plots of runs: panels of related curves, as PNG images."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]  # metric -> steps 
 
 
 class Panel(NamedTuple):
-    """Curves that share an axis.
+    """Plot of curves that share an axis.
 
     Attributes:
-        title: of the picture and of its file.
-        metrics: names, or patterns of names, as in metrics.jsonl.
-        log_scale: of the values.
+        title: of the plot and of its file.
+        metrics: names or patterns of names in metrics.jsonl.
+        log_scale: whether the values' axis is logarithmic.
     """
 
     title: str
@@ -49,7 +49,7 @@ PANELS = (
 
 
 def collect(records: Iterable[Mapping[str, float]]) -> Series:
-    """Curves out of the lines of a metrics.jsonl."""
+    """Collect the curves of the metrics from the records of a metrics.jsonl."""
     series: dict[str, tuple[list[int], list[float]]] = {}
     for record in records:
         for name, value in record.items():
@@ -61,7 +61,7 @@ def collect(records: Iterable[Mapping[str, float]]) -> Series:
 
 
 def draw(panel: Panel, runs: Mapping[str, Series]) -> bytes | None:
-    """A PNG of a panel's curves, labelled by run where there are several; None where no run has any of them."""
+    """Draw a panel's curves as PNG, labelled by run if there are several; None if no run has any of the metrics."""
     found = [
         (name if len(runs) == 1 else f"{run}: {name}", *series[name])
         for run, series in runs.items()
@@ -81,7 +81,7 @@ def draw(panel: Panel, runs: Mapping[str, Series]) -> bytes | None:
 
 
 def draw_histogram(title: str, columns: Mapping[str, Sequence[float]]) -> bytes:
-    """A PNG with the distribution of each column, as shares of its values."""
+    """Draw the distribution of each column's values as PNG, normalised per column."""
     figure, axes = plt.subplots(figsize=(6.4, 3.4), layout="constrained")
     for name, values in columns.items():
         axes.hist(values, bins=60, histtype="step", label=name, weights=[1 / max(1, len(values))] * len(values))
@@ -92,7 +92,7 @@ def draw_histogram(title: str, columns: Mapping[str, Sequence[float]]) -> bytes:
 
 
 def png(figure: plt.Figure) -> bytes:
-    """The figure as a file's bytes; it is closed."""
+    """Return a figure as PNG and close it."""
     out = io.BytesIO()
     figure.savefig(out, format="png", dpi=110)
     plt.close(figure)

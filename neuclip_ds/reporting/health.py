@@ -1,7 +1,7 @@
-"""Trouble in words: data stalls, loss spikes and gradients that are not finite, with the step and its samples.
+"""Warnings of a run: data stalls, loss spikes and gradients that are not finite, with the step and its samples.
 
-Every rank watches its own loader. Loss and gradient norms are equal on all ranks, which therefore come to the same
-findings; rank 0 tells them. Nothing here talks to other ranks or waits for a GPU.
+Every rank watches its own loader. Loss and gradient norms are equal on all ranks, so all ranks detect the same and
+rank 0 reports it. Nothing here communicates with other ranks or waits for a GPU.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from typing import NamedTuple
 
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
-from neuclip_ds.reporting.loss_level import LossLevel, Spike
-from neuclip_ds.reporting.stalls import Stall, StallWatch
+from neuclip_ds.reporting.loss_spikes import LossSpikeDetector, Spike
+from neuclip_ds.reporting.stalls import Stall, StallDetector
 
-_SHOWN = 8  # sample indices in words; all of them are in events.jsonl
+_SHOWN = 8  # sample indices in a message; events.jsonl has all of them
 _PATIENCE = 10  # updates in a row that may be skipped
-_FACTS = {
+_METRICS = {
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
     "grad_norm": "the encoders' gradient norm",
@@ -26,144 +26,151 @@ _FACTS = {
 }
 
 
-class Samples(NamedTuple):
-    """Who says which samples a step saw.
+class SampleLookup(NamedTuple):
+    """Which samples a step uses, and where they are stored.
 
     Attributes:
-        batch: the global batch's indices of a step (from 1), known on every rank.
-        place: name of the shard that a sample is in.
-        padding: the index of rows that hold none.
+        batch: step (from 1) -> indices of its global batch, known on every rank.
+        shard: sample index -> name of its shard.
+        padding: index of rows that hold no sample.
     """
 
     batch: Callable[[int], list[int]]
-    place: Callable[[int], str]
+    shard: Callable[[int], str]
     padding: int = -1
 
 
 class StepHealth:
-    """Looks at every step of a start."""
+    """Checks of every step since the run was started or resumed."""
 
-    def __init__(self, events: EventLog, samples: Samples, rank: int, workers: int) -> None:
+    def __init__(self, events: EventLog, samples: SampleLookup, rank: int, workers: int) -> None:
         """
         Args:
-            events: where findings go.
+            events: log of the findings.
             samples: of the steps.
             rank: of this process.
-            workers: `data.workers`, which the advice names.
+            workers: `data.workers`, for the messages.
         """
-        self._events, self._samples, self._tells, self._workers = events, samples, rank == 0, workers
-        self._level, self._stalls = LossLevel(), StallWatch()
+        self._events, self._samples, self._reports, self._workers = events, samples, rank == 0, workers
+        self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
         self._stalled = 0
         self._skipped = 0  # updates in a row
 
     def check_times(self, step: int, waited: float, seconds: float, indices: Sequence[int]) -> None:
-        """Tells when this rank's loader was slow.
+        """Report a step or an interval in which this rank's loader was slow.
 
         Args:
             step: from 1.
-            waited: seconds for the batch.
-            seconds: of the whole step.
+            waited: seconds until the batch was there.
+            seconds: duration of the whole step.
             indices: of this rank's rows.
         """
         for stall in self._stalls.update(waited, seconds):
             if stall.kind == "data_stall":
-                self._tell_stall(step, stall, indices)
+                self._report_stall(step, stall, indices)
             else:
-                self._tell_share(step, stall)
+                self._report_interval(step, stall)
 
-    def check_loss(self, step: int, loss: float, facts: Callable[[], Mapping[str, float]]) -> None:
-        """Tells when the loss has left its level, and when it is back.
+    def check_loss(self, step: int, loss: float, metrics: Callable[[], Mapping[str, float]]) -> None:
+        """Report the beginning and the end of a loss spike.
 
         Args:
             step: from 1.
             loss: of the global batch.
-            facts: the step's metrics, asked for only when they are told.
+            metrics: gives the step's metrics; called only when they are reported.
         """
-        spike = self._level.update(loss)
-        if spike is not None and self._tells:
-            self._tell_spike(step, loss, spike, facts)
+        spike = self._spikes.update(loss)
+        if spike is not None and self._reports:
+            self._report_spike(step, loss, spike, metrics)
 
     def check_update(self, step: int, norm: float | None, applied: bool) -> None:
-        """Tells of an update that DeepSpeed has skipped because the encoders' gradient is not finite.
+        """Report an update that DeepSpeed has skipped because the encoders' gradient is not finite.
 
         Args:
             step: from 1.
-            norm: of the encoders' gradient; None where DeepSpeed knows none (float32 without ZeRO).
-            applied: whether DeepSpeed moved the weights.
+            norm: of the encoders' gradient; None where DeepSpeed does not compute it (float32 without ZeRO).
+            applied: whether DeepSpeed has updated the weights.
 
         Raises:
-            TrainingDiverged: on all ranks, where the weights took such a gradient, or too many updates were skipped.
+            TrainingDiverged: on all ranks, where such a gradient was applied, or too many updates were skipped.
         """
-        if norm is None or (math.isfinite(norm) and norm >= 0 and applied):  # DeepSpeed writes -1 for NaN, too
+        if norm is None or (math.isfinite(norm) and norm >= 0 and applied):  # DeepSpeed also reports -1 for NaN
             self._skipped = 0
             return
-        samples = self._begin_with(self._samples.batch(step))
-        trouble = f"step {step}: the encoders' gradient norm is not finite while the loss and its gradient are"
+        samples = self._first_samples(self._samples.batch(step))
+        problem = f"step {step}: the encoders' gradient norm is not finite, although loss and feature gradients are"
         if applied:
             raise TrainingDiverged(
-                f"{trouble}, and DeepSpeed has applied it (bf16.check_grad_overflow is off in the DeepSpeed JSON), so "
-                f"the weights are spoilt; {samples}. Go on from the newest checkpoint, with a lower optimizer.lr."
+                f"{problem}, and DeepSpeed has applied it (bf16.check_grad_overflow is off in the DeepSpeed JSON), so "
+                f"the weights are corrupted; {samples}. Resume from the newest checkpoint with a lower optimizer.lr."
             )
         self._skipped += 1
         if self._skipped >= _PATIENCE:
             raise TrainingDiverged(
-                f"{trouble}, for the {_PATIENCE}th step in a row; DeepSpeed has skipped these updates, so the weights "
+                f"{problem}, for the {_PATIENCE}th step in a row. DeepSpeed has skipped these updates, so the weights "
                 f"are those before step {step - _PATIENCE + 1}; {samples}. Lower optimizer.lr, or train in float32 "
-                "(--deepspeed=zero1_fp32), and go on from the checkpoint."
+                "(--deepspeed=zero1_fp32), and resume from the checkpoint."
             )
-        if self._skipped == 1 and self._tells:
-            words = (
-                f"{trouble}; DeepSpeed has skipped the update: the encoders are as before, the temperature and the "
-                f"normaliser have moved; {samples}."
+        if self._skipped == 1 and self._reports:
+            message = (
+                f"{problem}. DeepSpeed has skipped the update: the encoders are unchanged, the temperature and the "
+                f"normaliser are updated; {samples}."
             )
-            self._events.add(step, "update_skipped", words, self._samples.batch(step))
+            self._events.add(step, "update_skipped", message, self._samples.batch(step))
 
     def diverged(self, step: int, error: TrainingDiverged) -> None:
-        """Keeps the words that the run ends with."""
-        if self._tells:
+        """Record the message with which the run ends."""
+        if self._reports:
             self._events.add(step, "diverged", str(error), self._samples.batch(step), logging.ERROR)
 
-    def _tell_stall(self, step: int, stall: Stall, indices: Sequence[int]) -> None:
+    def _report_stall(self, step: int, stall: Stall, indices: Sequence[int]) -> None:
         self._stalled += 1
-        told = self._stalled & (self._stalled - 1) == 0  # the 1st, 2nd, 4th, 8th ...: a flood does not flood the log
+        # warns of the 1st, 2nd, 4th, 8th, ..., so that many stalls do not flood the log
+        level = logging.WARNING if self._stalled & (self._stalled - 1) == 0 else logging.DEBUG
         first = next((index for index in indices if index != self._samples.padding), None)
-        where = "" if first is None else f", the first in {self._samples.place(first)}"
-        words = (
-            f"step {step} waited {stall.waited:.1f} s for its batch, {stall.share:.0%} of the step, where one usually "
-            f"takes {stall.usual:.2g} s (stall {self._stalled} of this start); {self._begin_with(indices)}{where}. "
-            f"If it recurs: more data.workers (now {self._workers}), or a look at the disk, the network or the cache "
-            "(data.cache_dir, data.cache_gb)."
+        shard = "" if first is None else f", the first in {self._samples.shard(first)}"
+        message = (
+            f"step {step} waited {stall.waited:.1f} s for its batch, {stall.share:.0%} of the step; a usual step takes "
+            f"{stall.usual:.2g} s (stall {self._stalled} since the start); {self._first_samples(indices)}{shard}. "
+            f"If this recurs, set more data.workers (now {self._workers}), or check the disk, the network and the "
+            "cache (data.cache_dir, data.cache_gb)."
         )
-        self._events.add(step, stall.kind, words, indices, logging.WARNING if told else logging.DEBUG)
+        self._events.add(step, stall.kind, message, indices, level)
 
-    def _tell_share(self, step: int, stall: Stall) -> None:
-        steps = f"steps {step - stall.steps + 1} to {step}: the loader took {stall.share:.0%} of the time"
-        took = f"{stall.waited:.1f} of {stall.seconds:.0f} s"
+    def _report_interval(self, step: int, stall: Stall) -> None:
+        waiting = (
+            f"steps {step - stall.steps + 1} to {step}: waiting for data took {stall.share:.0%} of the time "
+            f"({stall.waited:.1f} of {stall.seconds:.0f} s)"
+        )
         if stall.kind == "data_fast":
-            self._events.add(step, stall.kind, f"{steps} ({took}): it keeps up again", level=logging.INFO)
+            self._events.add(step, stall.kind, f"{waiting}; the loader keeps up again", level=logging.INFO)
             return
-        mend = (
-            f"more data.workers (now {self._workers}), a faster data.decoder, or data on a faster disk or in the cache"
+        fix = (
+            f"Set more data.workers (now {self._workers}) or a faster data.decoder, or move the data to a faster disk "
+            "or the cache."
         )
-        self._events.add(step, stall.kind, f"{steps} ({took}), while the model waited: {mend}")
+        self._events.add(step, stall.kind, f"{waiting}. {fix}")
 
-    def _tell_spike(self, step: int, loss: float, spike: Spike, facts: Callable[[], Mapping[str, float]]) -> None:
+    def _report_spike(self, step: int, loss: float, spike: Spike, metrics: Callable[[], Mapping[str, float]]) -> None:
         if spike.kind == "loss_back":
-            words = f"step {step}: the loss is back at {loss:.4g} (level {spike.level:.4g}); steps above: {spike.steps}"
-            self._events.add(step, spike.kind, words, level=logging.INFO)
+            message = (
+                f"step {step}: the loss is back at {loss:.4g} (level {spike.level:.4g}) after {spike.steps} steps above"
+            )
+            self._events.add(step, spike.kind, message, level=logging.INFO)
             return
         if spike.kind == "loss_stays":
-            words = f"step {step}: the loss has not come back to {spike.level:.4g} and is {loss:.4g}: its new level"
-            self._events.add(step, spike.kind, words)
+            message = f"step {step}: the loss has stayed above {spike.level:.4g}; its new level is {loss:.4g}"
+            self._events.add(step, spike.kind, message)
             return
-        found, batch = facts(), self._samples.batch(step)
-        told = ", ".join(f"{words} {found[name]:.4g}" for name, words in _FACTS.items() if name in found)
-        words = (
+        found, batch = metrics(), self._samples.batch(step)
+        values = ", ".join(f"{label} {found[name]:.4g}" for name, label in _METRICS.items() if name in found)
+        message = (
             f"step {step}: loss {loss:.4g} is far above its level {spike.level:.4g} (usual deviation "
-            f"{spike.deviation:.2g}); {told}; {self._begin_with(batch)}."
+            f"{spike.deviation:.2g}); {values}; {self._first_samples(batch)}. If spikes recur, lower optimizer.lr or "
+            "set optimizer.clip_norm."
         )
-        self._events.add(step, spike.kind, words, batch)
+        self._events.add(step, spike.kind, message, batch)
 
-    def _begin_with(self, indices: Sequence[int]) -> str:
+    def _first_samples(self, indices: Sequence[int]) -> str:
         shown = [index for index in indices[:_SHOWN] if index != self._samples.padding]
         return f"its samples begin with indices {shown}"

@@ -1,4 +1,4 @@
-"""Where log messages go: rank 0 speaks on the console and in log.txt, the others only when something is wrong."""
+"""Logging: rank 0 logs to the console and to log.txt, the other ranks log only warnings."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ PLAIN = "%(asctime)s %(levelname)s %(message)s"
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
-    """Sends log messages and Python warnings to stderr, and on rank 0 to `log_file` as well.
+    """Send log messages and Python warnings to stderr, and on rank 0 to `log_file` as well.
 
-    Rank 0 tells INFO of this package and WARNING of all others; other ranks tell WARNING only, as `[rank r] ...`.
-    A second call replaces what the first has set up.
+    Rank 0 logs INFO of this package and WARNING of all others; other ranks log WARNING only, as `[rank r] ...`.
+    A second call replaces the handlers of the first.
 
     Args:
         rank: of this process.
-        log_file: appended to, its folder created if need be; ignored on ranks other than 0.
+        log_file: appended to, its folder created if absent; ignored on ranks other than 0.
     """
     handlers: list[logging.Handler]
     if rank == 0:
@@ -34,16 +34,16 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     logging.getLogger().setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)
-    for name in ("DeepSpeed", "transformers"):  # which bring handlers of their own: one voice, and in log.txt as well
+    for name in ("DeepSpeed", "transformers"):  # their own handlers would print twice, and not to log.txt
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
-    # a filter and not a level, for DeepSpeed sets its logger's level when it is imported, perhaps after this
+    # a filter, not a level: DeepSpeed sets its logger's level when it is imported, perhaps after this call
     logging.getLogger("DeepSpeed").addFilter(_is_warning)
     logging.captureWarnings(True)
 
 
 def _console_handler() -> logging.Handler:
-    """rich's on a terminal, on the console that a progress bar shares so that messages appear above the bar."""
+    """Return rich's handler on a terminal, whose console the progress bar shares so that messages appear above it."""
     rich.reconfigure(stderr=True)
     if not sys.stderr.isatty():
         return _plain(logging.StreamHandler(sys.stderr), PLAIN)
@@ -56,7 +56,7 @@ def _plain(handler: logging.Handler, layout: str) -> logging.Handler:
 
 
 def _replace_handlers(handlers: list[logging.Handler]) -> None:
-    """Puts `handlers` on the root logger in place of those of an earlier call, known by their name."""
+    """Put `handlers` on the root logger in place of those of an earlier call, which are found by their name."""
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if handler.name == __name__]:
         root.removeHandler(handler)

@@ -1,4 +1,4 @@
-"""Tables as Markdown, and with plots beside them as a page."""
+"""Pages of tables and plots, as Markdown and HTML."""
 
 from __future__ import annotations
 
@@ -16,21 +16,23 @@ _STYLE = (
 
 
 class Table(NamedTuple):
+    """Table with a title."""
+
     title: str
     header: list[str]
     rows: list[list[str]]
 
 
-def write_page(found: Sequence[Table], plots: Sequence[str], path: Path, heading: str) -> None:
-    """PATH.md with the tables, PATH.html with the plots too, which lie beside it."""
-    text = "\n\n".join(_markdown(table) for table in found)
+def write_page(tables: Sequence[Table], plots: Sequence[str], path: Path, heading: str) -> None:
+    """Write PATH.md with the tables and PATH.html with tables and plots, the names of images in the same folder."""
+    text = "\n\n".join(_markdown(table) for table in tables)
     path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
     images = (f'<p><img src="{name}"></p>' for name in plots)
-    write_html(path.with_suffix(".html"), heading, [*map(section, found), *images])
+    write_html(path.with_suffix(".html"), heading, [*map(section, tables), *images])
 
 
 def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:
-    """A page that loads nothing from elsewhere but what its sections name."""
+    """Write an HTML page, which loads no other file than those that its sections name."""
     title = html.escape(heading)
     page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
     path.write_text(page + "".join(sections), encoding="utf-8")
@@ -38,14 +40,14 @@ def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:
 
 
 def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table, whatever its cells hold."""
+    """Return an HTML table, with its cells escaped."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
     body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f"<table><tr>{head}</tr>{body}</table>"
 
 
 def section(table: Table) -> str:
-    """A table under its title."""
+    """Return a table as HTML below its title."""
     return f"<h2>{html.escape(table.title)}</h2>" + html_table(table.header, table.rows)
 
 

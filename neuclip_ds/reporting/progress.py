@@ -1,4 +1,4 @@
-"""How far a run has come: a live bar on a terminal, plain log lines at a bounded rate anywhere else."""
+"""Progress of a run: a live bar on a terminal, otherwise log lines at a bounded rate."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import time
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
-from types import TracebackType
 
 import rich
 from rich.console import Console
@@ -21,8 +20,7 @@ logger = logging.getLogger(__name__)
 class SlidingRate:
     """Units per second over the last `window` updates.
 
-    The first update only starts the clock, so what came before it (launch, compilation, the first step) does not
-    weigh in, and neither does anything that has slid out of the window.
+    The first update only starts the clock, so what came before it (launch, compilation, the first step) does not count.
     """
 
     def __init__(self, window: int = 50, clock: Callable[[], float] = time.monotonic) -> None:
@@ -30,16 +28,16 @@ class SlidingRate:
         self._marks: deque[tuple[float, float]] = deque(maxlen=window + 1)  # (seconds, position)
 
     def update(self, position: float) -> float:
-        """Notes that `position` units (steps, samples) are done by now; NaN until two updates have been seen."""
+        """Return the rate, given that `position` units (steps, samples) are done now; NaN until the second update."""
         self._marks.append((self._clock(), position))
-        (began, first), (now, last) = self._marks[0], self._marks[-1]
-        return (last - first) / (now - began) if now > began else math.nan
+        (start, first), (now, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (now - start) if now > start else math.nan
 
 
 class Progress:
-    """Shows step, loss, temperature, throughput and the time left.
+    """Display of step, loss, temperature, throughput and time left.
 
-    Used as a context manager; the bar lives from its entry to its exit.
+    Used as a context manager; the bar is shown from its entry to its exit.
     """
 
     def __init__(
@@ -55,11 +53,11 @@ class Progress:
         """
         Args:
             total_steps: the step at which the run ends.
-            first_step: steps that were done before, by the run that this one resumes.
-            enabled: False on all ranks but 0; nothing is shown then.
+            first_step: steps that were done before the run was resumed.
+            enabled: whether to show anything; False on all ranks but 0.
             seconds_between_lines: least time between log lines; the last step is always logged.
-            console: where the bar goes; by default where `configure_logging` sends the log.
-            clock: seconds; tests hand in their own.
+            console: of the bar; by default the one to which `configure_logging` sends the log.
+            clock: seconds; tests pass their own.
         """
         self._total = total_steps
         self._enabled = enabled
@@ -68,27 +66,27 @@ class Progress:
         self._next_line = -math.inf
         self._steps = SlidingRate(clock=clock)
         console = console or rich.get_console()
-        # asked of the stream itself: rich takes FORCE_COLOR, which CI likes to set, for a terminal
+        # checked on the stream itself: rich takes FORCE_COLOR, which many CI systems set, for a terminal
         self._bar = _bar(console) if enabled and console.is_interactive and console.file.isatty() else None
         if self._bar is not None:
-            self._task = self._bar.add_task("step", total=total_steps, completed=first_step, facts="")
+            self._task = self._bar.add_task("step", total=total_steps, completed=first_step, status="")
 
     def update(self, step: int, *, loss: float, tau: float, samples_per_second: float) -> None:
-        """Reports that `step` of `total_steps` steps are done.
+        """Show that `step` of `total_steps` steps are done.
 
         Args:
             loss, tau: of this step.
-            samples_per_second: over all ranks, such as `SlidingRate.update(samples)` gives.
+            samples_per_second: over all ranks.
         """
         if not self._enabled:
             return
         time_left = _duration((self._total - step) / (self._steps.update(step) or math.nan))
         throughput = f"{samples_per_second:,.0f}" if math.isfinite(samples_per_second) else "?"
-        facts = f"loss {loss:.4f}  tau {tau:.4f}  {throughput} samples/s  ETA {time_left}"
+        status = f"loss {loss:.4f}  tau {tau:.4f}  {throughput} samples/s  ETA {time_left}"
         if self._bar is not None:
-            self._bar.update(self._task, completed=step, facts=facts)
+            self._bar.update(self._task, completed=step, status=status)
         elif self._clock() >= self._next_line or step >= self._total:
-            logger.info("step %d/%d  %s", step, self._total, facts)
+            logger.info("step %d/%d  %s", step, self._total, status)
             self._next_line = self._clock() + self._seconds_between_lines
 
     def __enter__(self) -> Progress:
@@ -96,9 +94,7 @@ class Progress:
             self._bar.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
 
@@ -107,7 +103,7 @@ def _bar(console: Console) -> Bar:
     return Bar(
         TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
         BarColumn(bar_width=20),
-        TextColumn("{task.fields[facts]}", markup=False),
+        TextColumn("{task.fields[status]}", markup=False),
         console=console,
     )
 

@@ -1,6 +1,6 @@
-"""report.html of a run, in one file that can be sent on: plots, what went wrong, last values, config, environment.
+"""report.html of a run, one self-contained file: plots, events, last values, environment, config.
 
-The plots also lie in the run's folder `plots/` as PNG files.
+The plots are also PNG files in the run's folder `plots/`.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from neuclip_ds.reporting.figures import PANELS, Series, collect, draw, draw_his
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.reporting.page import Table, html_table, section, write_html
 
-_EVENTS = 200  # listed; more are counted
+_EVENTS = 200  # listed; the others are counted
 
 
 def write_report(
     run: Path, histograms: Mapping[str, Mapping[str, list[float]]] | None = None, tables: Sequence[Table] = ()
 ) -> Path:
-    """Writes RUN/report.html and RUN/plots/.
+    """Write RUN/report.html and RUN/plots/.
 
     Args:
         run: a run's folder.
-        histograms: title -> column -> values, for distributions that metrics.jsonl does not hold.
-        tables: what else is to be in it.
+        histograms: title -> column -> values, for distributions that are not in metrics.jsonl.
+        tables: further content.
 
     Returns:
-        The page.
+        Path of the page.
 
     Raises:
-        UserError: the folder holds no metrics.
+        UserError: the folder has no metrics.
     """
     series = read_run(run)
     plots = {panel.title: draw(panel, {run.name: series}) for panel in PANELS}
@@ -50,14 +50,14 @@ def write_report(
 
 
 def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
-    """Writes FOLDER/report.html and FOLDER/plots/, with the curves of several runs over each other.
+    """Write FOLDER/report.html and FOLDER/plots/ with the curves of several runs in the same plots.
 
     Args:
         runs: label -> folder.
-        folder: where to write.
+        folder: of the page.
 
     Raises:
-        UserError: a folder holds no metrics.
+        UserError: a folder has no metrics.
     """
     series = {label: read_run(run) for label, run in runs.items()}
     plots = {panel.title: draw(panel, series) for panel in PANELS}
@@ -66,14 +66,14 @@ def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
 
 
 def read_run(run: Path) -> Series:
-    """The curves of a run.
+    """Read the curves of a run.
 
     Raises:
-        UserError: the folder holds no metrics.
+        UserError: the folder has no metrics.
     """
     path = run / "metrics.jsonl"
     if not path.is_file():
-        raise UserError(f"{run} holds no metrics.jsonl; name the folder of a run.")
+        raise UserError(f"{run} has no metrics.jsonl; name the folder of a run.")
     return collect(read_metrics(path))
 
 
@@ -89,14 +89,14 @@ def _images(plots: Mapping[str, bytes | None], folder: Path) -> str:
 
 
 def _events(run: Path) -> str:
-    """What went wrong, in words; nothing where nothing did."""
+    """Return a table of the events, empty if there are none."""
     found = list(read_events(run))
     if not found:
         return ""
     rows = [[str(event.step), str(event.rank), event.kind, event.words] for event in found[:_EVENTS]]
     beyond = len(found) - _EVENTS
     more = f"<p>and {beyond} more in events.jsonl</p>" if beyond > 0 else ""
-    return section(Table("Events", ["step", "rank", "kind", "in words"], rows)) + more
+    return section(Table("Events", ["step", "rank", "kind", "message"], rows)) + more
 
 
 def _last_values(runs: Mapping[str, Series]) -> str:
@@ -116,7 +116,7 @@ def _environment(run: Path) -> str:
 
 
 def _differences(runs: Mapping[str, Path]) -> str:
-    """The options in which the runs' configs differ."""
+    """Return a table of the options in which the runs' configs differ."""
     flat = [_flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))) for run in runs.values()]
     keys = sorted({key for config in flat for key in config})
     rows = [[key, *(str(config.get(key)) for config in flat)] for key in keys]

@@ -1,7 +1,7 @@
-"""Which samples every step has seen: `{"step": 17, "indices": [...]}` a line in rankRRRRR.jsonl, one file a rank.
+"""Log of the samples of every step: lines `{"step": 17, "indices": [...]}` in rankRRRRR.jsonl, one file per rank.
 
-A rank's line holds the indices of its rows in their order, -1 for padding; the ranks' lines of a step, end to end,
-are the global batch. Steps count from 1, as in metrics.jsonl. Ranks may come and go between starts of a run.
+A rank's line has the indices of its rows in their order, -1 for padding; the ranks' lines of a step, concatenated,
+are the global batch. Steps count from 1, as in metrics.jsonl. A run may be resumed with another number of ranks.
 """
 
 from __future__ import annotations
@@ -11,19 +11,18 @@ import json
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
-from types import TracebackType
 
 from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 
 class SampleLog:
-    """Appends one rank's lines; each has reached the operating system once `write` returns."""
+    """Writer of one rank's lines; each has reached the operating system once `write` returns."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         """
         Args:
-            folder: shared by the ranks, created if need be.
-            rank: number of the file.
+            folder: shared by the ranks, created if absent.
+            rank: of this process, which names the file.
         """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank:05d}.jsonl"
@@ -35,23 +34,21 @@ class SampleLog:
     def __enter__(self) -> SampleLog:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._file.close()
 
 
 def drop_samples_beyond(folder: Path, step: int) -> None:
-    """Drops the lines after `step`, the resumed one, in the files of all ranks that there ever were.
+    """Drop the lines after `step`, from which the run resumes, in the files of all ranks.
 
-    One rank calls it, before any opens its file.
+    One rank calls it, before any rank opens its file.
     """
     for path in _rank_files(folder):
         drop_from(path, step + 1)
 
 
 def read_samples(folder: Path) -> Iterator[tuple[int, list[int]]]:
-    """(step, indices of its global batch, padding included) in order of steps, merged from the ranks' files."""
+    """Yield (step, indices of its global batch, padding included) in order of steps, merged from the ranks' files."""
     lines = heapq.merge(*(_lines(path, rank) for rank, path in enumerate(_rank_files(folder))))
     for step, parts in groupby(lines, key=lambda line: line[0]):
         yield step, [index for _, _, indices in parts for index in indices]
@@ -63,5 +60,5 @@ def _lines(path: Path, rank: int) -> Iterator[tuple[int, int, list[int]]]:
 
 
 def _rank_files(folder: Path) -> list[Path]:
-    """In order of ranks."""
+    """Return the files in order of ranks."""
     return sorted(folder.glob("rank*.jsonl"))

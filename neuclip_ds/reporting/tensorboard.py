@@ -1,4 +1,4 @@
-"""The numbers of a run as TensorBoard points, in RUN/tensorboard/."""
+"""Metrics of a run in TensorBoard's format, in RUN/tensorboard/."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.tensorboard import SummaryWriter
 
 
 class TensorBoard:
-    """One point a metric and step; points from `first_new_step` on that are there already are hidden."""
+    """Sink that writes TensorBoard scalars; earlier points from `first_new_step` on are hidden."""
 
     def __init__(self, folder: Path, first_new_step: int) -> None:
         self._writer = SummaryWriter(str(folder), purge_step=first_new_step)

@@ -1,1 +1,1 @@
-"""State that is partitioned over ranks by rows: per-sample statistics, NPN columns, and their files."""
+"""State partitioned over ranks by rows: per-sample statistics, NPN columns, and their files."""

@@ -1,8 +1,8 @@
-"""Contiguous partition of rows over ranks, and its files, which any number of ranks can read.
+"""Partition rows contiguously over ranks, and save them in files that any number of ranks can read.
 
-A table of `rows` rows is written as one safetensors file a rank, `NAME.START-STOP.safetensors`, holding rows
-[START, STOP) of each of its tensors, and the number of all rows as its metadata `rows`. A reader takes the byte ranges
-it needs, from however many files.
+A table is written as one safetensors file per rank, `NAME.START-STOP.safetensors`, with rows [START, STOP) of each of
+its tensors and the total number of rows as its metadata `rows`. A reader reads the byte ranges it needs from any number
+of files.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from safetensors import safe_open
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import pieces, save_tensors
+from neuclip_ds.state.tensor_file import row_chunks, save_tensors
 
 
 class Partition(NamedTuple):
-    """Rows [start, stop) of `rows`; rank r of K owns [r * ceil(rows/K), (r+1) * ceil(rows/K)), cut at `rows`."""
+    """Rows [start, stop) of `rows`: rank r of K has [r * ceil(rows/K), (r+1) * ceil(rows/K)), clipped to `rows`."""
 
     rows: int
     start: int
@@ -29,19 +29,21 @@ class Partition(NamedTuple):
 
     @classmethod
     def of(cls, rows: int, rank: int, world_size: int) -> Partition:
+        """Return a rank's partition."""
         share = -(-rows // world_size)
         return cls(rows, min(rank * share, rows), min((rank + 1) * share, rows))
 
     @property
     def size(self) -> int:
+        """Number of local rows."""
         return self.stop - self.start
 
 
 class RowTable(NamedTuple):
     """This rank's rows of a partitioned table: each tensor is (partition.size, ...).
 
-    Where `grows`, files may hold fewer rows than the table, as of a data set that has grown since: the others stay as
-    they are.
+    If `grows`, files may hold fewer rows than the table, when the data set has grown since; the other rows keep their
+    values.
     """
 
     partition: Partition
@@ -50,7 +52,7 @@ class RowTable(NamedTuple):
 
 
 def save_rows(folder: Path, name: str, table: RowTable) -> None:
-    """Writes this rank's rows; the ranks' files together are the table."""
+    """Save this rank's rows; the files of all ranks together are the table."""
     start, stop = table.partition.start, table.partition.stop
     if start == stop:
         return
@@ -59,15 +61,15 @@ def save_rows(folder: Path, name: str, table: RowTable) -> None:
 
 
 def load_rows(folder: Path, name: str, table: RowTable) -> None:
-    """Fills this rank's rows in place from files written by any number of ranks.
+    """Load this rank's rows in place from files written by any number of ranks.
 
     Raises:
-        UserError: the files do not cover the rows, or hold other tensors.
+        UserError: the files do not cover the rows, or hold different tensors.
     """
     files = _row_files(folder, name)
     start, stop = table.partition.start, table.partition.stop
     if table.grows and files:
-        stop = min(stop, _all_rows(files[0][2]))
+        stop = min(stop, _total_rows(files[0][2]))
     filled = start
     for first, last, path in files:
         low, high = max(first, start), min(last, stop)
@@ -79,12 +81,12 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
         filled = high
     if filled < stop:
         raise UserError(
-            f"The checkpoint {folder} lacks rows {filled} to {stop} of {name}; it belongs to other data or settings, "
-            "or files are missing: start a new run, or restore the folder."
+            f"The checkpoint {folder} lacks rows {filled} to {stop} of {name}: it was written with other data or "
+            "settings, or files are missing; start a new run, or restore the folder."
         )
 
 
-def _all_rows(path: Path) -> int:
+def _total_rows(path: Path) -> int:
     with safe_open(path, framework="pt") as file:
         return int(file.metadata()["rows"])
 
@@ -100,14 +102,18 @@ def _copy_rows(path: Path, table: RowTable, first: int, low: int, high: int) -> 
         known = set(file.keys())
         if known != set(table.tensors):
             raise UserError(
-                f"{path} holds {sorted(known)}, but this run needs {sorted(table.tensors)}; use its method."
+                f"{path} holds {sorted(known)}, but this run needs {sorted(table.tensors)}; set objective.method "
+                "to that of the checkpoint."
             )
         for key, target in table.tensors.items():
             stored, at = file.get_slice(key), low - first
             like = stored[at : at + 1]
             if like.shape[1:] != target.shape[1:] or like.dtype != target.dtype:
-                raise UserError(f"{path}: {key} has rows of {tuple(like.shape[1:])} {like.dtype}, this run's differ.")
+                raise UserError(
+                    f"{path}: {key} has rows of {tuple(like.shape[1:])} {like.dtype}, but this run has rows of "
+                    f"{tuple(target.shape[1:])} {target.dtype}; set the options of the checkpoint's run."
+                )
             with torch.no_grad():
-                for piece in pieces(target[low - table.partition.start : high - table.partition.start]):
-                    piece.copy_(stored[at : at + len(piece)])
-                    at += len(piece)
+                for chunk in row_chunks(target[low - table.partition.start : high - table.partition.start]):
+                    chunk.copy_(stored[at : at + len(chunk)])
+                    at += len(chunk)

@@ -1,9 +1,9 @@
-"""Per-sample statistics by global index, partitioned over ranks.
+"""Store per-sample statistics by global index, partitioned over ranks.
 
-A read of a rank's own rows is one reduce-scatter of (B, f), a read of everyone's one all-reduce: each owner puts its
-rows into a zero buffer. A read can be begun while the encoders still run. A write costs no traffic, because what it
-stores is known to all ranks and every owner keeps its own. Shapes never depend on who owns what, so that nothing waits
-for the device.
+Reading the rows of a rank's samples is one reduce-scatter of (B, f), reading those of the whole batch one all-reduce:
+each rank puts the rows it holds into a zero buffer. A read can overlap the encoders. A write needs no communication,
+because all ranks know the values and each stores its local rows. Shapes never depend on which rank holds a row, so
+nothing synchronises with the device.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.state.partition import Partition, RowTable
 
-ON_DEVICE = 2 << 30  # bytes of rows; larger tables lie in pinned memory of the host
+MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
 
 
 class SampleStore:
-    """Float fields for each of n samples; this rank holds 4 f ceil(n / K) bytes.
+    """Float fields of each of n samples; a rank holds 4 f ceil(n / K) bytes.
 
     Args:
-        n: samples in the data set; a global index lies in [0, n).
-        fields: name -> initial value (`-inf` stands for a logarithm not yet seen).
+        n: number of samples in the data set; a global index lies in [0, n).
+        fields: name -> initial value (`-inf` for a logarithm that has no value yet).
         communicator: the ranks over which rows are partitioned.
-        dtype: of the rows.
-        on_device: bytes up to which a rank's rows lie on its device.
+        dtype: dtype of the rows.
+        max_device_bytes: a rank's rows are kept on its device up to this size, else in pinned host memory.
     """
 
     def __init__(
@@ -36,15 +36,15 @@ class SampleStore:
         fields: Mapping[str, float],
         communicator: Communicator,
         dtype: torch.dtype = torch.float32,
-        on_device: int = ON_DEVICE,
+        max_device_bytes: int = MAX_DEVICE_BYTES,
     ) -> None:
         self.partition = Partition.of(n, communicator.rank, communicator.world_size)
         self.fields = tuple(fields)
         self._communicator = communicator
-        shape = (self.partition.size + 1, len(fields))  # the row behind the last takes what other ranks own
+        shape = (self.partition.size + 1, len(fields))  # the extra last row absorbs writes to rows of other ranks
         device = torch.device(communicator.device)
         size = shape[0] * shape[1] * dtype.itemsize
-        if device.type == "cpu" or size <= on_device:
+        if device.type == "cpu" or size <= max_device_bytes:
             self._rows = torch.empty(shape, dtype=dtype, device=device)
         else:
             self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
@@ -52,7 +52,7 @@ class SampleStore:
             self._rows[:, column] = initial
 
     def begin_read(self, index: Tensor) -> Pending:
-        """Fields of this rank's rows of the batch, on their way.
+        """Start reading the fields of this rank's samples of the batch.
 
         Args:
             index: (B,) int64, the global indices of all ranks in rank order, B a multiple of the world size; -1 is
@@ -64,36 +64,36 @@ class SampleStore:
         return self._communicator.begin_reduce_scatter(self._contribution(index, len(self.fields)), "state")
 
     def begin_read_all(self, index: Tensor, count: int) -> Pending:
-        """The first `count` fields of everyone's rows, on their way: (B, count), zeros for empty rows."""
+        """Start reading the first `count` fields of the whole batch: (B, count), zeros for empty rows."""
         return self._communicator.begin_all_reduce(self._contribution(index, count), "state")
 
-    def owned(self, index: Tensor) -> Tensor:
-        """(B, f): the rows of the batch that this rank owns; what the others own holds numbers without a meaning."""
-        return self._rows.index_select(0, self._place(index)[0]).to(index.device)
+    def local_rows(self, index: Tensor) -> Tensor:
+        """Return the batch's rows that are local, (B, f); rows of other ranks have undefined values."""
+        return self._rows.index_select(0, self._locate(index)[0]).to(index.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
-        """(B, count): this rank's rows, zeros where it owns none."""
-        rows, owned = self._place(index)
+        """Return this rank's summand of a read, (B, count): its local rows, zeros for the others."""
+        rows, is_local = self._locate(index)
         found = self._rows[:, :count].index_select(0, rows).to(index.device, non_blocking=True)
-        return found.masked_fill(~owned[:, None], 0.0)
+        return found.masked_fill(~is_local[:, None], 0.0)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Stores (B, f) values of all ranks' samples `index` (B,); rows of other owners and empty rows are skipped."""
-        rows, _ = self._place(index)
+        """Write (B, f) values of all ranks' samples `index` (B,); rows of other ranks and empty rows are skipped."""
+        rows, _ = self._locate(index)
         self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype))
 
     def rows(self) -> RowTable:
-        """The rank's rows for the checkpoint: one (n/K, f) tensor, named by its fields, joined by commas."""
+        """Return the rank's rows for the checkpoint: one (n/K, f) tensor, named by its comma-joined fields."""
         return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, grows=True)
 
-    def _place(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """(B,) local rows where the table lies, and whether this rank owns them: the last row where it does not."""
+    def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the (B,) local row numbers and which rows are local; the others map to the extra last row."""
         low, high = self.partition.start, self.partition.stop
-        owned = (index >= low) & (index < high)
-        rows = torch.where(owned, index - low, self.partition.size)
-        return rows.to(self._rows.device), owned
+        is_local = (index >= low) & (index < high)
+        rows = torch.where(is_local, index - low, self.partition.size)
+        return rows.to(self._rows.device), is_local
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:
-    """This rank's rows of a store's table by field; each (n/K,)."""
-    return {name: rows[:, place] for key, rows in table.tensors.items() for place, name in enumerate(key.split(","))}
+    """Return this rank's rows of a store's table by field, each (n/K,)."""
+    return {name: rows[:, column] for key, rows in table.tensors.items() for column, name in enumerate(key.split(","))}

@@ -1,7 +1,7 @@
-"""Writes safetensors files piece by piece: a table of gigabytes needs no second copy in memory to be saved.
+"""Write safetensors files in chunks, so that saving a table of gigabytes needs no second copy in memory.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes of length, little-endian; a JSON header with dtype, shape
-and byte range of each tensor; the tensors' bytes. Reading is the library's.
+and byte range of each tensor; the tensors' bytes. The safetensors library reads the files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-PIECE = 64 << 20  # bytes
+CHUNK_BYTES = 64 << 20
 _DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -27,25 +27,25 @@ _DTYPES = {
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Writes tensors from wherever they are; memory used: one piece of 64 MB."""
+    """Save tensors of any device with at most one chunk of 64 MB in extra memory."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
         start, end = end, end + tensor.numel() * tensor.element_size()
         header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # the tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little"))
         file.write(text)
         for tensor in tensors.values():
-            for piece in pieces(tensor.detach()):
-                file.write(piece.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            for chunk in row_chunks(tensor.detach()):
+                file.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
 
 
-def pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Views of a tensor's rows, each of about 64 MB at most."""
+def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return views of a tensor's rows in chunks of about 64 MB at most."""
     if tensor.numel() == 0 or tensor.ndim == 0:
         return (tensor,)
     row = tensor[0].numel() * tensor.element_size()
-    return tensor.split(max(1, PIECE // row))
+    return tensor.split(max(1, CHUNK_BYTES // row))

@@ -21,7 +21,7 @@ from neuclip_ds.data.transforms import ImageTransform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
 
 CACHE = Path(".cache")
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
@@ -34,7 +34,7 @@ class TrainingData(NamedTuple):
     order: GlobalOrder
     loading: LoaderOptions
     transform: ImageTransform
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
 
     def batches(self, communicator: Communicator, epoch: int, step: int, steps: int) -> Iterator[Batch]:
         """Yield a rank's next `steps` batches from a place in the order."""
@@ -58,13 +58,13 @@ def open_training_data(config: Config, source: ModelSource, communicator: Commun
     Raises:
         UserError: no data are named, or they cannot be used.
     """
-    data, pixels = config.data, source.pixels
+    data, preprocessing = config.data, source.preprocessing
     if not data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
     manifest = open_data(data.train, data, communicator, folder)
     loading = loader_options(data, manifest, communicator)
     order = open_order(config, manifest)
-    transform = train_transform(pixels.size, data.crop_scale, find_decoder(data.decoder), pixels.squash)
+    transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
 
     def trained_tokenizer() -> CaptionTokenizer:
         text, place = config.model.text, folder / "tokenizer"

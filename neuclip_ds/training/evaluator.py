@@ -18,11 +18,11 @@ from neuclip_ds.evaluation.encoding import encoder_of
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
-from neuclip_ds.evaluation.sharded_batches import together
+from neuclip_ds.evaluation.sharded_batches import run_on_all_ranks
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
-from neuclip_ds.models.pretrained.base import Pixels
+from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
@@ -38,7 +38,7 @@ class Evaluator:
         self,
         config: Config,
         data: TrainingData,
-        pixels: Pixels,
+        preprocessing: Preprocessing,
         communicator: Communicator,
         folder: Path,
     ) -> None:
@@ -46,13 +46,13 @@ class Evaluator:
         Args:
             config: of the run.
             data: its training data and tokenizer.
-            pixels: how an image becomes the model's input.
+            preprocessing: how an image becomes the input of the model.
             communicator: the ranks, which evaluate together.
             folder: of the run.
         """
         self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
         self._communicator = communicator
-        self._transform = eval_transform(pixels.size, pixels.squash)
+        self._transform = eval_transform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         options = config.data
         val = find_split(options.val, "val", options.train)
@@ -61,7 +61,7 @@ class Evaluator:
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-            self._zero_shot = together(communicator, lambda: ZeroShotSet.read(folder_of_images))
+            self._zero_shot = run_on_all_ranks(communicator, lambda: ZeroShotSet.read(folder_of_images))
         self._on_disk = []
         if options.evaluation_sets is not None:
             root, self._tasks = options.evaluation_sets, load_tasks()

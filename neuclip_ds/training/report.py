@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from neuclip_ds.evaluation.summary import beside_published, setting_of
+from neuclip_ds.evaluation.summary import compare_with_published, setting_of
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.reporting.page import Table
 from neuclip_ds.reporting.run_report import read_run, write_report
@@ -40,7 +40,7 @@ def _beside_published(folder: Path) -> list[Table]:
         if name.startswith(_AVERAGE)
     }
     setting = setting_of(folder.name)
-    found = beside_published(setting, averages) if setting and averages else []
+    found = compare_with_published(setting, averages) if setting and averages else []
     return [Table(table.title, table.header, [table.scores]) for table in found]
 
 

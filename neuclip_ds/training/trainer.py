@@ -19,9 +19,9 @@ from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.pretrained.base import Logits
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
-from neuclip_ds.models.tokenizer import Tokenize
+from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
@@ -97,9 +97,9 @@ def build(config: Config, communicator: Communicator, folder: Path, hooks: Seque
         UserError: anything in config or data that cannot work.
     """
     engine_config = load_engine_config(config, communicator.world_size)
-    source = open_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+    source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
     data = open_training_data(config, source, communicator, folder)
-    evaluator = Evaluator(config, data, source.pixels, communicator, folder)
+    evaluator = Evaluator(config, data, source.preprocessing, communicator, folder)
     encoders = start_encoders(config, engine_config, source, data.tokenizer, communicator, folder)
     context = RunContext(
         config,
@@ -127,7 +127,7 @@ class Encoders(NamedTuple):
     """The encoders under DeepSpeed."""
 
     engine: Any
-    logits: Logits  # temperature and bias that they bring
+    logits: LogitParameters  # temperature and bias that they bring
     parameters: int
 
 
@@ -135,7 +135,7 @@ def start_encoders(
     config: Config,
     engine_config: dict[str, Any],
     source: ModelSource,
-    tokenizer: Tokenize,
+    tokenizer: ModelTokenizer,
     communicator: Communicator,
     folder: Path,
 ) -> Encoders:

@@ -1,4 +1,4 @@
-"""`neuclip-ds build-manifest` as a user starts it, by its file: alone, by mpirun, killed midway, with mistakes."""
+"""`neuclip-ds build-manifest` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
 
 from __future__ import annotations
 

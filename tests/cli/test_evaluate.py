@@ -54,7 +54,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
     assert "CIFAR-10: has a score" in run.stderr
     assert "Flickr: data/wds_flickr30k has 23 samples, the published set 1000" in run.stderr
-    assert "not below data and left out: Caltech-101, CIFAR-100" in run.stderr
+    assert "not found below data, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
         "| retrieval | Flickr and MSCOCO (NeuCLIP, FastCLIP) | none: 1 of 2 tasks scored, mean of these" in run.stdout
     )
@@ -99,9 +99,9 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
 
 def test_tasks_that_are_not_there(tmp_path: Path) -> None:
     tasks = load_tasks()
-    with pytest.raises(UserError, match="is no folder; name the one"):
+    with pytest.raises(UserError, match="is not a folder; name the one"):
         tasks.on_disk(tmp_path / "nowhere")
-    with pytest.raises(UserError, match=r"Not below .*: Caltech-101 \(wds_vtab-caltech101_test\), CIFAR-10"):
+    with pytest.raises(UserError, match=r"Not found below .*: Caltech-101 \(wds_vtab-caltech101_test\), CIFAR-10"):
         tasks.on_disk(tmp_path)
     (tmp_path / "wds_cifar10_test").mkdir()
     assert [task.name for task, _ in tasks.on_disk(tmp_path)] == ["CIFAR-10"]

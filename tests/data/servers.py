@@ -1,4 +1,4 @@
-"""Servers that misbehave: HTTP with faults on order, and a proxy that cuts or stalls any TCP connection."""
+"""Test servers with injected faults: HTTP, and a proxy that cuts or stalls TCP connections."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Files(ThreadingHTTPServer):
-    """Serves `files` (path without the slash -> bytes) on 127.0.0.1.
+    """Serve `files` (path without the slash -> bytes) on 127.0.0.1.
 
     Attributes:
         gets: GET requests of each path.
@@ -37,7 +37,7 @@ class Files(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}/{path}"
 
     def handle_error(self, request, client_address) -> None:
-        """Clients that hang up are part of the tests."""
+        """Ignore clients that hang up, which is part of the tests."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -94,7 +94,7 @@ def files_server() -> Iterator[Files]:
 
 
 class Proxy:
-    """Passes TCP connections on to a port of this machine.
+    """Forward TCP connections to a port of this machine.
 
     Attributes:
         port: where it listens.

@@ -1,4 +1,4 @@
-"""Small shards for the data engine's tests."""
+"""Write small shards for the tests of data loading."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int 
 
 
 def jpeg(seed: int, width: int = 40, height: int = 30) -> bytes:
-    """A smooth random picture."""
+    """Return a smooth random image."""
     coarse = np.random.default_rng(seed).integers(0, 256, (4, 5, 3), dtype=np.uint8)
     picture = Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC)
     out = io.BytesIO()
@@ -31,7 +31,7 @@ def jpeg(seed: int, width: int = 40, height: int = 30) -> bytes:
 
 
 def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str, bytes]] | None = None) -> Path:
-    """Shards of `sizes` pairs; `replace` gives the members by extension of single samples, by global index."""
+    """Write shards of `sizes` pairs; `replace` sets the members of single samples by global index and extension."""
     folder.mkdir(parents=True, exist_ok=True)
     index = 0
     for shard, size in enumerate(sizes):
@@ -46,6 +46,6 @@ def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str,
 
 
 def tokenize(captions: list[str]) -> torch.Tensor:
-    """Code points, cut or padded to 12."""
+    """Return code points, truncated or padded to 12."""
     rows = [[ord(letter) for letter in caption[:12].ljust(12, "\0")] for caption in captions]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(captions), 12)

@@ -1,4 +1,4 @@
-"""The account of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
+"""The log of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from neuclip_ds.data.bad_samples import BadSampleLog, Share
+from neuclip_ds.data.bad_samples import BadSampleLog, SampleCounts
 from neuclip_ds.data.dataset import BadSample, Batch
 from neuclip_ds.errors import UserError
 
@@ -27,11 +27,11 @@ def listed(folder: Path) -> list[int]:
 def test_each_sample_is_listed_once(tmp_path, caplog):
     log = BadSampleLog(tmp_path / "run", 0.5)
     log.record(bad_batch([]))
-    log.settle()
+    log.merge()
     assert not (tmp_path / "run").exists()
     log.record(bad_batch([1, 2]))
     log.record(bad_batch([2, 3, 4]))
-    log.settle()
+    log.merge()
     assert listed(tmp_path / "run") == [1, 2, 3, 4]
     first = json.loads(log.path.read_text().splitlines()[0])
     assert first == {"index": 1, "shard": "s.tar", "key": "001", "reason": "no image"}
@@ -42,12 +42,12 @@ def test_each_sample_is_listed_once(tmp_path, caplog):
 def test_a_resumed_run_does_not_list_again_and_mends_a_broken_line(tmp_path):
     before = BadSampleLog(tmp_path, 0.5)
     before.record(bad_batch([1, 2]))
-    before.settle()
+    before.merge()
     with before.path.open("a") as file:
         file.write('{"index": 9, "sh')
     after = BadSampleLog(tmp_path, 0.5)
     after.record(bad_batch([2, 5]))
-    after.settle()
+    after.merge()
     assert listed(tmp_path) == [1, 2, 5]
 
 
@@ -55,15 +55,15 @@ def test_ranks_settle_together(tmp_path):
     ours, theirs = BadSampleLog(tmp_path, 0.5), BadSampleLog(tmp_path, 0.5, writes=False)
     ours.record(bad_batch([1]))
     theirs.record(bad_batch([7, 8], reason="read failed: lost"))
-    shares: list[Share] = []
+    shares: list[SampleCounts] = []
 
-    def gathers(share: Share) -> list[Share]:
+    def gathers(share: SampleCounts) -> list[SampleCounts]:
         shares.append(share)
         return shares
 
-    theirs.settle(gathers)
+    theirs.merge(gathers)
     assert not log_exists(tmp_path)
-    ours.settle(gathers)
+    ours.merge(gathers)
     assert (ours.seen, ours.causes) == (20, {"no image": 1, "read failed": 2})
     assert sorted(listed(tmp_path)) == [1, 7, 8]
 
@@ -75,22 +75,22 @@ def log_exists(folder: Path) -> bool:
 def test_padding_is_not_counted(tmp_path):
     log = BadSampleLog(tmp_path, 0.0)
     log.record(Batch(torch.zeros(3), torch.zeros(3), torch.tensor([4, -1, -1]), torch.tensor([True, False, False])))
-    log.settle()
+    log.merge()
     assert (log.seen, log.bad) == (1, 0)
 
 
 def test_bad_fraction_stops_the_run(tmp_path):
     log = BadSampleLog(tmp_path, 0.01)
     log.record(bad_batch(list(range(10))))
-    log.settle()  # 10 are what 1000 samples may hold
+    log.merge()  # 10 are what 1000 samples may hold
     log.record(bad_batch([10]))
     with pytest.raises(UserError, match=r"^11 of 20 samples .*max_bad_fraction=0.01 .*no image.*bad_samples.jsonl"):
-        log.settle()
+        log.merge()
     log.record(bad_batch([], size=1080))
-    log.settle()  # 11 of 1100
+    log.merge()  # 11 of 1100
     log.record(bad_batch([11], size=1))
     with pytest.raises(UserError, match="12 of 1101"):
-        log.settle()
+        log.merge()
 
 
 def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
@@ -98,4 +98,4 @@ def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
     for index, reason in enumerate(["read failed: a", "read failed: b", "no image"]):
         log.record(bad_batch([index], reason=reason))
     with pytest.raises(UserError, match=r"3 of 30 .*most often, 2 times: read failed"):
-        log.settle()
+        log.merge()

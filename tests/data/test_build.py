@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 class Here(Executor):
-    """Runs the work in this process, up to a number of pieces; then it fails as a killed build would."""
+    """Run the work in this process up to a number of groups, then fail as a killed build would."""
 
     def __init__(self, pieces: int = 1_000_000) -> None:
         self.pieces, self.done = pieces, 0

@@ -1,4 +1,4 @@
-"""The shard cache under several processes: each shard fetched once, never more than fits, the killed do no harm."""
+"""The shard cache under several processes: each shard is fetched once, the limit holds, killed processes do no harm."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def http():
 
 
 def cache_in(folder: Path, shards: float, **options) -> ShardCache:
-    """A cache of so many shards."""
+    """Return a cache with room for a number of shards."""
     return ShardCache(folder / "cache", int(shards * SIZE), **{"timeout": 2, "retries": 0, **options})
 
 
@@ -36,12 +36,12 @@ def url(http: Files, number: int) -> str:
 
 
 def held(folder: Path) -> list[int]:
-    """Shards that the cache holds."""
+    """Return the shards in the cache."""
     return sorted(path.read_bytes()[0] for path in (folder / "cache/shards").glob("*.tar"))
 
 
 def size_of(folder: Path) -> int:
-    """Bytes of shards and of what is on its way; files may vanish meanwhile."""
+    """Return the bytes of shards and partial downloads; files may vanish meanwhile."""
     with os.scandir(folder / "cache/shards") as entries:
         return sum(_size(entry.path) for entry in entries)
 
@@ -59,7 +59,7 @@ def left_over(folder: Path) -> list[str]:
 
 
 def wait_for_a_part(folder: Path) -> None:
-    """Until a fetch has begun."""
+    """Wait until a fetch has started."""
     end = time.monotonic() + 20
     while not any((folder / "cache/shards").iterdir()):
         assert time.monotonic() < end
@@ -123,7 +123,7 @@ def test_sizes_that_cannot_be(http, tmp_path):
     with pytest.raises(UserError, match=r"^data.cache_gb=1e\+09 is more than the disk of .* holds"):
         ShardCache(tmp_path / "cache", 10**18)
     (tmp_path / "file").touch()
-    with pytest.raises(UserError, match="cannot be made"):
+    with pytest.raises(UserError, match="cannot be created"):
         ShardCache(tmp_path / "file", SIZE)
 
 
@@ -132,7 +132,7 @@ def test_a_dead_shard_is_asked_for_once_a_minute(http, tmp_path):
     http.faults["00002.tar"] = [404]
     messages = set()
     for _ in range(1000):
-        with pytest.raises(OSError, match="there is no such file") as caught:
+        with pytest.raises(OSError, match="the file does not exist") as caught:
             cache_in(tmp_path, 4).path(url(http, 2), SIZE)
         messages.add(str(caught.value))
     assert http.gets["00002.tar"] == 1
@@ -193,7 +193,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
 @pytest.mark.parametrize("wanted", [5, 6], ids=["the same shard", "another shard"])
 def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
-    """It holds lock and room, and a part of the file; the cache has room for one shard only."""
+    """The killed process holds a lock, space and a partial file; the cache has room for one shard only."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
     process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
@@ -214,9 +214,13 @@ def test_waiting_for_another_process_has_a_limit(http, tmp_path):
     process.start()
     wait_for_a_part(tmp_path)
     impatient = cache_in(tmp_path, 1, timeout=0.02)
-    with pytest.raises(TimeoutError, match=r"Waited 0.2 s in vain for another process that fetches http.*00005.tar"):
+    with pytest.raises(
+        TimeoutError, match=r"Timed out after 0.2 s waiting for another process that fetches http.*00005.tar"
+    ):
         impatient.path(url(http, 5), SIZE)
-    with pytest.raises(TimeoutError, match=r"Waited 0.2 s in vain for room for .*00006.tar .* raise data.cache_gb"):
+    with pytest.raises(
+        TimeoutError, match=r"Timed out after 0.2 s waiting for space for .*00006.tar .* raise data.cache_gb"
+    ):
         impatient.path(url(http, 6), SIZE)
     http.gate.set()
     process.join()
@@ -232,7 +236,7 @@ def test_what_a_killed_run_has_left_is_cleared_by_the_next(http, tmp_path):
     wait_for_a_part(tmp_path)
     assert len(left_over(tmp_path)) == 2
     cache_in(tmp_path, 3)
-    assert len(left_over(tmp_path)) == 2, "one that goes on is left alone"
+    assert len(left_over(tmp_path)) == 2, "a fetch in progress is left alone"
     process.kill()
     process.join()
     cache_in(tmp_path, 3)

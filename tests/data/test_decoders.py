@@ -40,7 +40,7 @@ def test_every_mode_decodes_as_with_pil(name, mode, kind):
 
 
 @pytest.mark.parametrize("name", DECODERS)
-def test_scaled_decoding_keeps_the_least_side(name):
+def test_scaled_decoding_keeps_the_min_side(name):
     decoded = find_decoder(name)(jpeg(2, 900, 610), 100)
     height, width, _ = pixels(decoded).shape
     assert decoded.full_size == (900, 610)

@@ -1,4 +1,4 @@
-"""The demo data: what it promises about layout, labels, captions, repeats and reproducibility."""
+"""The demo data set: layout, labels, captions, near-duplicates and reproducibility."""
 
 import json
 import re
@@ -59,7 +59,7 @@ def contents(folder: Path) -> dict[str, bytes]:
 
 
 def names_one(caption: str, words: tuple[str, ...]) -> bool:
-    """Whether one of the words stands in the caption, as a singular or a plural."""
+    """Whether the caption contains one of the words, in singular or plural."""
     return any(re.search(rf"(?<![\w-]){re.escape(word)}(s|es)?(?![\w-])", caption.lower()) for word in words)
 
 
@@ -107,18 +107,18 @@ def test_splits_differ(folder: Path) -> None:
 
 
 def test_captions_tell_the_scene(folder: Path) -> None:
-    told = Counter[str]()
+    named = Counter[str]()
     described = facts(folder / "train")
     for pair in described:
         caption = pair["caption"]
         for group in pair["objects"]:
             assert names_one(caption, COLOURS[group["colour"]].words), pair
             assert names_one(caption, SHAPES[group["shape"]].words), pair
-        told["place"] += any(names_one(caption, PLACES[group["place"]]) for group in pair["objects"])
-        told["background"] += names_one(caption, BACKGROUNDS[pair["background"]][1])
+        named["place"] += any(names_one(caption, PLACES[group["place"]]) for group in pair["objects"])
+        named["background"] += names_one(caption, BACKGROUNDS[pair["background"]][1])
         assert not re.search(r"\ba [aeiou]|\ban [^aeiou]|  |[{}]", caption), caption
-    for fact in ("place", "background"):  # sometimes left out, more often told
-        assert 0.5 < told[fact] / len(described) < 0.9
+    for fact in ("place", "background"):  # sometimes omitted, more often named
+        assert 0.5 < named[fact] / len(described) < 0.9
 
 
 def test_captions_tell_nothing_false(folder: Path) -> None:
@@ -135,7 +135,7 @@ def test_captions_tell_nothing_false(folder: Path) -> None:
 
 
 def spoken_objects(caption: str) -> str:
-    """The caption without its background, whose words may be those of a colour."""
+    """Return the caption without its background, which may name a colour."""
     for _, phrases in BACKGROUNDS.values():
         for phrase in phrases:
             caption = caption.lower().replace(phrase, "")
@@ -162,12 +162,12 @@ def test_near_duplicates(folder: Path) -> None:
         assert (original["objects"], original["background"]) == (pair["objects"], pair["background"])
 
 
-def test_near_duplicates_look_alike_and_are_told_by_another_template() -> None:
-    plans = [demo._plan(0, "train", 0.3, i) for i in range(300)]
-    repeats = [plan for plan in plans if plan.original is not None]
+def test_near_duplicates_look_alike_and_have_another_template() -> None:
+    specs = [demo._pair_spec(0, "train", 0.3, i) for i in range(300)]
+    repeats = [spec for spec in specs if spec.original is not None]
     assert repeats
-    for plan in repeats:
-        assert plan.template != plans[plan.original].template
+    for spec in repeats:
+        assert spec.template != specs[spec.original].template
 
     scene, other = random_scene(Random(1)), random_scene(Random(2))
     first, again, apart = (
@@ -290,7 +290,7 @@ def test_senseless_numbers_are_user_errors(numbers: dict[str, Any], tmp_path: Pa
 
 @pytest.fixture
 def small_default(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Replaces the default set by a small one; gives the folders that were rendered."""
+    """Replace the default set by a small one; yield the folders that are rendered."""
     rendered = []
 
     def small(folder: Path) -> None:
@@ -320,7 +320,7 @@ def test_loser_of_the_race_uses_the_winners_files(tmp_path: Path, monkeypatch: p
     few = {"pairs": 2, "held_out": 2, "zero_shot": 2, "processes": 1}
 
     def slow(folder: Path) -> None:
-        """Another process comes in first while this one is rendering."""
+        """Let another process finish first while this one is rendering."""
 
         def overtake(done: int, total: int) -> None:
             if done == total:

@@ -1,4 +1,4 @@
-"""Fetching from real servers and commands, which fail on order."""
+"""Fetching from real servers and commands with injected faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def http():
 
 @pytest.fixture
 def shard(http):
-    """URL of a file of this test's own on the HTTP server, and its name there."""
+    """Return the URL and name of a separate file of this test on the HTTP server."""
     name = f"{len(http.files)}/00000.tar"
     http.files[name] = DATA
     return http.url(name), name
@@ -38,7 +38,7 @@ def shard(http):
 
 @pytest.fixture(scope="module")
 def s3():
-    """A store that speaks S3 with the bucket `pairs`, behind a proxy, which fsspec is set to."""
+    """Start an S3 server with the bucket `pairs` behind a proxy, and configure fsspec for it."""
     boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
     pytest.importorskip("s3fs")
     with pytest.MonkeyPatch.context() as patch:
@@ -62,7 +62,7 @@ def s3():
 
 
 def fetch_here(url: str, folder: Path, **options) -> bytes:
-    """The fetched bytes; checks that nothing but the target is left, or nothing at all."""
+    """Return the fetched bytes; check that nothing but the target is left, or nothing at all."""
     target = folder / "shard.tar"
     arguments = {"expected_bytes": len(DATA), "timeout": 5, "retries": 2, "backoff": 0.01, **options}
     try:
@@ -89,11 +89,11 @@ def test_http_faults_are_tried_again(shard, http, tmp_path, fault, expected_byte
 
 @pytest.mark.parametrize(
     ("fault", "message"),
-    [("cut", "ClientPayloadError"), (500, "500"), ("short", "100000 bytes came where 300000 were expected")],
+    [("cut", "ClientPayloadError"), (500, "500"), ("short", "100000 bytes arrived, expected 300000")],
 )
 def test_http_faults_that_stay(shard, http, tmp_path, fault, message):
     http.faults[shard[1]] = [fault] * 9
-    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 tries\)\.$"):
+    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 attempts\)\.$"):
         fetch_here(shard[0], tmp_path)
     assert http.gets[shard[1]] == 3
 
@@ -106,7 +106,7 @@ def test_a_stalled_transfer_is_given_up_and_tried_again(shard, http, tmp_path):
 
 def test_a_server_that_always_stalls(shard, http, tmp_path):
     http.faults[shard[1]] = ["stall"] * 2
-    with pytest.raises(FetchError, match=r"no byte came for 0.3 s \(after \d+ bytes\) \(2 tries\)"):
+    with pytest.raises(FetchError, match=r"no byte arrived for 0.3 s \(after \d+ bytes\) \(2 attempts\)"):
         fetch_here(shard[0], tmp_path, timeout=0.3, retries=1)
 
 
@@ -118,7 +118,7 @@ def test_a_slow_transfer_that_goes_on_is_not_given_up(tmp_path):
 @pytest.mark.parametrize("status", [404, 403, 401, 410])
 def test_what_cannot_change_is_not_tried_again(shard, http, tmp_path, status):
     http.faults[shard[1]] = [status] * 9
-    with pytest.raises(FetchError, match=r"\(1 try\)\.$"):
+    with pytest.raises(FetchError, match=r"\(1 attempt\)\.$"):
         fetch_here(shard[0], tmp_path)
     assert http.gets[shard[1]] == 1
 
@@ -127,18 +127,18 @@ def test_what_cannot_change_is_not_tried_again(shard, http, tmp_path, status):
     ("url", "message"),
     [
         ("nosuch://bucket/x.tar", "Protocol not known: nosuch"),
-        ("file:///nowhere/x.tar", "there is no such file"),
+        ("file:///nowhere/x.tar", "the file does not exist"),
         ("oci://bucket/x.tar", "Install ocifs .*pip install"),
         ("pipe:nosuchcommand", "code 127: .*nosuchcommand: command not found"),
     ],
 )
 def test_hopeless_urls(tmp_path, url, message):
-    with pytest.raises(FetchError, match=rf"{message}.* \(1 try\)\.$"):
+    with pytest.raises(FetchError, match=rf"{message}.* \(1 attempt\)\.$"):
         fetch_here(url, tmp_path)
 
 
 def test_a_dead_host_is_tried_again(tmp_path):
-    with pytest.raises(FetchError, match=r"127.0.0.1:9.*\(3 tries\)"):
+    with pytest.raises(FetchError, match=r"127.0.0.1:9.*\(3 attempts\)"):
         fetch_here("http://127.0.0.1:9/x.tar", tmp_path)
 
 
@@ -153,25 +153,25 @@ def test_pipe(tmp_path):
 @pytest.mark.parametrize(
     ("command", "message"),
     [
-        ("false", "the command ended with code 1"),
-        ("false | cat", "the command ended with code 1"),
-        ("echo first >&2; echo no such bucket >&2; echo >&2; exit 3", "ended with code 3: no such bucket"),
+        ("false", "the command exited with code 1"),
+        ("false | cat", "the command exited with code 1"),
+        ("echo first >&2; echo no such bucket >&2; echo >&2; exit 3", "exited with code 3: no such bucket"),
         ("true", "the command wrote nothing"),
-        ("head -c 20 /dev/zero", "20 bytes came where 300000 were expected"),
-        ("cat /dev/zero", "longer than the 300000 bytes"),
-        ("sleep 1000.25", "no byte came for 0.3 s"),
-        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte came for 0.3 s \(after 50 bytes\)"),
+        ("head -c 20 /dev/zero", "20 bytes arrived, expected 300000"),
+        ("cat /dev/zero", "longer than the expected 300000 bytes"),
+        ("sleep 1000.25", "no byte arrived for 0.3 s"),
+        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte arrived for 0.3 s \(after 50 bytes\)"),
         ("kill -9 $$", "code 137"),
     ],
 )
 def test_pipe_failures(tmp_path, command, message):
-    with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 tries\)\.$"):
+    with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 attempts\)\.$"):
         fetch_here(f"pipe:{command}", tmp_path, timeout=0.3, retries=1)
     assert not still_running("sleep 1000.25")
 
 
 def still_running(command: str) -> list[str]:
-    """Command lines of live processes that hold `command`, after a moment for them to end."""
+    """Return command lines of live processes that contain `command`, after a moment for them to end."""
     for _ in range(100):
         found = []
         for entry in Path("/proc").glob("[0-9]*/cmdline"):
@@ -217,7 +217,7 @@ def test_s3_faults_are_got_over(s3, tmp_path, fault):
 
 @pytest.mark.parametrize("url", ["s3://pairs/train/nosuch.tar", "s3://nosuchbucket/x.tar"])
 def test_s3_without_the_file(s3, tmp_path, url):
-    with pytest.raises(FetchError, match=r"there is no such file \(1 try\)"):
+    with pytest.raises(FetchError, match=r"the file does not exist \(1 attempt\)"):
         fetch_here(url, tmp_path)
 
 
@@ -235,7 +235,7 @@ def test_resolving_shards_on_real_servers(s3, http):
 
 
 def test_other_processes_can_fetch_after_this_one_has(shard, tmp_path):
-    """Spawned ones: fsspec keeps a thread and locks, which do not stand a fork."""
+    """Processes are spawned: fsspec keeps a thread and locks, which break under fork."""
     assert fetch_here(shard[0], tmp_path) == DATA
     arguments = (shard[0], tmp_path / "again.tar")
     process = multiprocessing.get_context("spawn").Process(

@@ -1,4 +1,4 @@
-"""Loaders: the same batches whatever the workers, ranks and starting step; bad samples keep their place."""
+"""Loaders: batches are independent of workers, ranks and starting step; bad samples keep their row."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_webdataset_reader_gives_the_same_batches(manifest, uninterrupted):
 
 
 def test_batch_must_divide_by_the_ranks(manifest):
-    with pytest.raises(UserError, match="batch_size=8 does not divide by 3 ranks"):
+    with pytest.raises(UserError, match="batch_size=8 is not divisible by 3 ranks"):
         train_loader(manifest, order_of(manifest), TRANSFORM, tokenize, world_size=3, steps=1)
 
 
@@ -227,38 +227,40 @@ def test_a_changed_shard_is_one_clear_error(tmp_path, workers):
 class Sleeps:
     image_size = 16
 
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         time.sleep(2)
         return torch.zeros(3, 16, 16, dtype=torch.uint8)
 
 
 class Dies(Sleeps):
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         os.kill(os.getpid(), signal.SIGKILL)
         raise AssertionError("unreachable")
 
 
 def test_a_stuck_loader_says_what_it_waited_for(manifest, caplog):
     order, options = order_of(manifest, 2), {"workers": 1, "timeout": 0.5, "restarts": 1}
-    with pytest.raises(UserError, match=r"0.5 s in vain for step 2 of epoch 1 from 1 loader .*data.timeout \(2 times"):
+    with pytest.raises(UserError, match=r"0.5 s waiting for step 2 of epoch 1 from 1 loader .*data.timeout \(2 times"):
         load(manifest, order, 99, transform=Sleeps(), epoch=1, step=2, **options)
-    assert "replaced (1 of 1)" in caplog.text
+    assert "restarting the loader processes (1 of 1)" in caplog.text
 
 
 def test_a_dead_worker_is_a_clear_error(manifest):
-    with pytest.raises(UserError, match=r"A loader process died while step 0 of epoch 0 .*; if memory .*\(1 times"):
+    with pytest.raises(
+        UserError, match=r"A loader process died while waiting for step 0 of epoch 0 .*; if memory .*\(1 times"
+    ):
         load(manifest, order_of(manifest), 3, transform=Dies(), workers=1, restarts=0)
 
 
 class Fails:
-    """The usual transform, which kills or holds up its process at some calls: the n-th of all processes together."""
+    """The usual transform, which kills or blocks its process at some calls, counted over all processes."""
 
     image_size = 16
 
     def __init__(self, folder: Path, deadly: tuple[int, ...], stuck: tuple[int, ...]) -> None:
         self.folder, self.deadly, self.stuck = folder, deadly, stuck
 
-    def __call__(self, data: bytes, randomness: int = 0) -> torch.Tensor:
+    def __call__(self, data: bytes, seed: int = 0) -> torch.Tensor:
         with (self.folder / "calls").open("ab") as calls:
             calls.write(b".")
             number = calls.tell()
@@ -266,17 +268,17 @@ class Fails:
             os.kill(os.getpid(), signal.SIGKILL)
         if number in self.stuck:
             time.sleep(60)
-        return TRANSFORM(data, randomness)
+        return TRANSFORM(data, seed)
 
 
 def test_dead_and_stuck_workers_are_replaced_at_the_current_step(manifest, uninterrupted, tmp_path, caplog):
-    """Three mishaps, never more than two in a row at one batch: the batches are those of a run without any."""
+    """Three failures, never more than two in a row at one batch: the batches equal those of a run without failures."""
     failing = Fails(tmp_path, deadly=(3, 40), stuck=(71,))
     options = {"workers": 1, "prefetch": 1, "timeout": 3, "restarts": 2}
     assert_same(load(manifest, order_of(manifest), transform=failing, **options), uninterrupted)
-    assert caplog.text.count("the loader processes are replaced") == 3
+    assert caplog.text.count("restarting the loader processes") == 3
     assert "died" in caplog.text
-    assert "in vain" in caplog.text
+    assert "Timed out" in caplog.text
 
 
 def children() -> set[int]:

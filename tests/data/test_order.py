@@ -119,7 +119,7 @@ def test_errors():
 
 
 def test_golden_order():
-    """Frozen for ever: a change would make every checkpoint resume into another order."""
+    """The order must never change: every checkpoint would resume into another one."""
     order = order_of([1000, 1, 0, 777, 1234, 90], 48, seed=7, streams=4, shuffle_block=200)
     digest = hashlib.sha256(b"".join(epoch_of(order, epoch).astype("<i8").tobytes() for epoch in (0, 1, 41)))
     assert digest.hexdigest()[:32] == "20d7ded5a46050d11750b85c0d7ffc8f"
@@ -152,7 +152,7 @@ def test_permute_reaches_every_order_of_three_and_is_even():
 
 
 def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> dict:
-    """First batch in which each (epoch, block, shard) is read, by making all batches."""
+    """Return the first batch in which each (epoch, block, shard) is read, by building all batches."""
     lane, firsts = order.batch_size // order.streams, {}
     filled = np.flatnonzero(order._sizes)
     for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
@@ -201,7 +201,7 @@ def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
 
 
 def test_shards_ahead_of_a_huge_set_begin_at_once():
-    """A billion samples, in the middle of an epoch: no batch between is made."""
+    """A billion samples, in the middle of an epoch: no batch in between is built."""
     sizes = np.full(100_000, 10_000)
     order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, 4096)
     needs = list(itertools.islice(order.shards_ahead(5, 200_000, slice(64, 128)), 150))

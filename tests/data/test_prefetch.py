@@ -1,4 +1,4 @@
-"""The prefetching process: ahead of training, within the cache's limits, gone with its parent."""
+"""The prefetching process: it fetches ahead, within the cache's limits, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -54,16 +54,16 @@ def held(folder: Path) -> set[int]:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    """AssertionError where it does not come true."""
+    """Wait until a condition holds, or raise AssertionError."""
     for _ in range(1000):
         if condition():
             return
         time.sleep(0.01)
-    raise AssertionError("waited in vain")
+    raise AssertionError("timed out")
 
 
 def settle(http: Files) -> None:
-    """Until no further shard has been asked for during two looks at the step."""
+    """Wait until no further shard is requested for two polling intervals."""
     seen = -1
     while seen != (seen := http.gets.total()):
         time.sleep(0.3)
@@ -75,7 +75,7 @@ def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[StoredShard],
 
 
 def test_half_of_the_cache_is_filled_ahead_of_each_step(http, tmp_path):
-    """One shard is in use at a time, and takes two steps; the cache has room for eight."""
+    """One shard at a time is in use, for two steps; the cache has room for eight."""
     cache, order = ShardCache(tmp_path, 8 * SIZE, timeout=5), order_of()
     needed = [shards_of(order, 2 * turn).pop() for turn in range(SHARDS)]
     with prefetcher(cache, order, stored(http)) as ahead:
@@ -130,7 +130,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = capfd.readouterr().err
-    assert "not fetched ahead" in logged
+    assert "cannot prefetch a shard" in logged
     assert "500" in logged
     with pytest.raises(OSError, match="500"):
         cache.path(shards[3].url, SIZE)
@@ -143,8 +143,8 @@ def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
     for _ in range(3):
         window.move(0, order.steps_per_epoch)
     assert [record.message for record in caplog.records] == [
-        "data.cache_gb=6e-06 does not hold the shards that one batch is mixed from (more than 0.00 GB), which are "
-        "therefore fetched again and again: raise it, or lower data.shuffle_block"
+        "data.cache_gb=6e-06 is too small for the shards that one batch reads (more than 0.00 GB), which are "
+        "therefore fetched repeatedly: raise data.cache_gb, or lower data.shuffle_block"
     ]
     wait_for(lambda: len(held(tmp_path)) == 6)
     assert http.gets.total() == 6
@@ -165,19 +165,19 @@ def test_it_ends_with_the_block_even_when_it_is_stuck(http, tmp_path):
     assert process.exitcode == -signal.SIGKILL
 
 
-def test_its_death_is_logged_once_and_training_goes_on(http, tmp_path, caplog):
+def test_its_end_is_logged_once_and_training_continues(http, tmp_path, caplog):
     with prefetcher(ShardCache(tmp_path, 100 * SIZE), order_of(), stored(http)) as ahead:
         os.kill(ahead._process.pid, signal.SIGTERM)
         wait_for(lambda: not ahead._process.is_alive())
         for number in range(3):
             ahead.advance(number)
     assert [record.message for record in caplog.records] == [
-        "the prefetching process has ended (code -15): shards are fetched only when they are needed"
+        "the prefetching process has ended (code -15): shards are now fetched only when they are read"
     ]
 
 
 def test_it_ends_when_its_parent_is_killed(tmp_path):
-    """And so do the commands that it runs."""
+    """The commands that it runs end too."""
     code = f"""if True:
         import time
         from pathlib import Path
@@ -201,7 +201,7 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, and it is no zombie."""
+    """Whether a process exists and is not a zombie."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
     except FileNotFoundError:

@@ -55,7 +55,7 @@ def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):
 
 
 def test_webdataset_refuses_what_it_would_lose(tmp_path):
-    """Behind a damaged header webdataset ends silently; our reader goes on."""
+    """After a damaged header webdataset silently drops the rest; our reader continues."""
     path = write_pairs(tmp_path, [4]) / "00000.tar"
     raw = bytearray(path.read_bytes())
     second = build_manifest([str(path)], processes=1)
@@ -64,7 +64,7 @@ def test_webdataset_refuses_what_it_would_lose(tmp_path):
     path.write_bytes(bytes(raw))
     manifest = build_manifest([str(path)], processes=1)
     assert TarReader(manifest).read(3).texts == {"txt": b"caption 3"}
-    with pytest.raises(UserError, match="use reader=tar"):
+    with pytest.raises(UserError, match=r"data\.reader=tar"):
         WebdatasetReader(manifest).read(0)
 
 

@@ -1,4 +1,4 @@
-"""From what a user names to a list of shards."""
+"""Resolution of what a user names to a list of shards."""
 
 from __future__ import annotations
 
@@ -86,5 +86,5 @@ def test_globs_of_a_file_system_of_fsspec():
 
 @pytest.mark.parametrize("source", ["nonsense://a/*.tar", "abfs://container/*.tar"])
 def test_protocols_that_are_unknown_or_not_installed(source):
-    with pytest.raises(UserError, match=r"pip install|fsspec knows"):
+    with pytest.raises(UserError, match=r"pip install|fsspec supports"):
         resolve_shards(source)

@@ -102,7 +102,7 @@ def test_folders_links_pax_headers_and_contiguous_files_as_webdataset(tmp_path):
 
 
 def with_field(block: bytes, start: int, field: bytes) -> bytes:
-    """The header with one field replaced and its checksum renewed."""
+    """Return the header with one field replaced and its checksum updated."""
     block = block[:start] + field + block[start + len(field) :]
     total = sum(block[:148]) + sum(block[156:]) + 256
     return block[:148] + b"%06o\0 " % total + block[156:]
@@ -208,6 +208,6 @@ def test_reading_beyond_the_end_is_an_error(tmp_path):
     extent = read_index(path).samples[-1].members["txt"]
     path.write_bytes(path.read_bytes()[: extent.offset + 5])
     fd = os.open(path, os.O_RDONLY)
-    with pytest.raises(OSError, match="cut off"):
+    with pytest.raises(OSError, match="truncated"):
         read_member(fd, extent)
     os.close(fd)

@@ -1,4 +1,4 @@
-"""Pixels: shapes, purity in the randomness, agreement with torchvision's own pipeline."""
+"""Pixels: shapes, dependence on the seed alone, agreement with torchvision's own pipeline."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_odd_sizes(name, size):
     assert TRANSFORMS[name](jpeg(2, *size), 3).shape == (3, 32, 32)
 
 
-def test_augmentation_is_a_function_of_its_randomness_alone():
+def test_augmentation_is_a_function_of_its_seed_alone():
     transform, data = TRANSFORMS["train"], jpeg(3)
     first = transform(data, 11)
     torch.manual_seed(99)
@@ -78,9 +78,9 @@ def test_equal_to_torchvisions_pipelines():
 
 
 def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
-    assert decode_pil(jpeg(6, 199, 150), least_side=100).image.size == (199, 150)
-    assert decode_pil(jpeg(6, 400, 200), least_side=100).image.size == (200, 100)
-    assert decode_pil(jpeg(6, 400, 200), least_side=100).full_size == (400, 200)
+    assert decode_pil(jpeg(6, 199, 150), min_side=100).image.size == (199, 150)
+    assert decode_pil(jpeg(6, 400, 200), min_side=100).image.size == (200, 100)
+    assert decode_pil(jpeg(6, 400, 200), min_side=100).full_size == (400, 200)
     data, transform = jpeg(6, 640, 480), train_transform(64, 0.9)
     full = Image.open(io.BytesIO(data)).convert("RGB")
     random = reference.RandomResizedCrop(64, (0.9, 1.0), interpolation=InterpolationMode.BICUBIC)

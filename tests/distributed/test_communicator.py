@@ -1,4 +1,4 @@
-"""Collectives on real gloo ranks, what they count, and errors that all ranks share."""
+"""Collectives on real gloo ranks, their traffic counts, and errors raised on all ranks."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ def collect(communicator: Communicator) -> dict[str, Any]:
 
 
 def fail(communicator: Communicator) -> list[str]:
-    """The errors of a rank-0 job, and of a problem that the last rank alone has."""
+    """Return the errors of a job on rank 0 and of a problem on the last rank only."""
 
     def job() -> None:
         raise UserError("the disk is full")
 
-    said = []
+    messages = []
     alone = "no shard" if communicator.rank == communicator.world_size - 1 else None
     for work in (lambda: communicator.on_rank_zero(job), lambda: communicator.agree(alone)):
         try:
             work()
         except UserError as error:
-            said.append(str(error))
+            messages.append(str(error))
     communicator.agree(None)
     assert communicator.on_rank_zero(lambda: communicator.rank + 7) == 7
-    return said
+    return messages
 
 
 @pytest.mark.parametrize("world_size", [2, 3])

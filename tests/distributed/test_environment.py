@@ -1,4 +1,4 @@
-"""What the launchers' variables say."""
+"""Reading and completing the launchers' environment variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes tied by a lifeline: however one ends, all end, with one reason; their "collective" never returns."""
+"""Failure detector: however one process ends, all end with one reason; their "collective" never returns."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ RANKS = 3
 
 class Ends(NamedTuple):
     codes: list[int | None]
-    said: list[str]
+    logs: list[str]
 
 
 def in_a_collective() -> None:
@@ -75,7 +75,7 @@ def mistake_of_one(rank: int) -> None:
 
 
 def mistake_of_all(rank: int) -> None:
-    time.sleep(0.1 * (RANKS - rank))  # rank 0 is the last to meet it
+    time.sleep(0.1 * (RANKS - rank))  # rank 0 is the last to fail
     raise UserError("the batch is too small")
 
 
@@ -84,7 +84,7 @@ def diverged(rank: int) -> None:
 
 
 def done(rank: int) -> None:
-    """Rank 0 first, with whom the connections end."""
+    """End rank 0 first, which closes the connections."""
     time.sleep(0.3 * rank)
 
 
@@ -102,7 +102,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 
 
 def ends(folder: Path, work: str) -> Ends:
-    """The exit codes of all ranks and what each said."""
+    """Return the exit codes of all ranks and what each one logged."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["torch.distributed", "neuclip_ds.distributed.failure_detector"])
     processes = [context.Process(target=one_rank, args=(rank, str(folder), work)) for rank in range(RANKS)]
@@ -124,33 +124,33 @@ def test_a_killed_rank_ends_all(work: str, tmp_path: Path) -> None:
     if work == "killed_with_a_loader_process":
         os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
     assert found.codes == [1, -signal.SIGKILL, 1]
-    assert all("rank 1 on node1 failed: it died without a word" in found.said[rank] for rank in (0, 2))
+    assert all("rank 1 on node1 failed: it was killed and reported no error" in found.logs[rank] for rank in (0, 2))
 
 
 def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
     found = ends(tmp_path, "killed_zero")
     assert found.codes == [-signal.SIGKILL, 1, 1]
-    assert all("rank 0 on 127.0.0.1 failed: it died" in said for said in found.said[1:])
+    assert all("rank 0 on 127.0.0.1 failed: it was killed" in log for log in found.logs[1:])
 
 
 @pytest.mark.parametrize("work", ["raised", "raised_and_made_others_fail"])
 def test_the_first_exception_is_shown_with_its_rank(work: str, tmp_path: Path) -> None:
     found = ends(tmp_path, work)
     assert found.codes == [1, 1, 1]
-    assert ["Traceback" in said for said in found.said] == [False, False, True]
-    assert "rank 2 on node2 failed" in found.said[2]
-    for said in found.said[:2]:
-        assert said.splitlines() == [
-            "ended, because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
+    assert ["Traceback" in log for log in found.logs] == [False, False, True]
+    assert "rank 2 on node2 failed" in found.logs[2]
+    for log in found.logs[:2]:
+        assert log.splitlines() == [
+            "ended because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
         ]
 
 
-def test_a_mistake_of_one_rank_is_said_by_rank_zero(tmp_path: Path) -> None:
+def test_rank_zero_prints_the_mistake_of_another_rank(tmp_path: Path) -> None:
     found = ends(tmp_path, "mistake_of_one")
     assert found == ([2, 2, 2], ["error: rank 1 on node1: shard 7 cannot be read\n", "", ""])
 
 
-def test_a_mistake_of_all_is_said_once(tmp_path: Path) -> None:
+def test_a_mistake_of_all_is_printed_once(tmp_path: Path) -> None:
     assert ends(tmp_path, "mistake_of_all") == ([2, 2, 2], ["error: the batch is too small\n", "", ""])
     (tmp_path / "store").unlink()
     assert ends(tmp_path, "diverged") == ([1, 1, 1], ["error: step 3 is not finite\n", "", ""])

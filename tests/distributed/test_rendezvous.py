@@ -1,4 +1,4 @@
-"""Ranks that meet, as threads: who misses, who is there twice, who was started with something else."""
+"""Rendezvous of ranks, as threads: missing ranks, duplicate ranks, ranks with another config."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 import torch.distributed as dist
 
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.rendezvous import meet
+from neuclip_ds.distributed.rendezvous import rendezvous
 from neuclip_ds.errors import UserError
 
-FACTS = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
+FINGERPRINT = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
 
 
 @pytest.fixture(autouse=True)
@@ -27,11 +27,11 @@ def _address(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 20) -> list[str | dist.Store]:
-    """What (rank, world size, facts) ends with: the message of an error, or the store."""
+    """Return the outcome of each (rank, world size, fingerprint): the message of an error, or the store."""
 
-    def one(rank: int, world_size: int, facts: Mapping[str, str]) -> str | dist.Store:
+    def one(rank: int, world_size: int, fingerprint: Mapping[str, str]) -> str | dist.Store:
         try:
-            return meet(RankEnvironment(rank, 0, world_size), facts, timedelta(seconds=seconds))
+            return rendezvous(RankEnvironment(rank, 0, world_size), fingerprint, timedelta(seconds=seconds))
         except UserError as error:
             return str(error)
 
@@ -39,53 +39,55 @@ def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 2
         return [future.result() for future in [pool.submit(one, *rank) for rank in ranks]]
 
 
-def test_all_come_and_share_a_store() -> None:
-    stores = outcomes([(2, 3, FACTS), (0, 3, FACTS), (1, 3, FACTS)])
+def test_all_ranks_arrive_and_share_a_store() -> None:
+    stores = outcomes([(2, 3, FINGERPRINT), (0, 3, FINGERPRINT), (1, 3, FINGERPRINT)])
     assert all(isinstance(store, dist.Store) for store in stores)
     stores[0].set("said", "by rank 2")
     assert stores[2].get("said") == b"by rank 2"
 
 
 @pytest.mark.parametrize(
-    ("others", "words"),
+    ("others", "parts"),
     [
         (
-            [(1, 2, {**FACTS, "config": "seed: 0\nbatch_size: 16\n"})],
+            [(1, 2, {**FINGERPRINT, "config": "seed: 0\nbatch_size: 16\n"})],
             ["rank 1 on ", ": 16 instead of batch_size: 8"],
         ),
-        ([(1, 2, {**FACTS, "config": "seed: 0\n"})], ["another config", "nothing instead of batch_size: 8"]),
-        ([(1, 2, {**FACTS, "neuclip_ds": "def"})], ["another neuclip_ds", "def instead of abc"]),
-        ([(2, 3, FACTS)], ["rank 2 on ", "one of 3 ranks", "one of 2", "slots"]),
+        ([(1, 2, {**FINGERPRINT, "config": "seed: 0\n"})], ["in config: ", "nothing instead of batch_size: 8"]),
+        ([(1, 2, {**FINGERPRINT, "neuclip_ds": "def"})], ["in neuclip_ds: ", "def instead of abc"]),
+        ([(2, 3, FINGERPRINT)], ["rank 2 on ", "one of 3 ranks", "one of 2", "slots"]),
     ],
 )
-def test_what_differs_is_said_to_all(others: list[tuple[int, int, Mapping[str, str]]], words: list[str]) -> None:
-    first, *rest = outcomes([(0, 2, FACTS), *others])
+def test_all_ranks_report_the_same_difference(
+    others: list[tuple[int, int, Mapping[str, str]]], parts: list[str]
+) -> None:
+    first, *rest = outcomes([(0, 2, FINGERPRINT), *others])
     assert isinstance(first, str)
-    assert all(word in first for word in words), first
+    assert all(word in first for word in parts), first
     assert rest == [first] * len(rest)
 
 
 def test_two_nodes_with_one_number() -> None:
-    said = outcomes([(0, 3, FACTS), (1, 3, FACTS), (1, 3, FACTS)])
-    assert len(set(said)) == 1
-    assert "Two processes are rank 1" in str(said[0])
+    message = outcomes([(0, 3, FINGERPRINT), (1, 3, FINGERPRINT), (1, 3, FINGERPRINT)])
+    assert len(set(message)) == 1
+    assert "Two processes are rank 1" in str(message[0])
 
 
 def test_missing_ranks_are_named() -> None:
-    first, second = outcomes([(0, 6, FACTS), (2, 6, FACTS)], seconds=1.5)
-    assert "ranks 1, 3-5 did not come" in str(first)
+    first, second = outcomes([(0, 6, FINGERPRINT), (2, 6, FINGERPRINT)], seconds=1.5)
+    assert "ranks 1, 3-5 did not arrive" in str(first)
     assert second == first
 
 
 def test_rank_zero_is_not_there() -> None:
-    (said,) = outcomes([(1, 2, FACTS)], seconds=1)
-    assert "waited 1 s for rank 0 at 127.0.0.1:" in str(said)
-    assert "--master_addr" in str(said)
+    (message,) = outcomes([(1, 2, FINGERPRINT)], seconds=1)
+    assert "waited 1 s for rank 0 at 127.0.0.1:" in str(message)
+    assert "--master_addr" in str(message)
 
 
 def test_port_of_another_run(monkeypatch: pytest.MonkeyPatch) -> None:
     with socket.create_server(("", 0)) as taken:
         monkeypatch.setenv("MASTER_PORT", str(taken.getsockname()[1]))
-        (said,) = outcomes([(0, 2, FACTS)], seconds=2)
-    assert "cannot listen" in str(said)
-    assert "--master_port" in str(said)
+        (message,) = outcomes([(0, 2, FINGERPRINT)], seconds=2)
+    assert "cannot listen" in str(message)
+    assert "--master_port" in str(message)

@@ -1,4 +1,4 @@
-"""The per-sample store on real ranks: each reads its rows, whoever owns them."""
+"""The per-sample store on real ranks: each reads its samples, whichever rank holds them."""
 
 from __future__ import annotations
 

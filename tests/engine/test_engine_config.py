@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from neuclip_ds.config import Config
-from neuclip_ds.engine.config import FOLDER, is_bf16, load_engine_config, zero_stage
+from neuclip_ds.engine import config as engine_config
+from neuclip_ds.engine.config import DEEPSPEED, FOLDER, is_bf16, load_engine_config, zero_stage
 from neuclip_ds.errors import UserError
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -72,3 +73,19 @@ def test_contradictions(content: object, words: str, tmp_path: Path) -> None:
 def test_missing_file_names_the_known_ones() -> None:
     with pytest.raises(UserError, match=r"neither a file nor a name in ds_configs/ .*zero1_bf16"):
         load_engine_config(config("zero5"), world_size=1)
+
+
+def test_another_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for installed in ("0.19.3", "0.20.0"):
+        monkeypatch.setattr(engine_config, "version", lambda _, found=installed: found)
+        with pytest.raises(UserError) as caught:
+            load_engine_config(config("zero1_bf16"), world_size=1)
+        for words in (f"DeepSpeed: {installed}", "private fields", f"pip install deepspeed=={DEEPSPEED}"):
+            assert words in str(caught.value)
+    monkeypatch.setattr(engine_config, "version", lambda _: f"{DEEPSPEED}+cu130")
+    load_engine_config(config("zero1_bf16"), world_size=1)
+
+
+def test_the_requirements_install_the_version_that_is_accepted() -> None:
+    lines = (FOLDER.parent / "requirements.txt").read_text().splitlines()
+    assert f"deepspeed=={DEEPSPEED}" in lines

@@ -1,4 +1,4 @@
-"""Simulated ranks: threads of this process that meet at a barrier for each collective."""
+"""Simulated ranks: threads of this process that synchronise at a barrier in each collective."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from neuclip_ds.errors import UserError
 
 
 class FakeRank:
-    """Rank `rank` of `world_size`; `slots` and `barrier` are shared with the others."""
+    """Rank `rank` of `world_size`; `values` and `barrier` are shared with the others."""
 
-    def __init__(self, rank: int, world_size: int, slots: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, world_size: int, values: list[Any], barrier: threading.Barrier) -> None:
         self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
-        self._slots, self._barrier = slots, barrier
+        self._values, self._barrier = values, barrier
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         return torch.cat(self._exchange(x, purpose))
@@ -28,33 +28,32 @@ class FakeRank:
         return torch.stack(self._exchange(x, purpose)).sum(dim=0)
 
     def agree(self, problem: str | None) -> None:
-        for rank, found in enumerate(self._meet(problem)):
+        for rank, found in enumerate(self._gather(problem)):
             if found is not None:
                 raise UserError(f"rank {rank}: {found}")
 
     def _exchange(self, x: Tensor, purpose: str) -> list[Tensor]:
         assert purpose == "evaluation"
-        everyones = self._meet(x)
-        assert len({(part.shape, part.dtype) for part in everyones}) == 1
-        return everyones
+        gathered = self._gather(x)
+        assert len({(part.shape, part.dtype) for part in gathered}) == 1
+        return gathered
 
-    def _meet(self, x: Any) -> list[Any]:
-        self._slots[self.rank] = x
+    def _gather(self, x: Any) -> list[Any]:
+        self._values[self.rank] = x
         self._barrier.wait(timeout=10)
-        everyones = list(self._slots)
+        gathered = list(self._values)
         self._barrier.wait(timeout=10)
-        return everyones
+        return gathered
 
 
 def _run_ranks(world_size: int, work: Callable[[FakeRank], Any]) -> list[Any]:
-    """`work(communicator)` on every rank at once; the results in rank order.
+    """Run `work(communicator)` on every rank at once; return the results in rank order.
 
-    A rank that fails alone leaves the others at the barrier until it times out, so an error that is raised here
-    was raised by all.
+    A rank that fails alone leaves the others at the barrier until it times out, so all ranks raise the same error.
     """
-    slots, barrier = [None] * world_size, threading.Barrier(world_size)
+    values, barrier = [None] * world_size, threading.Barrier(world_size)
     with ThreadPoolExecutor(world_size) as pool:
-        ranks = [FakeRank(rank, world_size, slots, barrier) for rank in range(world_size)]
+        ranks = [FakeRank(rank, world_size, values, barrier) for rank in range(world_size)]
         futures = [pool.submit(work, rank) for rank in ranks]
         errors = [future.exception() for future in futures]
     assert len({type(error) for error in errors}) == 1, f"the ranks ended differently: {errors}"

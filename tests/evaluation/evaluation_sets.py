@@ -19,7 +19,7 @@ Members = dict[str, bytes]
 
 
 class Labelled(NamedTuple):
-    """A labelled set and what the model thinks of it."""
+    """Labelled set with the features that the model gives."""
 
     features: Tensor  # (n, DIM) of the images
     labels: Tensor  # (n,)
@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
 
 
 def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> Path:
-    """test/nshards.txt and tars; neighbours lie in different shards."""
+    """Write test/nshards.txt and tars; neighbouring samples are in different shards."""
     (folder / "test").mkdir(parents=True, exist_ok=True)
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     for shard in range(shards):
@@ -37,19 +37,19 @@ def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> P
     return folder
 
 
-def write_words(folder: Path, classes: int) -> None:
+def write_prompts(folder: Path, classes: int) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "classnames.txt").write_text("".join(f"name {number}\n" for number in range(classes)))
     (folder / "zeroshot_classification_templates.txt").write_text("a photo of {c}\nart of {c}.\n")
 
 
 def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | None = None) -> Labelled:
-    """Features lie between the class's own and noise, so that a good part is right."""
+    """Write a labelled set whose features are between the class's and noise, so that many predictions are right."""
     generator = torch.Generator().manual_seed(count)
     labels = torch.randint(0, classes, (count,), generator=generator)
     features = pixel_features(torch.randn(count, DIM, generator=generator) + 2 * torch.eye(DIM)[labels])
     rows = torch.zeros((count, 3), dtype=torch.int64) if metadata is None else metadata
-    write_words(folder, classes)
+    write_prompts(folder, classes)
     samples = [
         {"jpg": image_of(feature), "cls": str(int(label)).encode(), "npy": npy(row)}
         for feature, label, row in zip(features, labels, rows, strict=True)
@@ -60,7 +60,7 @@ def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | 
 
 
 def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
-    """Images with so many captions each: (n, DIM) images, (m, DIM) captions, (m,) which image."""
+    """Write a set of images with that many captions each; return images, captions (m, DIM), image of each (m,)."""
     generator = torch.Generator().manual_seed(len(captions))
     raw = torch.randn(len(captions), DIM, generator=generator)
     images = pixel_features(raw)
@@ -77,7 +77,7 @@ def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> 
 
 
 def winogavil_set(folder: Path, sizes: Sequence[int]) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Instances with so many candidates: cue (DIM,), candidates (n, DIM), right (n,) bool."""
+    """Write a set of instances; return of each its cue (DIM,), candidates (n, DIM) and associated (n,) bool."""
     generator = torch.Generator().manual_seed(len(sizes))
     samples, instances = [], []
     for size in sizes:
@@ -106,7 +106,7 @@ def npy(row: Tensor) -> bytes:
 
 
 def pixel_features(raw: Tensor) -> Tensor:
-    """Whole numbers that a pixel can hold."""
+    """Round to integers that a pixel can hold."""
     return (raw * 30 + 128).round().clamp(1, 255)
 
 
@@ -124,7 +124,7 @@ def transform(encoded: bytes) -> Tensor:
 
 
 def tokenize(texts: list[str]) -> Tensor:
-    """A class's prompt is one at its place, other texts are features in decimal digits."""
+    """Tokenize: a class's prompt is one-hot, other texts are features in decimal digits."""
     rows = []
     for text in texts:
         words = text.rstrip(".").split()
@@ -136,7 +136,7 @@ def tokenize(texts: list[str]) -> Tensor:
 
 
 def features_of(x: Tensor) -> Tensor:
-    """Of pixels or tokens (n, DIM), about the middle of the range."""
+    """Return the features of pixels or tokens (n, DIM), centred on the middle of the range."""
     return functional.normalize(x.float() - 128, dim=-1)
 
 
@@ -145,7 +145,7 @@ def class_features(classes: int) -> Tensor:
 
 
 class Model:
-    """Counts its calls."""
+    """Model that records its calls."""
 
     def __init__(self) -> None:
         self.calls: list[tuple[str, Any]] = []

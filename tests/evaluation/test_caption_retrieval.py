@@ -68,7 +68,7 @@ def test_a_collapsed_model_is_at_chance(tmp_path: Path, run_ranks: Any) -> None:
 
 def test_no_whole_score_matrix(tmp_path: Path, run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     captioned_set(tmp_path, CAPTIONS)
-    whole, blocks = retrieval.count_rivals, []
+    whole, blocks = retrieval.count_negatives, []
 
     def in_small_chunks(*arguments: Any) -> Any:
         return whole(*arguments, chunk=3)
@@ -78,7 +78,7 @@ def test_no_whole_score_matrix(tmp_path: Path, run_ranks: Any, monkeypatch: pyte
         return (a.double() @ b.double().T).float()
 
     single = measure(run_ranks, tmp_path)
-    monkeypatch.setattr("neuclip_ds.evaluation.caption_retrieval.count_rivals", in_small_chunks)
+    monkeypatch.setattr("neuclip_ds.evaluation.caption_retrieval.count_negatives", in_small_chunks)
     monkeypatch.setattr(retrieval, "score_matrix", noted)
     assert measure(run_ranks, tmp_path) == single
     assert max(blocks) == 3

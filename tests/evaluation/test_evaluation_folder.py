@@ -1,4 +1,4 @@
-"""The layout on disk, and the deal of its samples to ranks."""
+"""Evaluation sets on disk, and their batches sharded over ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
-from neuclip_ds.evaluation.sharded_batches import THREADS, rounds
+from neuclip_ds.evaluation.sharded_batches import THREADS, sharded_batches
 
 
 def numbered(folder: Path, count: int, shards: int = 2) -> EvaluationFolder:
@@ -31,7 +31,7 @@ def test_yields_what_webdataset_yields(tmp_path: Path) -> None:
     assert [int(sample["txt"]) for sample in theirs] == [number(sample) for sample in folder.samples()]
 
 
-def test_kind_is_what_the_file_says(tmp_path: Path) -> None:
+def test_kind_comes_from_the_file(tmp_path: Path) -> None:
     assert numbered(tmp_path, 1).kind == "classification"
     (tmp_path / "dataset_type.txt").write_text("Retrieval\n")
     assert EvaluationFolder.read(tmp_path).kind == "retrieval"
@@ -60,14 +60,14 @@ def test_damaged_shard_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 12, 13])
 def test_every_sample_goes_to_one_rank_once(tmp_path: Path, run_ranks: Any, count: int, world_size: int) -> None:
     folder = numbered(tmp_path, count)
-    dealt = run_ranks(world_size, lambda rank: list(rounds(folder, number, rank, 2, workers=2)))
-    assert len({len(own) for own in dealt}) == 1
-    assert all(own.rows for ranks in dealt for own in ranks)
-    counting = [row for ranks in dealt for own in ranks for row in own.rows[: own.used]]
-    assert sorted(counting) == list(range(count))
+    sharded = run_ranks(world_size, lambda rank: list(sharded_batches(folder, number, rank, 2, workers=2)))
+    assert len({len(batches) for batches in sharded}) == 1
+    assert all(batch.rows for batches in sharded for batch in batches)
+    valid = [row for batches in sharded for batch in batches for row in batch.rows[: batch.n_valid]]
+    assert sorted(valid) == list(range(count))
 
 
-def test_threads_end_with_the_round_that_fails(tmp_path: Path, run_ranks: Any) -> None:
+def test_threads_end_with_the_batch_that_fails(tmp_path: Path, run_ranks: Any) -> None:
     """Left to the garbage collector, which may run while a lock is held that they need to end, they would hang."""
 
     def one_is_broken(sample: Sample) -> int:
@@ -77,15 +77,15 @@ def test_threads_end_with_the_round_that_fails(tmp_path: Path, run_ranks: Any) -
 
     folder = numbered(tmp_path, 9)
     with pytest.raises(UserError, match="is broken") as held:
-        run_ranks(2, lambda rank: list(rounds(folder, one_is_broken, rank, 2)))
+        run_ranks(2, lambda rank: list(sharded_batches(folder, one_is_broken, rank, 2)))
     assert held.traceback
     assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
 
 
-def test_ranks_with_different_copies_are_told(tmp_path: Path, run_ranks: Any) -> None:
+def test_different_copies_are_refused(tmp_path: Path, run_ranks: Any) -> None:
     copies = [numbered(tmp_path / name, count) for name, count in (("a", 5), ("b", 30))]
     with pytest.raises(UserError, match="the same copy"):
-        run_ranks(2, lambda rank: list(rounds(copies[rank.rank], number, rank, 2)))
+        run_ranks(2, lambda rank: list(sharded_batches(copies[rank.rank], number, rank, 2)))
 
 
 def test_unreadable_shard_stops_all_ranks(tmp_path: Path, run_ranks: Any) -> None:
@@ -93,4 +93,4 @@ def test_unreadable_shard_stops_all_ranks(tmp_path: Path, run_ranks: Any) -> Non
     folder.shards[1].unlink()
     folder.shards[1].mkdir()
     with pytest.raises(UserError, match=r"rank 0: .*1\.tar cannot be"):
-        run_ranks(2, lambda rank: list(rounds(folder, number, rank, 2)))
+        run_ranks(2, lambda rank: list(sharded_batches(folder, number, rank, 2)))

@@ -53,10 +53,10 @@ def test_jaccard() -> None:
 
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("tied", [0, 1, 3])
-@pytest.mark.parametrize("own", [1, 2])
+@pytest.mark.parametrize("matches", [1, 2])
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_hit_probability_counts_all_orders_of_the_tied(ahead: int, tied: int, own: int, k: int) -> None:
-    orders = list(itertools.permutations([True] * own + [False] * tied))
+def test_hit_probability_counts_all_orders_of_the_tied(ahead: int, tied: int, matches: int, k: int) -> None:
+    orders = list(itertools.permutations([True] * matches + [False] * tied))
     wanted = sum(any(order[: max(0, k - ahead)]) for order in orders) / len(orders)
-    found = hit_probability(torch.tensor([ahead]), torch.tensor([tied]), k, torch.tensor([own]))
+    found = hit_probability(torch.tensor([ahead]), torch.tensor([tied]), k, torch.tensor([matches]))
     assert float(found) == pytest.approx(wanted, abs=1e-12)

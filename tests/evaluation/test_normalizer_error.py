@@ -1,4 +1,4 @@
-"""The normalisers' error against what is written out in float64 from the method's own state, on one to three ranks."""
+"""The normalisers' error against a float64 reference from the method's state, on one to three ranks."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
 
 
 class Rows(NamedTuple):
-    """A batch whose `image` and `tokens` already are the features that `hand_over` returns."""
+    """A batch whose `image` and `tokens` already are the features that `identity` returns."""
 
     image: Tensor
     tokens: Tensor
@@ -46,8 +46,8 @@ class Rows(NamedTuple):
     valid: Tensor
 
 
-class Counted:
-    """A simulated rank for everybody: objectives name purposes of their own and scatter."""
+class SimulatedCommunicator:
+    """Simulated rank with all collectives and any purpose, as objectives need them."""
 
     def __init__(self, rank: Any) -> None:
         self._of, self.rank, self.world_size, self.device = rank, rank.rank, rank.world_size, rank.device
@@ -71,12 +71,12 @@ class Counted:
         return Pending(self.reduce_scatter(x, purpose))
 
 
-def hand_over(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return image, tokens
 
 
 def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batch: int = BATCH) -> list[Rows]:
-    """This rank's share of global batches of `samples`; rows that do not count hold what must not be seen."""
+    """This rank's share of global batches of `samples`; invalid rows are NaN."""
     steps = math.ceil(len(samples) / batch)
     index = torch.full((steps * batch,), -1)
     index[: len(samples)] = samples
@@ -87,7 +87,7 @@ def batches_of(samples: Tensor, features: tuple[Tensor, Tensor], rank: Any, batc
 
 
 def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **changes: Any) -> Any:
-    """The method after a few steps with features that are not those of the evaluation."""
+    """Return the method after a few steps with features other than those of the evaluation."""
     method, options = METHODS[name]
     temperature = {"initial": TAU, "lr": 0.02, "rho": 2.0}
     options = {"eps": 1e-6, "moving_average": {"gamma_epochs": 2}, "temperature": temperature, **options, **changes}
@@ -107,12 +107,12 @@ def measure(method: Any, communicator: Any, features: tuple[Tensor, Tensor], **o
     def answer(*rows: Tensor) -> tuple[Tensor, Tensor]:
         return method.log_normalizers(Features(*rows))
 
-    return normalizer_error(hand_over, answer, method.pair_loss, batches, everything, **options)
+    return normalizer_error(identity, answer, method.pair_loss, batches, everything, **options)
 
 
 def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict[str, float]:
     def work(rank: Any) -> dict[str, float]:
-        communicator = Counted(rank)
+        communicator = SimulatedCommunicator(rank)
         return measure(trained(name, communicator), communicator, FEATURES, **options)
 
     results = run_ranks(world_size, work)
@@ -122,7 +122,7 @@ def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict
 
 ORDER = torch.randperm(N, generator=torch.Generator().manual_seed(5))
 FEATURES = pairs(N, DIM, seed=99, likeness=0.7)
-COUNTING = torch.tensor([i for i in range(N) if i not in BAD])
+VALID = torch.tensor([i for i in range(N) if i not in BAD])
 
 
 def temperatures(method: Any) -> Tensor:
@@ -151,7 +151,7 @@ def log_means(method: Any, samples: Tensor) -> Tensor:
 
 
 def batch_means(method: Any) -> Tensor:
-    parts = [batch[torch.isin(batch, COUNTING)] for batch in ORDER.split(BATCH)]
+    parts = [batch[torch.isin(batch, VALID)] for batch in ORDER.split(BATCH)]
     return torch.stack([log_means(method, part) for part in parts]).nan_to_num(0.0).sum(0)
 
 
@@ -177,7 +177,7 @@ def combined(method: Any) -> Tensor:
     """log of (1 - beta) (g_i + c/(B-1)) + beta lambda'_i, with beta = 0.8 and c = 1, B the rows that count."""
     sizes = torch.full((N,), math.nan, dtype=torch.float64)
     for batch in ORDER.split(BATCH):
-        sizes[batch] = float(torch.isin(batch, COUNTING).sum())
+        sizes[batch] = float(torch.isin(batch, VALID).sum())
     return (0.2 * (batch_means(method).exp() + 1 / (sizes - 1)) + 0.8 * networks(method, "previous").exp()).log()
 
 
@@ -195,9 +195,9 @@ ESTIMATES: dict[str, Any] = {
 }
 
 
-def written_out(run_ranks: Any, name: str, anchors: Tensor = COUNTING) -> dict[str, float]:
-    (method,) = run_ranks(1, lambda rank: trained(name, Counted(rank)))
-    error = (ESTIMATES[name](method) - log_means(method, COUNTING))[:, anchors]
+def reference(run_ranks: Any, name: str, anchors: Tensor = VALID) -> dict[str, float]:
+    (method,) = run_ranks(1, lambda rank: trained(name, SimulatedCommunicator(rank)))
+    error = (ESTIMATES[name](method) - log_means(method, VALID))[:, anchors]
     seen = error.isfinite().all(0)
     error = error[:, seen]
     square = error.square()
@@ -213,11 +213,11 @@ def written_out(run_ranks: Any, name: str, anchors: Tensor = COUNTING) -> dict[s
 
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 @pytest.mark.parametrize("name", METHODS)
-def test_equals_what_is_written_out(run_ranks: Any, name: str, world_size: int) -> None:
-    wanted = written_out(run_ranks, name)
+def test_equals_the_reference(run_ranks: Any, name: str, world_size: int) -> None:
+    wanted = reference(run_ranks, name)
     found = on_ranks(run_ranks, world_size, name, chunk=7)
     assert found == pytest.approx(wanted, rel=1e-9)
-    assert found["normalizer_mse"] > 1e-3, "an estimate that is no estimate would prove nothing"
+    assert found["normalizer_mse"] > 1e-3, "the estimate must differ from the truth"
     unvisited = 5 if ESTIMATES[name] is averages else 0
     assert found["normalizer_unseen"] == unvisited
     assert found["normalizer_anchors"] == N - len(BAD) - unvisited
@@ -226,9 +226,9 @@ def test_equals_what_is_written_out(run_ranks: Any, name: str, world_size: int) 
 @pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", ["openclip", "neuclip"])
 def test_some_anchors_against_all_samples(run_ranks: Any, name: str, world_size: int) -> None:
-    """The first 15 that count; the second batch is whole all the same."""
-    anchors = ORDER[torch.isin(ORDER, COUNTING)][:15]
-    wanted = written_out(run_ranks, name, anchors)
+    """The first 15 valid samples are the anchors; the second batch is complete nevertheless."""
+    anchors = ORDER[torch.isin(ORDER, VALID)][:15]
+    wanted = reference(run_ranks, name, anchors)
     found = on_ranks(run_ranks, world_size, name, anchors=15, order=ORDER[: 2 * BATCH])
     assert found == pytest.approx(wanted, rel=1e-9)
     assert found["normalizer_anchors"] == 15
@@ -240,11 +240,11 @@ def test_some_anchors_against_all_samples(run_ranks: Any, name: str, world_size:
 def test_the_whole_set_as_one_batch_has_no_error(
     run_ranks: Any, name: str, dtype: torch.dtype, world_size: int
 ) -> None:
-    """A batch mean over everything is the truth, and so is u with gamma = 1 after a step on frozen features."""
+    """The mean over a batch of all samples is exact, and so is u with gamma = 1 after a step on frozen features."""
     features = tuple(x.to(dtype) for x in FEATURES)
 
     def work(rank: Any) -> dict[str, float]:
-        communicator = Counted(rank)
+        communicator = SimulatedCommunicator(rank)
         options = {"moving_average": {"gamma_min": 1.0}, "temperature": {"initial": TAU, "lr": 0.0}}
         method = trained(name, communicator, dtype, **options)
         (rows,) = batches_of(ORDER, features, communicator, 30)  # type: ignore[arg-type]
@@ -268,8 +268,8 @@ def test_float32_at_the_coldest_temperature(run_ranks: Any, name: str) -> None:
         cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "hinge": {"power": 1.0}}
 
         def work(rank: Any, dtype: torch.dtype = dtype, cold: dict[str, Any] = cold) -> dict[str, float]:
-            method = trained(name, Counted(rank), dtype, **cold)
-            return measure(method, Counted(rank), (image.to(dtype), text.to(dtype)))
+            method = trained(name, SimulatedCommunicator(rank), dtype, **cold)
+            return measure(method, SimulatedCommunicator(rank), (image.to(dtype), text.to(dtype)))
 
         results += run_ranks(1, work)
     assert results[0] == pytest.approx(results[1], rel=1e-3)
@@ -282,9 +282,9 @@ def test_changes_no_state(run_ranks: Any, name: str) -> None:
         return {key: x.clone() for part in (method.replicated_state(), *tables) for key, x in part.items()}
 
     def work(rank: Any) -> None:
-        method = trained(name, Counted(rank))
+        method = trained(name, SimulatedCommunicator(rank))
         before = state(method)
-        measure(method, Counted(rank), FEATURES)
+        measure(method, SimulatedCommunicator(rank), FEATURES)
         after = state(method)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
@@ -294,19 +294,19 @@ def test_changes_no_state(run_ranks: Any, name: str) -> None:
 
 def test_a_batch_of_one_gives_no_estimate(run_ranks: Any) -> None:
     """13 samples in batches of 12: the last one has no negative in its batch."""
-    found = on_ranks(run_ranks, 2, "openclip", order=COUNTING[:13])
+    found = on_ranks(run_ranks, 2, "openclip", order=VALID[:13])
     assert found["normalizer_anchors"] == 12
     assert found["normalizer_unseen"] == 1
 
 
 def test_a_broken_model_is_not_hidden(run_ranks: Any) -> None:
-    (method,) = run_ranks(1, lambda rank: trained("openclip", Counted(rank)))
+    (method,) = run_ranks(1, lambda rank: trained("openclip", SimulatedCommunicator(rank)))
     broken = (torch.full_like(FEATURES[0], math.nan), FEATURES[1])
-    (found,) = run_ranks(1, lambda rank: measure(method, Counted(rank), broken))
+    (found,) = run_ranks(1, lambda rank: measure(method, SimulatedCommunicator(rank), broken))
     assert math.isnan(found["normalizer_mse"])
     assert found["normalizer_anchors"] == N - len(BAD)
 
 
-def test_one_readable_pair_is_a_users_mistake(run_ranks: Any) -> None:
+def test_one_readable_pair_is_a_user_error(run_ranks: Any) -> None:
     with pytest.raises(UserError, match=r"two readable pairs.*data\.train"):
-        on_ranks(run_ranks, 2, "openclip", order=COUNTING[:1], samples=COUNTING[:1])
+        on_ranks(run_ranks, 2, "openclip", order=VALID[:1], samples=VALID[:1])

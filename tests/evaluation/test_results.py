@@ -1,4 +1,4 @@
-"""Scores on disk: DataComp's layout, going on where one stopped, averages that never hide a missing task."""
+"""Scores on disk: DataComp's layout, continuing after a crash, averages that never hide a missing task."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.results import FILE, Results, averages
 from neuclip_ds.evaluation.suite import Metrics
-from neuclip_ds.evaluation.summary import beside_published, summary_text, summary_tree
+from neuclip_ds.evaluation.summary import compare_with_published, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import load_tasks
 
 TASKS = load_tasks()
@@ -36,7 +36,7 @@ def test_lines_are_those_of_datacomp(tmp_path: Path) -> None:
     }
 
 
-def test_goes_on_behind_whole_lines(tmp_path: Path) -> None:
+def test_continues_after_complete_lines(tmp_path: Path) -> None:
     for number in (0, 1):
         Results(tmp_path, MODEL).add(TASKS.tasks[number], {"main_metric": number / 10})
     with (tmp_path / FILE).open("a") as file:
@@ -56,7 +56,7 @@ def test_scores_of_two_models_are_not_mixed(tmp_path: Path) -> None:
 def test_broken_lines_are_named(tmp_path: Path) -> None:
     Results(tmp_path, MODEL)
     (tmp_path / FILE).write_text("what\n")
-    with pytest.raises(UserError, match=r"eval_results\.jsonl is not what evaluate\.py writes"):
+    with pytest.raises(UserError, match=r"eval_results\.jsonl is not a file of scores"):
         Results(tmp_path, MODEL)
 
 
@@ -83,7 +83,7 @@ def test_a_missing_task_is_named_and_leaves_no_average() -> None:
     assert tree["retrieval"]["missing"] == ["MSCOCO"]
 
 
-def test_table_beside_the_papers() -> None:
+def test_table_with_published_scores() -> None:
     lines = summary_text(TASKS, scores(), "dfn14m").splitlines()[-5:]
     assert lines[0] == "datacomp in percent, dfn14m: NeuCLIP (ICLR 2026), Table 1:"
     assert lines[2] == "| openclip | fastclip | siglip | amorlip | neuclip | this model |"
@@ -91,7 +91,7 @@ def test_table_beside_the_papers() -> None:
 
 
 def test_every_source_of_a_setting_has_its_table() -> None:
-    found = beside_published("vitb32", {"datacomp": 0.5, "retrieval": None})
+    found = compare_with_published("vitb32", {"datacomp": 0.5, "retrieval": None})
     assert [table.title.split(" in percent")[0] for table in found] == [
         "datacomp",
         "imagenet_and_variants",

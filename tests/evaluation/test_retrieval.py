@@ -17,22 +17,22 @@ from neuclip_ds.evaluation.retrieval import retrieval
 
 
 class Pairs(NamedTuple):
-    """A batch whose `image` and `tokens` already are the features that `hand_over` returns."""
+    """A batch whose `image` and `tokens` already are the features that `identity` returns."""
 
     image: Tensor
     tokens: Tensor
     valid: Tensor
 
 
-def hand_over(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return image, tokens
 
 
 def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> list[Pairs]:
-    """Rank r's rows r::K in batches, padded to equal numbers with rows that must not count."""
+    """Rank r's rows r::K in batches, padded to equal numbers with invalid rows."""
     n, d = pairs.image.shape
-    rounds = max(1, math.ceil(n / (world_size * batch_size)))
-    missing = rounds * world_size * batch_size - n
+    batches = max(1, math.ceil(n / (world_size * batch_size)))
+    missing = batches * world_size * batch_size - n
     padding = torch.full((missing, d), math.nan)
     padded = Pairs(
         torch.cat([pairs.image, padding]),
@@ -46,14 +46,14 @@ def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> lis
 def measure(run_ranks, pairs: Pairs, world_size: int = 1, batch_size: int = 4, **options) -> dict[str, float]:
     results = run_ranks(
         world_size,
-        lambda rank: retrieval(hand_over, batches_of(pairs, rank.rank, world_size, batch_size), rank, **options),
+        lambda rank: retrieval(identity, batches_of(pairs, rank.rank, world_size, batch_size), rank, **options),
     )
     assert all(result == results[0] for result in results)
     return results[0]
 
 
 def oracle(pairs: Pairs, ks: tuple[int, ...]) -> dict[str, float]:
-    """Recall by sorting every row, the tied group's places shared out evenly."""
+    """Recall by sorting every row, the places of a tied group shared evenly."""
     image, text = pairs.image[pairs.valid], pairs.tokens[pairs.valid]
     result: dict[str, float] = {"retrieval_pairs": len(image)}
     for name, scores in (("image_to_text", image @ text.T), ("text_to_image", text @ image.T)):
@@ -135,7 +135,7 @@ def test_invalid_rows_are_no_candidates(run_ranks):
     assert found["retrieval_pairs"] == 2
 
 
-def test_directions_are_told_apart(run_ranks):
+def test_directions_differ(run_ranks):
     image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
     text = torch.tensor([[1.0, 0.0], [0.8, 0.6]])  # text 1 finds image 0 first, image 1 still finds text 1
     found = measure(run_ranks, Pairs(image, text, torch.ones(2, dtype=torch.bool)), ks=(1,))
@@ -149,9 +149,9 @@ def test_diverged_model_scores_nothing(run_ranks):
     assert {found[key] for key in found if "recall" in key} == {0.0}
 
 
-def test_no_batch_is_a_users_mistake(run_ranks):
+def test_no_batch_is_a_user_error(run_ranks):
     with pytest.raises(UserError, match=r"data\.val"):
-        run_ranks(1, lambda rank: retrieval(hand_over, [], rank))
+        run_ranks(1, lambda rank: retrieval(identity, [], rank))
 
 
 def test_keeps_no_graph(run_ranks):

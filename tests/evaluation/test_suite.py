@@ -17,8 +17,8 @@ from evaluation_sets import (
     npy,
     tokenize,
     transform,
+    write_prompts,
     write_shards,
-    write_words,
 )
 
 from neuclip_ds.errors import UserError
@@ -125,7 +125,7 @@ def test_few_classes_have_no_top5(tmp_path: Path, run_ranks: Any) -> None:
      (npy(torch.tensor([0, -1, 2])), "has the group -1")],
 )  # fmt: skip
 def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, message: str) -> None:
-    write_words(tmp_path, 5)
+    write_prompts(tmp_path, 5)
     write_shards(tmp_path, [{"jpg": b"1 2", "cls": b"0", "npy": data}], 1)
     with pytest.raises(UserError, match=rf"0\.tar: sample s0000000.*{message}"):
         on_ranks(run_ranks, "wilds/fmow", tmp_path, 2)
@@ -133,7 +133,10 @@ def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, m
 
 @pytest.mark.parametrize(
     ("key", "kind", "message"),
-    [("retrieval/m*", "classification", "write the word retrieval"), ("cifar10", "multilabel", "is a multilabel set")],
+    [
+        ("retrieval/m*", "classification", "is a classification set, not a retrieval set"),
+        ("cifar10", "multilabel", "is a multilabel set"),
+    ],
 )
 def test_set_of_another_kind(tmp_path: Path, run_ranks: Any, key: str, kind: str, message: str) -> None:
     labelled_set(tmp_path, 3)

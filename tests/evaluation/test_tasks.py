@@ -18,7 +18,7 @@ def test_the_38_tasks_and_their_groups() -> None:
     assert len(TASKS.tasks) == 38
     for of in ("key", "name", "folder", "source"):
         assert len({getattr(task, of) for task in TASKS.tasks}) == 38
-    sizes = {name: len(TASKS.of_average(name)) for name in TASKS.averages}
+    sizes = {name: len(TASKS.in_average(name)) for name in TASKS.averages}
     assert sizes == {
         "imagenet_and_variants": 7,
         "retrieval": 2,

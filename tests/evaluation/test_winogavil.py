@@ -1,4 +1,4 @@
-"""WinoGAViL: the choice of images for a cue, on sets whose right answers are known."""
+"""WinoGAViL: the images chosen for a cue, on sets whose associations are known."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_prompt() -> None:
         ),
         (
             {"json": b'{"cue": "1", "candidates": ["a"], "associations": ["a"]}', "1.jpg": b"1"},
-            r"no image; one of 0\.jpg",
+            r"no image; add one of 0\.jpg",
         ),
     ],
 )

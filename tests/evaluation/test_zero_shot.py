@@ -1,7 +1,7 @@
 """Zero-shot classification on synthetic sets whose right answers are known by construction.
 
-An image file holds the scores that a model would give to the classes, as text; `encode` hands them back and gives
-every class its own axis, so that accuracy can be counted by hand.
+An image file holds the scores that a model would give to the classes, as text; `encode` returns them and gives
+every class its own axis, so that the accuracy is known.
 """
 
 from __future__ import annotations

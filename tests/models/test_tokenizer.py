@@ -20,7 +20,7 @@ TOKENIZE = train_bpe(CAPTIONS, vocab_size=320, context_length=12)
 
 
 def word_level(**special: str) -> PreTrainedTokenizerFast:
-    """A tokenizer of six words whose special tokens have the given roles."""
+    """Return a tokenizer of six words whose special tokens have the given roles."""
     vocab = {word: place for place, word in enumerate(["[UNK]", "<s>", "</s>", "[PAD]", "a", "dog"])}
     backend = Tokenizer(models.WordLevel(vocab, unk_token="[UNK]"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()

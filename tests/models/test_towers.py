@@ -149,7 +149,7 @@ def test_a_model_that_cannot_checkpoint_is_a_user_error() -> None:
         (VisionConfig(name="hf-hub:timm/vit"), "timm has no model"),
         (VisionConfig(name="vit_base_patch32_clip_224.openai"), "names pretrained weights"),
         (VisionConfig(name="dm_nfnet_f0"), "0-dimensional"),
-        (VIT.model_copy(update={"image_size": 50}), "does not divide into patches of 8 pixels.*use 48 or 56"),
+        (VIT.model_copy(update={"image_size": 50}), "is not divisible into patches of 8 pixels.*use 48 or 56"),
         (VisionConfig(name="vit_huge_patch14_clip_224", image_size=336 + 1), "use 336 or 350"),
         (VisionConfig(name="vit_base_patch32_clip_224", image_size=16), "use 32 or more"),
         (VisionConfig(name="resnet50", image_size=16), "smaller than the 32 pixels"),

@@ -31,12 +31,12 @@ def test_every_recipe_on_eight_nodes(
     """The plan is printed even where the data are not at hand, which the error then says."""
     monkeypatch.setattr(memory, "count_activations", no_activations)
     config = parse([name, f"--data.train={tmp_path}/nothing"]).config
-    with pytest.raises(UserError, match=r"nothing|no local folder, and the hub did not give it") as caught:
+    with pytest.raises(UserError, match=r"nothing|cannot be downloaded from the hub") as caught:
         print_dry_run(config, ONE, ROOT / "hostfiles" / "8node")
     said = capsys.readouterr().out
     assert f"method     {config.objective.method}" in said
     assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in said
-    if "the hub did not give it" in str(caught.value):
+    if "cannot be downloaded from the hub" in str(caught.value):
         assert f"model      {config.model.pretrained}: see the error below" in said
     else:
         assert "parameters" in said

@@ -13,43 +13,43 @@ from neuclip_ds.config import Config
 from neuclip_ds.engine.config import FOLDER, load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.engine_tuning import (
+    ConfigOverride,
     Measurement,
-    Setting,
+    apply_overrides,
     best_together,
-    changed,
     choose,
     is_better,
-    parse_setting,
+    parse_override,
     reason,
     table,
     variants,
 )
 
-OVERLAP = Setting("zero_optimization.overlap_comm", True)
-SMALL, LARGE = (Setting("zero_optimization.reduce_bucket_size", size) for size in (5_000_000, 500_000_000))
-WIRE = Setting("communication_data_type", "bf16")
+OVERLAP = ConfigOverride("zero_optimization.overlap_comm", True)
+SMALL, LARGE = (ConfigOverride("zero_optimization.reduce_bucket_size", size) for size in (5_000_000, 500_000_000))
+BF16 = ConfigOverride("communication_data_type", "bf16")
 BASE = Measurement((), [[0.10, 0.11, 0.10], [0.12, 0.12, 0.13]])
 
 
-def measured(*settings: Setting, rounds: list[list[float]]) -> Measurement:
-    return Measurement(settings, rounds)
+def measured(*overrides: ConfigOverride, rounds: list[list[float]]) -> Measurement:
+    return Measurement(overrides, rounds)
 
 
 def keys_of(engine: dict[str, Any]) -> set[str]:
-    return {setting.key.removeprefix("zero_optimization.") for setting in variants(engine)}
+    return {one.key.removeprefix("zero_optimization.") for one in variants(engine)}
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in FOLDER.glob("*.json")))
 def test_each_variant_of_our_files_changes_one_value_and_loads(name: str, tmp_path: Path) -> None:
     engine = read_engine_file(name)[1]
-    for setting in variants(engine):
-        other = changed(engine, [setting])
+    for one in variants(engine):
+        other = apply_overrides(engine, [one])
         assert other != engine
         path = tmp_path / "variant.json"
         path.write_text(json.dumps(other))
         whole = load_engine_config(Config.model_validate({"deepspeed": str(path), "data": {"batch_size": 4}}), 2)
-        section, _, key = setting.key.rpartition(".")
-        assert (whole[section] if section else whole)[key] == setting.value
+        section, _, key = one.key.rpartition(".")
+        assert (whole[section] if section else whole)[key] == one.value
 
 
 def test_only_keys_that_the_stage_reads_are_tried() -> None:
@@ -62,29 +62,36 @@ def test_only_keys_that_the_stage_reads_are_tried() -> None:
     assert {key for key in of["zero3_fp32"] if not key.startswith("stage3_")} == reduction
 
 
+@pytest.mark.parametrize(("device", "reduces_in_buckets"), [("cpu", True), ("none", False)])
+def test_offload_decides_which_keys_stage_1_reads_in_bf16(device: str, reduces_in_buckets: bool) -> None:
+    engine = read_engine_file("zero1_bf16")[1]
+    engine["zero_optimization"]["offload_optimizer"] = {"device": device}
+    assert ("reduce_bucket_size" in keys_of(engine)) == reduces_in_buckets
+
+
 def test_a_default_counts_as_the_bases_value() -> None:
     plain = {"zero_optimization": {"stage": 3}}
-    assert Setting("zero_optimization.overlap_comm", False) in variants(plain)
-    assert Setting("zero_optimization.overlap_comm", True) not in variants(plain)
+    assert ConfigOverride("zero_optimization.overlap_comm", False) in variants(plain)
+    assert ConfigOverride("zero_optimization.overlap_comm", True) not in variants(plain)
     assert LARGE not in variants(plain) and SMALL in variants(plain)
-    assert WIRE not in variants({"bf16": {"enabled": True}, **plain})
+    assert BF16 not in variants({"bf16": {"enabled": True}, **plain})
 
 
-def test_changed_leaves_the_base_alone() -> None:
+def test_overrides_leave_the_base_alone() -> None:
     engine = {"zero_optimization": {"stage": 2}}
-    assert changed(engine, [OVERLAP, WIRE]) == {
+    assert apply_overrides(engine, [OVERLAP, BF16]) == {
         "zero_optimization": {"stage": 2, "overlap_comm": True},
         "communication_data_type": "bf16",
     }
     assert engine == {"zero_optimization": {"stage": 2}}
 
 
-def test_settings_as_they_are_typed() -> None:
-    assert parse_setting("zero_optimization.overlap_comm=true") == OVERLAP
-    assert parse_setting("communication_data_type=bf16") == WIRE
-    assert str(parse_setting("zero_optimization.reduce_bucket_size=5000000")) == "reduce_bucket_size=5000000"
+def test_overrides_as_they_are_typed() -> None:
+    assert parse_override("zero_optimization.overlap_comm=true") == OVERLAP
+    assert parse_override("communication_data_type=bf16") == BF16
+    assert str(parse_override("zero_optimization.reduce_bucket_size=5000000")) == "reduce_bucket_size=5000000"
     with pytest.raises(UserError, match="write KEY=VALUE"):
-        parse_setting("overlap_comm")
+        parse_override("overlap_comm")
 
 
 @pytest.mark.parametrize(
@@ -106,8 +113,8 @@ def test_the_best_together_take_one_value_of_a_key_and_no_precision() -> None:
         measured(SMALL, rounds=fast),
         measured(LARGE, rounds=faster),
         measured(OVERLAP, rounds=slow),
-        measured(WIRE, rounds=faster),
-        Measurement((Setting("zero_optimization.reduce_scatter", False),), error="refused"),
+        measured(BF16, rounds=faster),
+        Measurement((ConfigOverride("zero_optimization.reduce_scatter", False),), error="refused"),
     ]
     assert best_together(found, BASE) == (LARGE,)
     assert choose([found[2], found[4]], BASE) is BASE
@@ -127,7 +134,7 @@ def test_the_table_has_a_refusal_as_a_row() -> None:
         "parameter gather": {"calls": 2.0, "bytes_sent": 1e6, "seconds": 0.1, "hidden_seconds": 0.0},
     }
     one.difference, one.drift, one.peak = 1e-5, 0.02, 3_000_000
-    refused = Measurement((WIRE,), error="no | such type")
+    refused = Measurement((BF16,), error="no | such type")
     rows = table([BASE, one, refused], BASE, "Settings").rows
     assert rows[1] == [
         *("overlap_comm=true", "90.0", "0.0%", "0.825", "yes"),
@@ -143,7 +150,7 @@ def test_the_reason_is_the_last_error() -> None:
     )
     assert reason(output) == "ValidationError: 1 error for X key Input is bad"
     assert reason("error: a.json is missing\n") == "error: a.json is missing"
-    assert reason("Killed\n") == "ended without a word"
+    assert reason("Killed\n") == "killed (no error reported)"
     assert len(reason("ValueError: " + 500 * "x")) == 120
 
 

@@ -17,7 +17,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.source import locate_model, open_source
+from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.planning.activations import count_activations
 from neuclip_ds.planning.dry_run import StandInTokenizer
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
@@ -116,7 +116,7 @@ def allocated_peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_activations_are_those_of_a_real_pass(checkpointing: str) -> None:
     config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}"]).config
-    source = open_source(config.model, None)
+    source = model_source(config.model, None)
     tokenizer: Any = StandInTokenizer(config.model.text)
     with torch.device("meta"):
         weightless = source.build(tokenizer)
@@ -138,7 +138,7 @@ def test_activations_are_those_of_a_real_pass(checkpointing: str) -> None:
 
 def query(*options: str, world_size: int = 2, samples: int = 1000, device: str = "cuda") -> MemoryQuery:
     config = parse(["demo", *SMALL, *options]).config
-    source = open_source(config.model, locate_model(config.model))
+    source = model_source(config.model, locate_model(config.model))
     tokenizer: Any = StandInTokenizer(config.model.text)
     return MemoryQuery(config, source, tokenizer, world_size, samples, device)
 
@@ -192,7 +192,7 @@ def test_vit_h_fits_eight_gpus_of_80_gb() -> None:
     config = parse(["vith14_tuneclip"]).config
     assert config.rank_batch(8) == 256
     place = locate_model(config.model, weights=False)
-    source = open_source(config.model, place)
+    source = model_source(config.model, place)
     whole = MemoryQuery(config, source, source.tokenizer(pytest.fail), 8, 12_000_000, "cuda", place)
     assert is_bf16(load_engine_config(config, 8))
     assert account(whole, count_towers(whole)).fits(80)

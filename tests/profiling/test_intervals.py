@@ -13,7 +13,7 @@ INTERVALS = st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)).map(lambda
 
 
 def moments(intervals: list[Interval]) -> set[int]:
-    """The unit steps that intervals with whole ends cover."""
+    """Return the unit steps that intervals with integer ends cover."""
     return {moment for start, end in intervals for moment in range(int(start), int(end))}
 
 
@@ -26,7 +26,7 @@ def test_intervals_are_sets_of_moments(a: list[Interval], b: list[Interval]) -> 
     assert moments(both) == moments(a) & moments(b) and length(both) == len(moments(a) & moments(b))
 
 
-def test_what_holds_at_a_moment() -> None:
+def test_value_at_a_moment() -> None:
     timeline = Timeline([((5.0, 7.0), "backward"), ((1.0, 4.0), "forward")])
     found = {moment: timeline.at(moment) for moment in (0.0, 1.0, 4.0, 4.5, 6.0, 8.0)}
     assert found == {0.0: None, 1.0: "forward", 4.0: "forward", 4.5: None, 6.0: "backward", 8.0: None}

@@ -15,6 +15,7 @@ from small_runs import call
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
+from neuclip_ds.engine.config import read_engine_file
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_model import from_json
 from neuclip_ds.planning.openclip_reference import REFERENCES
@@ -163,6 +164,52 @@ def test_collectives_of_every_stage(tmp_path: Path, precision: str, ranks: int, 
     run_ranks(ranks, profiles, tmp_path, stages, precision, micro)
     for name, stage in stages:
         check_collectives(tmp_path, name, stage)
+
+
+def profile_engines(communicator: Communicator, folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> None:
+    """Profile a method under each optimizer and DeepSpeed config."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    for name, (optimizer, engine) in cases.items():
+        if communicator.rank == 0:
+            (folder / f"{name}.json").write_text(json.dumps(engine))
+        communicator.barrier()
+        tree = {**TREE, "deepspeed": str(folder / f"{name}.json"), "optimizer": {"name": optimizer}}
+        tree["data"] = {"batch_size": communicator.world_size * ROWS}
+        run_synthetic_profile(Config.model_validate(tree), communicator, folder / f"{name}0", name)
+
+
+def engine_of(name: str, **zero: Any) -> dict[str, Any]:
+    engine = read_engine_file(name)[1]
+    return {
+        **engine,
+        "zero_optimization": {**engine["zero_optimization"], **zero},
+        "zero_force_ds_cpu_optimizer": False,
+    }
+
+
+HOST, NOWHERE = {"device": "cpu"}, {"device": "none"}
+
+
+def test_lamb_and_offload_send_what_the_cost_model_predicts(tmp_path: Path) -> None:
+    cases = {
+        "lamb_1": ("lamb", engine_of("zero1_fp32")),
+        "lamb_2": ("lamb", engine_of("zero2_bf16")),
+        "lamb_3": ("lamb", engine_of("zero3_fp32")),
+        "lamb_3_in_parts": ("lamb", engine_of("zero3_fp32", sub_group_size=5000)),
+        "offload_1": ("adamw", engine_of("zero1_bf16", offload_optimizer=HOST)),
+        "offload_1_none": ("adamw", engine_of("zero1_bf16", offload_optimizer=NOWHERE)),
+        "offload_3": ("adamw", engine_of("zero3_bf16", offload_optimizer=HOST)),
+    }
+    run_ranks(RANKS, profile_engines, tmp_path, cases)
+    for name in cases:
+        check_collectives(tmp_path, name, 0)
+        purposes = breakdown_of(tmp_path, name, 0)["purposes"]
+        if name in ("lamb_1", "lamb_2", "lamb_3"):
+            assert purposes["optimizer"]["calls"] == 1
+        else:
+            assert ("optimizer" in purposes) == name.startswith("lamb")
 
 
 @pytest.mark.parametrize(("name", "stage"), [("neuclip", 1), ("fastclip_v3", 3)])

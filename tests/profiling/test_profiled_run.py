@@ -1,4 +1,4 @@
-"""`train.py --profile` and tools/profile_communication.py as a user calls them."""
+"""Profiles by `train.py --profile` and tools/profile_communication.py, as a user calls them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The recorder in one process: which steps it counts, and that a profile which fails ends no run."""
+"""The recorder in one process: which steps it profiles, and that a failing profile does not end a run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run(folder: Path, total: int, steps: int, after: int) -> None:
                 x @ x
 
 
-def test_counts_the_steps_asked_for(tmp_path: Path) -> None:
+def test_profiles_the_requested_steps(tmp_path: Path) -> None:
     run(tmp_path, total=7, steps=3, after=2)
     found = json.loads((tmp_path / BREAKDOWN).read_text())
     assert (found["steps"], found["world_size"], found["purposes"]) == (3, 1, {})
@@ -30,14 +30,14 @@ def test_counts_the_steps_asked_for(tmp_path: Path) -> None:
     assert "| a product | - | 1 | 3 |" in (tmp_path / "report.md").read_text()
 
 
-def test_nothing_is_asked_for(tmp_path: Path) -> None:
+def test_no_steps_are_requested(tmp_path: Path) -> None:
     run(tmp_path, total=3, steps=0, after=1)
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_that_is_too_short_says_so(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_that_is_too_short_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     run(tmp_path, total=3, steps=3, after=2)
-    assert "before the 5 steps" in caplog.text
+    assert "ended before step 5" in caplog.text
     assert not list(tmp_path.iterdir())
 
 
@@ -50,7 +50,7 @@ def test_an_error_of_the_step_passes_through(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_folder_that_cannot_be_created(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "file").touch()
     run(tmp_path / "file" / "profile", total=4, steps=2, after=1)
     assert "could not be written" in caplog.text

@@ -1,4 +1,4 @@
-"""Traces made by hand, with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
+"""Hand-written traces with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from neuclip_ds.distributed.ranges import PHASE, PURPOSE, STEP
-from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, seconds_of
-from neuclip_ds.profiling.trace import StepTrace, engine_purpose, read_trace, steps_of
+from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, step_seconds
+from neuclip_ds.profiling.trace import StepTrace, engine_purpose, parse_trace, read_trace
 
 MAIN, BACKWARD, GLOO, STREAM = 1, 2, 7, 20
 
@@ -55,7 +55,7 @@ GLOO_STEP = [
     launch("_reduce_scatter_base_", 31, 32, [[4, 2], [16, 2], []], ["float", "float", ""]),
     gloo("all_reduce", 33, 39, [16, 2], "float"),
     note(PHASE + "backward", 50, 80),
-    event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 50, 79),  # holds hooks that wait
+    event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 50, 79),  # contains hooks that wait
     event("cpu_op", "aten::mm", 50, 75),
     launch("allreduce_", 60, 61, [[[1000]], []], ["TensorList", ""]),
     GRADIENTS,
@@ -64,7 +64,7 @@ GLOO_STEP = [
     gloo("all_reduce", 82, 84, [], "double"),
     launch("_allgather_base_", 86, 87, [[1000], [250], []], ["float", "float", ""]),
     gloo("all_gather", 87, 90, [250], "float"),
-    gloo("broadcast", 96, 97, [3], "long int"),  # nothing shows who has launched it
+    gloo("broadcast", 96, 97, [3], "long int"),  # its launch is not in the trace
 ]
 
 
@@ -73,7 +73,7 @@ def by_purpose(step: StepTrace) -> dict[str, tuple[str, int, int]]:
 
 
 def test_gloo_step() -> None:
-    (step,) = steps_of(trace(GLOO_STEP))
+    (step,) = parse_trace(trace(GLOO_STEP))
     assert by_purpose(step) == {
         "features": ("all_gather", 64, 3 * 64),
         "state": ("reduce_scatter", 128, 3 * 128 // 4),
@@ -82,7 +82,7 @@ def test_gloo_step() -> None:
         "parameter gather": ("all_gather", 1000, 3000),
         "broadcast outside the phases": ("broadcast", 24, 18),
     }
-    seconds = {name: 1e6 * value for name, value in seconds_of(step).items()}
+    seconds = {name: 1e6 * value for name, value in step_seconds(step).items()}
     communication = 7 + 6 + 16 + 2 + 3 + 1
     assert seconds == pytest.approx(
         {
@@ -100,10 +100,10 @@ def test_gloo_step() -> None:
 
 
 def test_breakdown_over_steps_and_ranks() -> None:
-    """Two steps, the second three times as slow; the other rank comes last to the reduction of the gradients."""
+    """Two steps, the second three times as slow; the other rank reaches the reduction of the gradients last."""
     later = [{**one, "ts": 3 * one["ts"] + 1000, "dur": 3 * one["dur"]} for one in GLOO_STEP]
     late = [gloo("all_reduce", 74, 78, [1000], "float") if one == GRADIENTS else one for one in GLOO_STEP]
-    first, second = (rank_record(steps_of(trace([*later, *step]))) for step in (GLOO_STEP, late))
+    first, second = (rank_record(parse_trace(trace([*later, *step]))) for step in (GLOO_STEP, late))
     found = breakdown([first, second])
     assert (found["steps"], found["world_size"]) == (2, 2)
     assert found["seconds"]["total"] == pytest.approx({"mean": 200e-6, "deviation": 200e-6 / 2**0.5})
@@ -183,7 +183,7 @@ NCCL_STEP = [
 
 
 def test_nccl_step() -> None:
-    (step,) = steps_of(trace(NCCL_STEP, world_size=2))
+    (step,) = parse_trace(trace(NCCL_STEP, world_size=2))
     assert [(one.purpose, one.op, one.size, one.sent, len(one.intervals)) for one in step.collectives] == [
         ("features", "all_gather", 128, 128, 1),
         ("gradient reduce", "all_reduce", 2000, 2000, 1),
@@ -191,7 +191,7 @@ def test_nccl_step() -> None:
         ("parameter gather", "all_gather", 800, 800, 1),
         ("norm and overflow", "all_reduce", 4, 4, 1),
     ]
-    seconds = {name: 1e6 * value for name, value in seconds_of(step).items()}
+    seconds = {name: 1e6 * value for name, value in step_seconds(step).items()}
     assert seconds == pytest.approx(
         {
             "total": 200,
@@ -206,7 +206,7 @@ def test_nccl_step() -> None:
 
 def test_collectives_outside_steps_are_not_the_steps() -> None:
     outside = [launch("barrier", 300, 301, [[1]], ["float"]), gloo("barrier", 301, 305, [], "")]
-    (step,) = steps_of(trace([*GLOO_STEP, *outside]))
+    (step,) = parse_trace(trace([*GLOO_STEP, *outside]))
     assert len(step.collectives) == 6
 
 

@@ -1,4 +1,4 @@
-"""Trouble in words: the step, the numbers and the samples, in the log and in events.jsonl, dropped on a resume."""
+"""Warnings with step, values and samples, in the log and in events.jsonl, which a resumed run truncates."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import pytest
 
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
-from neuclip_ds.reporting.health import Samples, StepHealth
+from neuclip_ds.reporting.health import SampleLookup, StepHealth
 
-FACTS = {"tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
-SAMPLES = Samples(lambda step: [10 * step + row for row in range(9)] + [-1], lambda index: f"{index // 100:05d}.tar")
+METRICS = {"tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
+SAMPLES = SampleLookup(
+    lambda step: [10 * step + row for row in range(9)] + [-1], lambda index: f"{index // 100:05d}.tar"
+)
 
 
 def health(folder: Path, rank: int = 0, done: int = 0) -> tuple[StepHealth, EventLog]:
@@ -21,15 +23,17 @@ def health(folder: Path, rank: int = 0, done: int = 0) -> tuple[StepHealth, Even
     return StepHealth(events, SAMPLES, rank, workers=2), events
 
 
-def test_a_spike_is_named_once_with_step_values_and_indices(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_spike_is_reported_once_with_step_values_and_indices(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     watch, _ = health(tmp_path)
     losses = 2 + np.random.default_rng(0).normal(0, 0.02, 200)
     losses[149] = 5.0
-    asked = []
+    calls = []
     with caplog.at_level(logging.INFO, "neuclip_ds"):
         for step, loss in enumerate(losses, start=1):
-            watch.check_loss(step, float(loss), lambda: asked.append(1) or FACTS)  # type: ignore[func-returns-value]
-    assert asked == [1]  # facts are on the GPU: they are asked for when they are told
+            watch.check_loss(step, float(loss), lambda: calls.append(1) or METRICS)  # type: ignore[func-returns-value]
+    assert calls == [1]  # metrics are on the GPU: they are read only when they are reported
     warning, info = caplog.records
     assert (warning.levelname, info.levelname) == ("WARNING", "INFO")
     for part in (
@@ -45,16 +49,16 @@ def test_a_spike_is_named_once_with_step_values_and_indices(tmp_path: Path, capl
     assert (back.step, back.kind) == (170, "loss_back")
 
 
-def test_a_stall_of_any_rank_is_told_and_reaches_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_stall_of_any_rank_is_logged_and_reaches_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (_, first), (watch, second) = health(tmp_path, 0), health(tmp_path, 1)
     for step in range(1, 40):
         watch.check_times(step, 0.01, 0.5, [-1, 250, 17])
     for step in range(40, 44):
         watch.check_times(step, 8.0, 9.0, [-1, 250, 17])
-    told = [record.getMessage() for record in caplog.records]
-    assert [text.split(" waited")[0] for text in told] == ["step 40", "step 41", "step 43"]  # the 1st, 2nd and 4th
-    assert "8.0 s for its batch, 89% of the step, where one usually takes 0.5 s" in told[0]
-    assert "indices [250, 17], the first in 00002.tar. If it recurs: more data.workers (now 2)" in told[0]
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text.split(" waited")[0] for text in logged] == ["step 40", "step 41", "step 43"]  # the 1st, 2nd and 4th
+    assert "8.0 s for its batch, 89% of the step; a usual step takes 0.5 s (stall 1 since the start)" in logged[0]
+    assert "indices [250, 17], the first in 00002.tar. If this recurs, set more data.workers (now 2)" in logged[0]
     assert list(read_events(tmp_path)) == []
     shares = [first._pending, second._pending]
     first.settle(lambda own: shares)
@@ -64,17 +68,19 @@ def test_a_stall_of_any_rank_is_told_and_reaches_the_file(tmp_path: Path, caplog
     ]
 
 
-def test_a_slow_loader_is_told_with_the_steps_of_the_interval(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_slow_loader_is_reported_with_the_steps_of_the_interval(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     watch, _ = health(tmp_path)
     for step in range(1, 62):
         watch.check_times(step, 0.4, 1.0, [1])
-    (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith(
-        "steps 2 to 61: the loader took 40% of the time (24.0 of 60 s), while the model waited: more"
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.startswith(
+        "steps 2 to 61: waiting for data took 40% of the time (24.0 of 60 s). Set more data.workers"
     )
 
 
-def test_skipped_updates_are_told_once_in_a_row_and_end_the_run(
+def test_skipped_updates_are_reported_once_in_a_row_and_end_the_run(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, _ = health(tmp_path)
@@ -89,7 +95,7 @@ def test_skipped_updates_are_told_once_in_a_row_and_end_the_run(
         (3, "update_skipped"),
         (6, "update_skipped"),
     ]
-    assert "DeepSpeed has skipped the update: the encoders are as before" in caplog.records[0].getMessage()
+    assert "DeepSpeed has skipped the update: the encoders are unchanged" in caplog.records[0].getMessage()
     for step in range(7, 15):
         watch.check_update(step, np.inf, applied=False)
     with pytest.raises(TrainingDiverged, match=r"step 15: .* the 10th step .* those before step 6; .* \[150, 151"):
@@ -97,20 +103,20 @@ def test_skipped_updates_are_told_once_in_a_row_and_end_the_run(
 
 
 @pytest.mark.parametrize("norm", [np.nan, np.inf, -1.0])
-def test_weights_that_took_a_bad_gradient_end_the_run_on_every_rank(tmp_path: Path, norm: float) -> None:
+def test_an_applied_bad_gradient_ends_the_run_on_every_rank(tmp_path: Path, norm: float) -> None:
     for rank in (0, 1):
         watch, _ = health(tmp_path, rank)
-        with pytest.raises(TrainingDiverged, match=r"step 3: .* the weights are spoilt; its samples begin with"):
+        with pytest.raises(TrainingDiverged, match=r"step 3: .* the weights are corrupted; its samples begin with"):
             watch.check_update(3, norm, applied=True)
 
 
-def test_other_ranks_leave_what_all_know_to_rank_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_ranks_leave_the_loss_to_rank_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     watch, events = health(tmp_path, rank=1)
     for step in range(1, 100):
         watch.check_loss(step, 2.0 + 1e-3 * (step % 5), dict)
     watch.check_loss(100, 9.0, dict)
     watch.check_update(100, np.inf, applied=False)
-    watch.diverged(100, TrainingDiverged("words"))
+    watch.diverged(100, TrainingDiverged("message"))
     assert not caplog.records
     assert not events._pending
 
@@ -123,5 +129,5 @@ def test_events_beyond_the_resumed_step_are_dropped(tmp_path: Path) -> None:
     assert len(list(read_events(tmp_path))) == 3
     EventLog(tmp_path, 0, 20)
     assert [event.step for event in read_events(tmp_path)] == [10, 20]
-    EventLog(tmp_path, 0, 0)  # a run that starts anew
+    EventLog(tmp_path, 0, 0)  # a new run
     assert list(read_events(tmp_path)) == []

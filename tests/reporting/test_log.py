@@ -1,4 +1,4 @@
-"""Who says what, and where: ranks, the console, log.txt, third parties."""
+"""What each rank logs, and where: console, log.txt, other libraries."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_log_file_is_appended_to(tmp_path):
     assert [line.split()[-1] for line in (tmp_path / "log.txt").read_text().splitlines()] == ["before", "after"]
 
 
-def test_other_ranks_tell_warnings_only_with_their_rank(capsys, tmp_path):
+def test_other_ranks_log_warnings_only_with_their_rank(capsys, tmp_path):
     configure_logging(3, tmp_path / "log.txt")
     ours.info("quiet")
     ours.warning("trouble")
@@ -57,7 +57,7 @@ def test_other_ranks_tell_warnings_only_with_their_rank(capsys, tmp_path):
     assert not (tmp_path / "log.txt").exists()
 
 
-def test_third_parties_tell_warnings_only(capsys, monkeypatch):
+def test_other_libraries_log_warnings_only(capsys, monkeypatch):
     configure_logging(0)
     logging.getLogger("DeepSpeed").setLevel(logging.INFO)  # as importing some versions of it does
     for name in ("DeepSpeed", "transformers.modeling_utils", "httpx"):
@@ -65,15 +65,15 @@ def test_third_parties_tell_warnings_only(capsys, monkeypatch):
         monkeypatch.setattr(logging.getLogger(name), "propagate", True)
         logging.getLogger(name).info("chatter of %s", name)
         logging.getLogger(name).warning("trouble in %s", name)
-    told = capsys.readouterr().err
-    assert "chatter" not in told
-    assert told.count("trouble") == 3
+    logged = capsys.readouterr().err
+    assert "chatter" not in logged
+    assert logged.count("trouble") == 3
 
 
 def test_python_warnings_are_logged(capsys, tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("always")
-        logging.captureWarnings(False)  # as if never asked for, so that this context's display is what is replaced
+        logging.captureWarnings(False)  # so that this context's display is the one that is replaced
         configure_logging(0, tmp_path / "log.txt")
         warnings.warn("mind the gap", UserWarning, stacklevel=1)
         logging.captureWarnings(False)
@@ -81,7 +81,7 @@ def test_python_warnings_are_logged(capsys, tmp_path):
     assert "UserWarning: mind the gap" in capsys.readouterr().err
 
 
-def test_a_terminal_gets_richs_layout_on_the_console_that_the_bar_shares(monkeypatch):
+def test_a_terminal_gets_rich_layout_on_the_console_that_the_bar_shares(monkeypatch):
     terminal = io.StringIO()
     monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
     monkeypatch.setattr(sys, "stderr", terminal)

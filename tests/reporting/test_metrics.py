@@ -1,4 +1,4 @@
-"""metrics.jsonl and TensorBoard: valid JSON whatever the numbers, and resumption that leaves no trace."""
+"""metrics.jsonl and TensorBoard: valid JSON for all numbers, and a resumed run equals an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def metrics_of(step: int) -> dict[str, float]:
 
 
 def run(folder: Path, resume_step: int | None = None, last: int = STEPS[-1]) -> bytes:
-    """Writes what a run does that starts after `resume_step`; the file's content."""
+    """Write the metrics of a run from `resume_step` on; return the file's content."""
     with MetricsLog(folder, resume_step) as metrics:
         for step in STEPS:
             if (resume_step is None or step > resume_step) and step <= last:
@@ -36,7 +36,7 @@ def points(folder: Path, tag: str) -> list[tuple[int, float]]:
     return [(event.step, event.value) for event in accumulator.Scalars(tag)]
 
 
-def test_lines_are_flat_records_that_are_there_at_once(tmp_path):
+def test_lines_are_flat_records_that_are_written_at_once(tmp_path):
     with MetricsLog(tmp_path) as metrics:
         metrics.write(10, {"loss": 2.5, "pairs": 256})
         assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 10, "loss": 2.5, "pairs": 256}\n'
@@ -85,7 +85,7 @@ def test_tensorboard_shows_the_resumed_points_only(tmp_path):
     assert points(tmp_path, "loss") == [(0, 100.0), (10, 110.0), (20, 120.0), (30, 3.0)]
 
 
-def test_a_fresh_run_in_an_old_folder_starts_both_records_afresh(tmp_path):
+def test_a_fresh_run_in_an_old_folder_starts_empty_files(tmp_path):
     run(tmp_path)
     with MetricsLog(tmp_path, resume_step=None) as metrics:
         metrics.write(0, {"loss": 7.0})
@@ -99,7 +99,7 @@ def test_resume_at_step_zero_keeps_step_zero(tmp_path):
 
 
 @pytest.mark.parametrize("garbled", [b"\0\0\0\n", b"[1, 2]\n", b"12\n", b'{"loss": 1}\n', b"\xff\xfe\n"])
-def test_garbled_lines_are_left_out_with_a_warning(tmp_path, caplog, garbled):
+def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
     written = run(tmp_path, last=20)
     (tmp_path / "metrics.jsonl").write_bytes(garbled + written)
     with caplog.at_level(logging.WARNING, logger="neuclip_ds"):
@@ -107,7 +107,7 @@ def test_garbled_lines_are_left_out_with_a_warning(tmp_path, caplog, garbled):
     assert "line 1 is not a record of a step" in caplog.text
 
 
-def test_reader_leaves_out_a_half_written_line(tmp_path):
+def test_reader_skips_a_partial_line(tmp_path):
     written = run(tmp_path)
     (tmp_path / "metrics.jsonl").write_bytes(written[:-1])
     assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(STEPS[:-1])

@@ -1,4 +1,4 @@
-"""Progress on a terminal and off it, with a clock that the tests turn."""
+"""Progress on a terminal and in a file, with a clock that the tests set."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_off_a_terminal_lines_come_at_a_bounded_rate_and_at_the_end(clock, lines
     assert [line.split()[1] for line in lines()] == ["1/100", "21/100", "41/100", "61/100", "81/100", "100/100"]
 
 
-def test_line_holds_the_facts(clock, lines):
+def test_line_has_the_status(clock, lines):
     with Progress(4000, console=file_console(), clock=clock, seconds_between_lines=0) as progress:
         advance(progress, clock, range(10, 30, 10), seconds=5)
     assert lines() == [
@@ -98,7 +98,7 @@ def test_a_file_gets_no_bar_even_where_colour_is_forced(clock, lines, monkeypatc
     assert len(lines()) == 2
 
 
-def test_on_a_terminal_a_bar_shows_the_facts_and_no_lines_are_logged(clock, lines, monkeypatch):
+def test_on_a_terminal_a_bar_shows_the_status_and_no_lines_are_logged(clock, lines, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with Progress(40, first_step=10, console=Console(file=terminal, width=120), clock=clock) as progress:

@@ -1,4 +1,4 @@
-"""The page of a run: everything that was logged is in it, in one file, and a browser shows it."""
+"""The report of a run: one file with everything that was logged, which a browser shows."""
 
 from __future__ import annotations
 
@@ -50,19 +50,19 @@ def test_everything_is_in_one_file(tmp_path: Path) -> None:
     ]
     assert all(base64.b64decode(data).startswith(b"\x89PNG") for _, data in images)
     assert len(list((run / "plots").glob("*.png"))) == len(images)
-    assert "&lt;2.15&gt;" in page, "what comes from outside is escaped"
+    assert "&lt;2.15&gt;" in page, "values are escaped"
     assert "<td>image_to_text_recall@1</td><td>0.25</td>" in page
-    assert not re.search(r"(src|href)=.?(http|/)", page), "nothing is loaded from elsewhere"
+    assert not re.search(r"(src|href)=.?(http|/)", page), "no other file is loaded"
 
 
 def test_comparison(tmp_path: Path) -> None:
     runs = {"slow": a_run(tmp_path / "slow", lr=0.001), "fast": a_run(tmp_path / "fast", lr=0.01)}
     page = write_comparison(runs, tmp_path / "both").read_text()
     assert "<td>optimizer.lr</td><td>0.001</td><td>0.01</td>" in page
-    assert "objective.method" not in page, "equal options are left out"
+    assert "objective.method" not in page, "equal options are omitted"
 
 
-def test_a_panel_without_its_metrics_is_left_out() -> None:
+def test_a_panel_without_its_metrics_is_omitted() -> None:
     series = collect([{"step": 1, "loss": 2.0}, {"step": 2, "loss": 1.0}])
     assert series == {"loss": ([1, 2], [2.0, 1.0])}
     drawn = [panel.title for panel in PANELS if draw(panel, {"run": series}) is not None]
@@ -70,7 +70,7 @@ def test_a_panel_without_its_metrics_is_left_out() -> None:
 
 
 def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"holds no metrics\.jsonl"):
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
         write_report(tmp_path)
 
 

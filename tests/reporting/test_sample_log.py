@@ -1,4 +1,4 @@
-"""The log of samples: the ranks' lines merge to global batches, also after starts with other numbers of ranks."""
+"""The log of samples: the ranks' lines merge to global batches, also after a resume with another number of ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond, read
 
 
 def start(folder: Path, ranks: int, done: int, last: int) -> None:
-    """Steps done + 1 ... last of a run whose global batch of step s is 12 s ... 12 s + 11."""
+    """Log steps done + 1 ... last of a run whose global batch of step s is 12 s ... 12 s + 11."""
     drop_samples_beyond(folder, done)
     share = 12 // ranks
     for rank in range(ranks):
@@ -22,7 +22,7 @@ def batches(last: int) -> list[tuple[int, list[int]]]:
     return [(step, list(range(12 * step, 12 * step + 12))) for step in range(1, last + 1)]
 
 
-def test_ranks_come_and_go(tmp_path: Path) -> None:
+def test_resumes_with_other_numbers_of_ranks(tmp_path: Path) -> None:
     for ranks, done, last in ((4, 0, 5), (2, 3, 8), (1, 7, 12), (12, 11, 14), (3, 14, 15)):
         start(tmp_path, ranks, done, last)
         assert list(read_samples(tmp_path)) == batches(last)
@@ -31,7 +31,7 @@ def test_ranks_come_and_go(tmp_path: Path) -> None:
     assert list(read_samples(tmp_path)) == []
 
 
-def test_lines_are_there_at_once(tmp_path: Path) -> None:
+def test_lines_are_written_at_once(tmp_path: Path) -> None:
     with SampleLog(tmp_path / "samples", 3) as log:
         log.write(1, [5, -1])
         assert (tmp_path / "samples" / "rank00003.jsonl").read_text() == '{"step": 1, "indices": [5, -1]}\n'

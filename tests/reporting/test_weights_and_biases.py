@@ -1,4 +1,4 @@
-"""Weights & Biases, with a stand-in for its module: one run however often resumed, and never the end of a training."""
+"""Weights & Biases, with a stand-in for its module: one run however often resumed, and failures never end training."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ def test_metrics_go_to_the_project_under_the_runs_name_with_its_config(calls: Pa
     assert finish == {"call": "finish", "exit_code": 0}
 
 
-def test_a_resumed_run_goes_on_in_the_same_and_a_new_one_in_another(calls: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_continues_and_a_new_one_gets_another_id(calls: Path, tmp_path: Path) -> None:
     for done in (None, 20, 40, None):
         with log_of(tmp_path / "run", done):
             pass
-    first, second, third, anew = [call["id"] for call in made(calls) if call["call"] == "init"]
-    assert first == second == third != anew
+    first, second, third, fresh = [call["id"] for call in made(calls) if call["call"] == "init"]
+    assert first == second == third != fresh
 
 
 def test_a_run_that_fails_is_marked_so(calls: Path, tmp_path: Path) -> None:
@@ -76,7 +76,7 @@ def test_a_run_that_fails_is_marked_so(calls: Path, tmp_path: Path) -> None:
     assert made(calls)[-1] == {"call": "finish", "exit_code": 1}
 
 
-def test_a_failure_is_told_once_and_the_rest_goes_on(
+def test_a_failure_is_logged_once_and_the_other_sinks_continue(
     calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setenv("WANDB_BREAKS", "1")
@@ -89,7 +89,7 @@ def test_a_failure_is_told_once_and_the_rest_goes_on(
     assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
-def test_a_start_that_fails_is_told_once(
+def test_a_failed_start_is_logged_once(
     calls: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "site" / "wandb.py").write_text("def init(**options):\n    raise ValueError('no API key')\n")
@@ -101,7 +101,7 @@ def test_a_start_that_fails_is_told_once(
 
 
 @pytest.mark.parametrize("with_folder", [False, True])
-def test_asked_for_but_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_folder: bool) -> None:
+def test_requested_but_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_folder: bool) -> None:
     if with_folder:
         (tmp_path / "wandb" / "offline-run-1").mkdir(parents=True)
     monkeypatch.setattr(sys, "path", [str(tmp_path)])

@@ -1,4 +1,4 @@
-"""A module that is called wandb, which writes down what is asked of it in WANDB_CALLS."""
+"""Stand-in for the module wandb, which records its calls in the file WANDB_CALLS."""
 
 from __future__ import annotations
 

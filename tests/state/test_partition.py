@@ -1,4 +1,4 @@
-"""Rows over ranks, and files that any number of ranks can read."""
+"""Partitions of rows over ranks, and files that any number of ranks can read."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files written piece by piece are what the safetensors library writes and reads."""
+"""Files written chunk by chunk are what the safetensors library writes and reads."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from neuclip_ds.state import tensor_file
-from neuclip_ds.state.tensor_file import pieces, save_tensors
+from neuclip_ds.state.tensor_file import row_chunks, save_tensors
 
 
-@pytest.mark.parametrize("piece", [1, 100, 1 << 20])
-def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, piece: int) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", piece)
+@pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
+def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int) -> None:
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", chunk)
     torch.manual_seed(0)
     tensors = {
         "a": torch.randn(7, 5),
@@ -37,9 +37,9 @@ def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.
 
 
 def test_pieces_are_views_of_all_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tensor_file, "PIECE", 64)
+    monkeypatch.setattr(tensor_file, "CHUNK_BYTES", 64)
     table = torch.zeros(11, 3)
-    for number, piece in enumerate(pieces(table)):
-        assert piece.numel() * 4 <= 64
-        piece += number
+    for number, chunk in enumerate(row_chunks(table)):
+        assert chunk.numel() * 4 <= 64
+        chunk += number
     assert table[:, 0].tolist() == [0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 2]

@@ -20,7 +20,7 @@ from neuclip_ds.engine.optimizers import build_optimizer
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -56,7 +56,7 @@ def batch_of(source: ModelSource, number: int) -> Batch:
 
 def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
-    source = open_source(config.model, locate_model(config.model))
+    source = model_source(config.model, locate_model(config.model))
     model, logits = source.load(source.tokenizer(untrained))
     optimizer = build_optimizer(model, config.optimizer)
     context = Context(source.embed_dim, 100, Communicator(), temperature=logits.temperature)
@@ -82,7 +82,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
     results = {}
     for family, name in product(FAMILIES, ENGINES):
         config = config_of(folder / family, name)
-        source = open_source(config.model, communicator.on_rank_zero(lambda config=config: locate_model(config.model)))
+        source = model_source(config.model, communicator.on_rank_zero(lambda config=config: locate_model(config.model)))
         model, logits = source.load(source.tokenizer(untrained))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
         context = Context(source.embed_dim, 100, communicator, temperature=logits.temperature)
@@ -123,7 +123,7 @@ def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pyte
     with pytest.raises(UserError, match="Name the training data"):
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     said = capsys.readouterr().out
-    source = open_source(config.model, locate_model(config.model))
+    source = model_source(config.model, locate_model(config.model))
     total = parameter_count(source.build(source.tokenizer(untrained)))
     assert f"= {total:,} parameters" in said
     assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in said

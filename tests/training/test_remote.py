@@ -62,7 +62,7 @@ def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
         listed = (tmp_path / "runs" / "run" / "bad_samples.jsonl").read_text().splitlines()
         samples = [json.loads(line) for line in listed]
         assert {sample["index"] for sample in samples} <= set(range(16, 22))
-        assert all("there is no such file (1 try)" in sample["reason"] for sample in samples)
+        assert all("the file does not exist (1 attempt)" in sample["reason"] for sample in samples)
         metrics = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
         assert f'"bad_samples/read failed": {len(samples)}' in metrics
         refused = train(tmp_path / "strict", manifest, 6, *cache, "--data.max_bad_fraction=0")

@@ -1,7 +1,6 @@
-"""Trained models in the files of other libraries: `transformers` and `open_clip`.
+"""Export trained models to the files of other libraries: `transformers` and `open_clip`.
 
-A package in its own family's form is converted, where a row of `CONVERTERS` says how, and written by its format's
-row of `WRITERS`.
+`CONVERTERS` convert a package of one family to another format, and `WRITERS` write it.
 """
 
 from __future__ import annotations
@@ -14,10 +13,7 @@ from neuclip_ds.models.export import convert
 from neuclip_ds.models.export.write import write_open_clip, write_transformers
 from neuclip_ds.models.pretrained.base import Package
 
-WRITERS: dict[str, Callable[[Package, Path], None]] = {
-    "transformers": write_transformers,
-    "open_clip": write_open_clip,
-}
+WRITERS: dict[str, Callable[[Package, Path], None]] = {"transformers": write_transformers, "open_clip": write_open_clip}
 
 CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
     ("transformers", "open_clip"): convert.clip_to_open_clip,
@@ -28,16 +24,16 @@ CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
 
 
 def export(package: Package, form: str, folder: Path, card: str) -> None:
-    """Writes a model into a new folder.
+    """Write a model into a new folder.
 
     Args:
-        package: the model in its own family's form.
+        package: the model in its family's form.
         form: a key of WRITERS.
         folder: absent or empty.
-        card: text of the model card, below its heading.
+        card: text of the model card.
 
     Raises:
-        UserError: the format cannot express the model, or the folder holds something.
+        UserError: the format cannot express the model, or the folder is not empty.
     """
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; name a new folder with --out.")

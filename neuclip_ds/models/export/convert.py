@@ -1,7 +1,7 @@
-"""One CLIP in the words of three libraries: transformers' CLIPModel, open_clip's own ViT, timm's ViT.
+"""Convert CLIP weights and configs between transformers' CLIPModel, open_clip's ViT and timm's ViT.
 
-The tables pair names; a tensor of the left-hand side may be several of the right (q, k and v), and a projection is kept
-transposed by open_clip. Both directions read the same table.
+The tables map names; one tensor may be several of transformers' (q, k and v), and open_clip transposes projections.
+Both directions use the same table.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.base import Package, renamed
+from neuclip_ds.models.pretrained.base import Package, rename_prefixes
 from neuclip_ds.models.pretrained.open_clip_models import config_names, custom_text_names, library
-from neuclip_ds.models.pretrained.transformers_models import KINDS
+from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.towers import VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
@@ -25,31 +25,31 @@ _DEFAULT_EPS = 1e-5
 _LOGITS = {"logit_scale": "logit_scale", "logit_bias": "logit_bias"}
 
 
-class Pair(NamedTuple):
-    """A tensor under another library's name."""
+class TensorNames(NamedTuple):
+    """The name of a tensor in another library and in transformers."""
 
     name: str
-    clip: tuple[str, ...]  # transformers' names, whose tensors follow each other along the first dimension
+    clip: tuple[str, ...]  # transformers' names; their tensors are concatenated along the first dimension
     transposed: bool = False
 
 
-def _blocks(clip: str, other: str, layers: int, words: Mapping[str, str], qkv: str) -> Iterator[Pair]:
-    """The pairs of a transformer's blocks.
+def _blocks(clip: str, other: str, layers: int, names: Mapping[str, str], qkv: str) -> Iterator[TensorNames]:
+    """Yield the names of the tensors of a transformer's blocks.
 
     Args:
-        clip: beginning of transformers' names.
-        other: beginning of the other library's.
+        clip: prefix of transformers' names.
+        other: prefix of the other library's names.
         layers: number of blocks.
-        words: parts of a block, the other library's name -> transformers'.
+        names: modules of a block, the other library's name -> transformers'.
         qkv: the other library's name of the joint projection, to which weight and bias are appended.
     """
     for layer in range(layers):
         ours, theirs = f"{clip}encoder.layers.{layer}.", f"{other}{layer}."
         for kind in ("weight", "bias"):
-            for part, word in words.items():
-                yield Pair(f"{theirs}{part}.{kind}", (f"{ours}{word}.{kind}",))
+            for part, name in names.items():
+                yield TensorNames(f"{theirs}{part}.{kind}", (f"{ours}{name}.{kind}",))
             heads = tuple(f"{ours}self_attn.{letter}_proj.{kind}" for letter in "qkv")
-            yield Pair(f"{theirs}{qkv}{kind}", heads)
+            yield TensorNames(f"{theirs}{qkv}{kind}", heads)
 
 
 _OPEN_CLIP_BLOCK = {
@@ -68,41 +68,43 @@ _TIMM_BLOCK = {
 }
 
 
-def open_clip_vision(layers: int) -> Iterator[Pair]:
-    yield Pair("visual.class_embedding", ("vision_model.embeddings.class_embedding",))
-    yield Pair("visual.conv1.weight", ("vision_model.embeddings.patch_embedding.weight",))
-    yield Pair("visual.positional_embedding", ("vision_model.embeddings.position_embedding.weight",))
+def open_clip_vision(layers: int) -> Iterator[TensorNames]:
+    """Yield the tensor names of open_clip's image tower."""
+    yield TensorNames("visual.class_embedding", ("vision_model.embeddings.class_embedding",))
+    yield TensorNames("visual.conv1.weight", ("vision_model.embeddings.patch_embedding.weight",))
+    yield TensorNames("visual.positional_embedding", ("vision_model.embeddings.position_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"visual.ln_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
-        yield Pair(f"visual.ln_post.{kind}", (f"vision_model.post_layernorm.{kind}",))
+        yield TensorNames(f"visual.ln_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
+        yield TensorNames(f"visual.ln_post.{kind}", (f"vision_model.post_layernorm.{kind}",))
     yield from _blocks("vision_model.", "visual.transformer.resblocks.", layers, _OPEN_CLIP_BLOCK, "attn.in_proj_")
-    yield Pair("visual.proj", ("visual_projection.weight",), transposed=True)
+    yield TensorNames("visual.proj", ("visual_projection.weight",), transposed=True)
 
 
-def open_clip_text(layers: int) -> Iterator[Pair]:
-    yield Pair("text.token_embedding.weight", ("text_model.embeddings.token_embedding.weight",))
-    yield Pair("text.positional_embedding", ("text_model.embeddings.position_embedding.weight",))
+def open_clip_text(layers: int) -> Iterator[TensorNames]:
+    """Yield the tensor names of open_clip's text tower."""
+    yield TensorNames("text.token_embedding.weight", ("text_model.embeddings.token_embedding.weight",))
+    yield TensorNames("text.positional_embedding", ("text_model.embeddings.position_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"text.ln_final.{kind}", (f"text_model.final_layer_norm.{kind}",))
+        yield TensorNames(f"text.ln_final.{kind}", (f"text_model.final_layer_norm.{kind}",))
     yield from _blocks("text_model.", "text.transformer.resblocks.", layers, _OPEN_CLIP_BLOCK, "attn.in_proj_")
-    yield Pair("text.text_projection", ("text_projection.weight",), transposed=True)
+    yield TensorNames("text.text_projection", ("text_projection.weight",), transposed=True)
 
 
-def timm_vision(layers: int) -> Iterator[Pair]:
-    """timm's ViTs of CLIP, under our own names."""
+def timm_vision(layers: int) -> Iterator[TensorNames]:
+    """Yield the tensor names of timm's CLIP ViTs in our `VisionTower`."""
     trunk = "vision.trunk."
-    yield Pair(f"{trunk}cls_token", ("vision_model.embeddings.class_embedding",))
-    yield Pair(f"{trunk}pos_embed", ("vision_model.embeddings.position_embedding.weight",))
-    yield Pair(f"{trunk}patch_embed.proj.weight", ("vision_model.embeddings.patch_embedding.weight",))
+    yield TensorNames(f"{trunk}cls_token", ("vision_model.embeddings.class_embedding",))
+    yield TensorNames(f"{trunk}pos_embed", ("vision_model.embeddings.position_embedding.weight",))
+    yield TensorNames(f"{trunk}patch_embed.proj.weight", ("vision_model.embeddings.patch_embedding.weight",))
     for kind in ("weight", "bias"):
-        yield Pair(f"{trunk}norm_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
-        yield Pair(f"{trunk}norm.{kind}", (f"vision_model.post_layernorm.{kind}",))
+        yield TensorNames(f"{trunk}norm_pre.{kind}", (f"vision_model.pre_layrnorm.{kind}",))
+        yield TensorNames(f"{trunk}norm.{kind}", (f"vision_model.post_layernorm.{kind}",))
     yield from _blocks("vision_model.", f"{trunk}blocks.", layers, _TIMM_BLOCK, "attn.qkv.")
-    yield Pair("vision.projection.weight", ("visual_projection.weight",))
+    yield TensorNames("vision.projection.weight", ("visual_projection.weight",))
 
 
-def from_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """transformers' tensors under the other library's names."""
+def from_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return transformers' tensors under the other library's names."""
     result = {}
     for pair in pairs:
         tensor = torch.cat([weights[name] for name in pair.clip])
@@ -110,8 +112,8 @@ def from_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str,
     return result
 
 
-def to_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The other library's tensors under transformers' names."""
+def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the other library's tensors under transformers' names."""
     result: dict[str, Tensor] = {}
     for pair in pairs:
         tensor = weights[pair.name].T if pair.transposed else weights[pair.name]
@@ -120,15 +122,15 @@ def to_clip(pairs: Iterator[Pair], weights: Mapping[str, Tensor]) -> dict[str, T
 
 
 def clip_to_open_clip(package: Package) -> Package:
-    """transformers' CLIPModel as open_clip's.
+    """Convert transformers' CLIPModel to open_clip.
 
     Raises:
-        UserError: a SiglipModel, or an activation that open_clip has not.
+        UserError: it is a SiglipModel, or has an activation that open_clip lacks.
     """
     tree = package.config
     if tree["model_type"] != "clip":
         raise UserError(
-            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot ask of its "
+            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
         )
     vision, text = tree["vision_config"], tree["text_config"]
@@ -147,28 +149,21 @@ def clip_to_open_clip(package: Package) -> Package:
             "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             **_open_clip_sizes(vision),
         },
-        "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            "heads": text["num_attention_heads"],
-            **_open_clip_sizes(text),
-            **_open_clip_pooling(text),
-            "hf_tokenizer_name": "tokenizer",  # beside the weights: open_clip looks there in a local folder
-        },
+        "text_cfg": _open_clip_text_cfg(text, _open_clip_pooling(text)),
     }
     weights = {
         **from_clip(open_clip_vision(vision["num_hidden_layers"]), package.weights),
         **from_clip(open_clip_text(text["num_hidden_layers"]), package.weights),
-        **renamed(package.weights, _LOGITS),
+        **rename_prefixes(package.weights, _LOGITS),
     }
-    return Package("open_clip", config, config_names(config, weights), package.pixels, package.tokenizer)
+    return Package("open_clip", config, config_names(config, weights), package.preprocessing, package.tokenizer)
 
 
 def open_clip_to_clip(package: Package) -> Package:
-    """open_clip's own ViT with its text transformer as transformers' CLIPModel.
+    """Convert open_clip's ViT and text transformer to transformers' CLIPModel.
 
     Raises:
-        UserError: the config has parts that CLIPModel has not.
+        UserError: the config has options that CLIPModel lacks.
     """
     tree = package.config
     vision, text = dict(tree["vision_cfg"]), dict(tree["text_cfg"])
@@ -177,15 +172,11 @@ def open_clip_to_clip(package: Package) -> Package:
     act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
     width = vision.get("width", 768)
     specials = package.tokenizer.special_ids
-    pooled = text["eos_id"] if text.get("pool_type") == "eos" else specials["eos_token_id"]
-    if pooled != specials["eos_token_id"]:
-        raise UserError(
-            f"The text tower is read at token {pooled}, where the tokenizer has no EOS; mend text_cfg.eos_id."
-        )
-    config = KINDS["clip"].config(
+    _check_pooling(text, specials["eos_token_id"])
+    config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"],
         vision_config={
-            "image_size": package.pixels.size,
+            "image_size": package.preprocessing.size,
             "patch_size": vision.get("patch_size", 16),
             "num_attention_heads": width // vision.get("head_width", 64),
             "hidden_act": act,
@@ -204,25 +195,22 @@ def open_clip_to_clip(package: Package) -> Package:
     weights = {
         **to_clip(open_clip_vision(config.vision_config.num_hidden_layers), named),
         **to_clip(open_clip_text(config.text_config.num_hidden_layers), named),
-        **renamed(named, {"logit_scale": "logit_scale"}),
+        **rename_prefixes(named, {"logit_scale": "logit_scale"}),
     }
-    return Package("transformers", config.to_dict(), weights, package.pixels, package.tokenizer)
+    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
-_VISION_PARTS = {"image_size", "layers", "width", "head_width", "mlp_ratio", "patch_size", "norm_kwargs"}
-_VISION_PARTS |= {"timm_model_pretrained"}
-_TEXT_PARTS = {
-    "context_length",
-    "vocab_size",
-    "width",
-    "heads",
-    "layers",
-    "mlp_ratio",
-    "norm_kwargs",
-    "eos_id",
-    "pad_id",
-}
-_TEXT_PARTS |= {"hf_tokenizer_name"}
+_SIZES = {"layers", "width", "mlp_ratio", "norm_kwargs"}
+_VISION_PARTS = _SIZES | {"image_size", "head_width", "patch_size", "timm_model_pretrained"}
+_TEXT_PARTS = _SIZES | {"context_length", "vocab_size", "heads", "eos_id", "pad_id", "hf_tokenizer_name"}
+
+
+def _check_pooling(text: Mapping[str, Any], eos_id: int | None) -> None:
+    if text.get("pool_type") == "eos" and text["eos_id"] != eos_id:
+        raise UserError(
+            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
+            "text_cfg.eos_id."
+        )
 
 
 def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
@@ -239,9 +227,20 @@ def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[
         )
 
 
+def _open_clip_text_cfg(text: Mapping[str, Any], pooling: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "context_length": text["max_position_embeddings"],
+        "vocab_size": text["vocab_size"],
+        "heads": text["num_attention_heads"],
+        **_open_clip_sizes(text),
+        **pooling,
+        "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
+    }
+
+
 def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
     width, inner = part["hidden_size"], part["intermediate_size"]
-    exact = int(width * (inner / width)) == inner  # as open_clip computes it, rounding down
+    exact = int(width * (inner / width)) == inner  # as open_clip computes it
     sizes = {
         "width": width,
         "layers": part["num_hidden_layers"],
@@ -252,7 +251,7 @@ def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _open_clip_pooling(text: Mapping[str, Any]) -> dict[str, Any]:
-    legacy = text["eos_token_id"] == 2  # read at the largest id
+    legacy = text["eos_token_id"] == 2  # feature at the largest id
     return {"pool_type": "argmax"} if legacy else {"pool_type": "eos", "eos_id": text["eos_token_id"]}
 
 
@@ -266,10 +265,10 @@ def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def timm_to_clip(package: Package) -> Package:
-    """A model trained from scratch, whose image tower is one of timm's ViTs of CLIP, as transformers' CLIPModel.
+    """Convert a model trained from scratch with one of timm's CLIP ViTs to transformers' CLIPModel.
 
     Raises:
-        UserError: it is another image model.
+        UserError: it has another image model.
     """
     tree = package.config
     if tree["clip_vision"] is None:
@@ -279,26 +278,26 @@ def timm_to_clip(package: Package) -> Package:
             f"timm's vit_*_clip_* models, which may have options{other}."
         )
     if tree["text"]["eos_token_id"] == 2:  # transformers would read the feature at the largest id
-        raise UserError("transformers reads the text feature elsewhere where a tokenizer's EOS is 2; use another one.")
-    config = KINDS["clip"].config(
+        raise UserError("transformers reads the text feature at another token if EOS is 2; use another tokenizer.")
+    config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"], vision_config=tree["clip_vision"], text_config=tree["text"]
     )
     vision = to_clip(timm_vision(tree["clip_vision"]["num_hidden_layers"]), package.weights)
     for name in ("class_embedding", "position_embedding.weight"):
         key = f"vision_model.embeddings.{name}"
         vision[key] = vision[key].flatten(0, -2).squeeze(0)  # timm's have a leading dimension of 1
-    weights = {**vision, **renamed(package.weights, _TEXT_TOWER), **renamed(package.weights, _LOGITS)}
-    return Package("transformers", config.to_dict(), weights, package.pixels, package.tokenizer)
+    weights = {**vision, **rename_prefixes(package.weights, _TEXT_TOWER), **rename_prefixes(package.weights, _LOGITS)}
+    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
 _TEXT_TOWER = {"text.trunk.": "text_model.", "text.projection.": "text_projection."}
 
 
 def timm_to_open_clip(package: Package) -> Package:
-    """A model trained from scratch as open_clip's: its own ViT where it is CLIP's, else timm's image model by name.
+    """Convert a model trained from scratch to open_clip: its ViT if it is CLIP's, else timm's image model by name.
 
     Raises:
-        UserError: the image model has options, an image size or a head that open_clip's config cannot name.
+        UserError: the image model has options, an image size or a head that open_clip's config cannot express.
     """
     tree = package.config
     if tree["clip_vision"] is not None:
@@ -308,10 +307,10 @@ def timm_to_open_clip(package: Package) -> Package:
     if problem:
         raise UserError(
             f"open_clip's config cannot express {problem} of the image model {vision['name']!r}; train one of timm's "
-            "models as it is, or one of its vit_*_clip_* models, which may have options."
+            "models without options, or one of its vit_*_clip_* models, which may have options."
         )
-    text = KINDS["clip"].config(text_config=tree["text"]).text_config.to_dict()
-    named = {**package.weights, **renamed(package.weights, _TEXT_TOWER)}
+    text = MODEL_TYPES["clip"].config(text_config=tree["text"]).text_config.to_dict()
+    named = {**package.weights, **rename_prefixes(package.weights, _TEXT_TOWER)}
     config = {
         "embed_dim": tree["embed_dim"],
         "custom_text": True,
@@ -323,22 +322,16 @@ def timm_to_open_clip(package: Package) -> Package:
             "timm_proj": "linear",
             "image_size": vision["image_size"],
         },
-        "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            "heads": text["num_attention_heads"],
-            **_open_clip_sizes(text),
-            "pool_type": "eos",
-            "eos_id": text["eos_token_id"],
-            "hf_tokenizer_name": "tokenizer",
-        },
+        "text_cfg": _open_clip_text_cfg(text, {"pool_type": "eos", "eos_id": text["eos_token_id"]}),
     }
     weights = {
-        **renamed(package.weights, {"vision.trunk.": "visual.trunk.", "vision.projection.": "visual.head.proj."}),
+        **rename_prefixes(
+            package.weights, {"vision.trunk.": "visual.trunk.", "vision.projection.": "visual.head.proj."}
+        ),
         **from_clip(open_clip_text(text["num_hidden_layers"]), named),
-        **renamed(package.weights, _LOGITS),
+        **rename_prefixes(package.weights, _LOGITS),
     }
-    return Package("open_clip", config, weights, package.pixels, package.tokenizer)
+    return Package("open_clip", config, weights, package.preprocessing, package.tokenizer)
 
 
 def _not_by_name(vision: Mapping[str, Any], tree: Mapping[str, Any]) -> str | None:
@@ -350,7 +343,7 @@ def _not_by_name(vision: Mapping[str, Any], tree: Mapping[str, Any]) -> str | No
 
 
 def clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
-    """The tower as transformers' CLIPVisionConfig; None where it is not CLIP's vision transformer."""
+    """Return the tower as transformers' CLIPVisionConfig, or None if it is not CLIP's vision transformer."""
     trunk = tower.trunk
     if not isinstance(trunk, VisionTransformer) or trunk.global_pool != "token":
         return None

@@ -1,4 +1,4 @@
-"""The files of each format, out of a package that is already in its form."""
+"""Write the files of each format from a package that is already in that format."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ from torch import Tensor
 from transformers.image_utils import PILImageResampling
 
 from neuclip_ds.models.pretrained import open_clip_models
-from neuclip_ds.models.pretrained.base import Package, check_fit
-from neuclip_ds.models.pretrained.transformers_models import KINDS
+from neuclip_ds.models.pretrained.base import Package, check_tensors
+from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 
 
 def write_transformers(package: Package, folder: Path) -> None:
-    """config.json, model.safetensors, preprocessor_config.json, the tokenizer: for `AutoModel` and `AutoProcessor`."""
-    kind = KINDS[package.config["model_type"]]
+    """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
+    kind = MODEL_TYPES[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
     with torch.device("meta"):
         wanted = kind.model(config).state_dict()
-    check_fit(str(folder), wanted, package.weights)
+    check_tensors(str(folder), wanted, package.weights)
     config.save_pretrained(folder)
     save_file(_plain(package), folder / "model.safetensors", metadata={"format": "pt"})
-    side = package.pixels.size
+    side = package.preprocessing.size
     square = {"height": side, "width": side}
     kind.processor(
-        size=square if package.pixels.squash else {"shortest_edge": side},
+        size=square if package.preprocessing.squash else {"shortest_edge": side},
         crop_size=square,
-        do_center_crop=not package.pixels.squash,
-        image_mean=list(package.pixels.mean),
-        image_std=list(package.pixels.std),
+        do_center_crop=not package.preprocessing.squash,
+        image_mean=list(package.preprocessing.mean),
+        image_std=list(package.preprocessing.std),
         resample=PILImageResampling.BICUBIC,
     ).save_pretrained(folder)
     package.tokenizer.save(folder)
 
 
 def write_open_clip(package: Package, folder: Path) -> None:
-    """open_clip_config.json, open_clip_model.safetensors and the tokenizer: for open_clip's `local-dir:`."""
+    """Write open_clip_config.json, open_clip_model.safetensors and the tokenizer for open_clip's `local-dir:`."""
     with torch.device("meta"):
         wanted = open_clip_models.architecture(package.config, str(folder)).state_dict()
-    check_fit(str(folder), wanted, open_clip_models.custom_text_names(package.weights))
-    open_clip_models.write_config(folder, package.config, package.pixels)
+    check_tensors(str(folder), wanted, open_clip_models.custom_text_names(package.weights))
+    open_clip_models.write_config(folder, package.config, package.preprocessing)
     save_file(_plain(package), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
     package.tokenizer.save(folder)
 
 
 def _plain(package: Package) -> dict[str, Tensor]:
-    """float32 tensors that own their memory, as safetensors wants them."""
+    """Return contiguous float32 tensors that share no memory, as safetensors requires."""
     return {
         name: tensor.float().contiguous().clone() if tensor.is_floating_point() else tensor.contiguous().clone()
         for name, tensor in package.weights.items()

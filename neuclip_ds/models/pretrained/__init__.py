@@ -1,6 +1,6 @@
-"""Pretrained dual encoders by `model.pretrained`: a local folder, a hub name, or `open_clip:...`.
+"""Open pretrained dual encoders by `model.pretrained`: a local folder, a hub name, or `open_clip:...`.
 
-Two steps, because a run of many ranks shall download once: `locate` on rank 0, `open_checkpoint` on all. A family is
+There are two steps, so that a run downloads only once: `locate` on rank 0, `open_checkpoint` on all ranks. A family is
 one file of this package and one row of `FAMILIES`.
 """
 
@@ -17,10 +17,10 @@ from neuclip_ds.models.pretrained.files import SMALL_FILES, download
 
 
 class Family(NamedTuple):
-    """A library whose files can be read."""
+    """A library whose checkpoints can be read."""
 
     open: Callable[[CheckpointRef], Checkpoint]
-    weight_files: tuple[str, ...]  # patterns, the first that a repository has is fetched
+    weight_files: tuple[str, ...]  # patterns; the first one with files in a repository is downloaded
 
 
 FAMILIES = {
@@ -30,24 +30,24 @@ FAMILIES = {
 
 
 def locate(name: str, weights: bool = True) -> CheckpointRef:
-    """Finds a checkpoint, downloading it where it is the hub's.
+    """Locate a checkpoint, downloading it from the hub if needed.
 
     Args:
         name: the value of `model.pretrained`.
-        weights: False looks for the architecture alone, as a plan does.
+        weights: False needs the architecture only, as a plan does.
 
     Raises:
-        UserError: there is no such thing, or no network to fetch it.
+        UserError: the checkpoint does not exist, or cannot be downloaded.
     """
     rest = name.removeprefix("open_clip:")
     forced = rest != name
     if forced and open_clip_models.is_architecture(rest.partition("/")[0]):
-        return open_clip_models.locate(rest, weights)
+        return open_clip_models.locate_by_name(rest, weights)
     folder = Path(rest).expanduser()
     if folder.is_file():
         raise UserError(
-            f"model.pretrained={name} is a file, which does not tell its architecture; write "
-            f"open_clip:ARCHITECTURE/{folder}, or name the folder of a whole checkpoint."
+            f"model.pretrained={name} is a file without an architecture; write "
+            f"open_clip:ARCHITECTURE/{folder}, or name the folder of a complete checkpoint."
         )
     local = folder.is_dir()
     if not local:
@@ -58,30 +58,32 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     return CheckpointRef(family, str(folder.resolve()))
 
 
-def open_checkpoint(place: CheckpointRef) -> Checkpoint:
-    """The checkpoint at a place that `locate` gave, here or on another rank.
+def open_checkpoint(ref: CheckpointRef) -> Checkpoint:
+    """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
-        UserError: a config or what the family needs is missing there.
+        UserError: a config or another required file is missing.
     """
-    if not Path(place.path).exists():
-        raise UserError(f"Rank 0 found {place.path}, this rank does not: put the checkpoint under one path everywhere.")
-    return FAMILIES[place.family].open(place)
+    if not Path(ref.path).exists():
+        raise UserError(
+            f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
+        )
+    return FAMILIES[ref.family].open(ref)
 
 
 def _download_weights(name: str, patterns: Sequence[str]) -> None:
-    """Repositories often hold the same weights in several forms, gigabytes each: one is enough."""
+    """Download the weights in one of the forms in which repositories often hold them, gigabytes each."""
     for pattern in patterns:
         if any(download(name, [pattern]).glob(pattern)):
             return
 
 
 def _family(folder: Path) -> str:
-    if transformers_models.is_ours(folder):
+    if transformers_models.is_transformers_model(folder):
         return "transformers"
-    if (folder / open_clip_models.CONFIG).is_file():
+    if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
         f"{folder} holds no model that can be loaded: it needs the config.json of a transformers CLIPModel or "
-        f"SiglipModel, or open_clip's {open_clip_models.CONFIG}."
+        f"SiglipModel, or open_clip's {open_clip_models.CONFIG_FILE}."
     )

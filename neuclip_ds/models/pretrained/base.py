@@ -1,7 +1,7 @@
-"""What every family of pretrained models offers, and how its two towers stand behind a `DualEncoder`.
+"""The interface of pretrained checkpoints, and the wrapper of a library's towers in a `DualEncoder`.
 
-The towers are the library's own modules, so a feature is what the library would give. The logit scale and bias stay
-outside: they belong to the objective, and DeepSpeed's ZeRO cannot hold 0-dimensional parameters.
+The towers are the library's modules, so features equal the library's. Logit scale and bias are kept outside: they
+belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
 """
 
 from __future__ import annotations
@@ -16,140 +16,133 @@ from torch import Tensor, nn
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.tokenizer import Tokenize
-from neuclip_ds.models.towers import Encoder, normalised
+from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.towers import Encoder, normalize_pixels
 
 
 class CheckpointRef(NamedTuple):
-    """Where `locate` found a checkpoint; can be sent to other ranks."""
+    """A checkpoint that `locate` has found; can be sent to other ranks."""
 
     family: str  # a key of FAMILIES
-    path: str  # its folder, or its weights file where `name` tells the architecture; empty where that is all
-    name: str = ""  # ARCHITECTURE/TAG, for those that the library has by name
+    path: str  # its folder, or its weights file if `name` has the architecture; empty without weights
+    name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library has by name
 
 
-class Logits(NamedTuple):
-    """How the features were turned into logits, s / temperature + bias; None is not in the checkpoint."""
+class LogitParameters(NamedTuple):
+    """Temperature and bias of the logits s / temperature + bias; None if not in the checkpoint."""
 
     temperature: float | None
     bias: float | None
 
 
-class Pixels(NamedTuple):
-    """What becomes of an image before it enters the model."""
+class Preprocessing(NamedTuple):
+    """The image size and normalisation that a model expects."""
 
     size: int  # side of the square, pixels
     mean: tuple[float, float, float]  # of pixels in [0, 1], by channel
     std: tuple[float, float, float]
-    squash: bool = False  # whether the whole image is squeezed into the square, instead of its centre cut out
+    squash: bool = False  # whether to resize the whole image to the square, instead of a centre crop
 
 
-class Loaded(NamedTuple):
-    """A dual encoder with its weights."""
+class LoadedModel(NamedTuple):
+    """A dual encoder with its weights and logit parameters."""
 
     model: DualEncoder
-    logits: Logits
+    logits: LogitParameters
 
 
 class Package(NamedTuple):
-    """A model in the form of its family: what its files hold."""
+    """The contents of a family's files for a model."""
 
     family: str
-    config: dict[str, Any]  # of the architecture
-    weights: dict[str, Tensor]  # by the family's names, logit scale and bias among them
-    pixels: Pixels
-    tokenizer: Tokenize
+    config: dict[str, Any]  # config of the architecture
+    weights: dict[str, Tensor]  # by the family's names, including logit scale and bias
+    preprocessing: Preprocessing
+    tokenizer: ModelTokenizer
 
 
 class Checkpoint(Protocol):
     """A pretrained dual encoder before its weights are in memory.
 
     Attributes:
-        pixels: what its image tower was trained on.
+        preprocessing: size and normalisation of its images.
         embed_dim: width of the joint space.
     """
 
-    pixels: Pixels
+    preprocessing: Preprocessing
     embed_dim: int
 
-    def tokenizer(self) -> Tokenize:
-        """Its own tokenizer.
+    def tokenizer(self) -> ModelTokenizer:
+        """Load its tokenizer.
 
         Raises:
             UserError: it is missing.
         """
-        ...
 
     def build(self) -> DualEncoder:
-        """The architecture with random weights, or with none under `torch.device("meta")`."""
-        ...
+        """Build the architecture with random weights, or without memory under `torch.device("meta")`."""
 
-    def load(self) -> Loaded:
-        """The model with its weights in float32.
+    def load(self) -> LoadedModel:
+        """Load the model with its weights in float32.
 
         Raises:
             UserError: the weights are missing, or belong to another architecture.
         """
-        ...
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
-        """The family's form of weights that are named as those of `build()`."""
-        ...
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        """Return weights, named as those of `build()`, in the family's form."""
 
     def save(self, folder: Path) -> None:
-        """Writes everything but the weights, so that the folder can be opened as a checkpoint that has none."""
-        ...
+        """Save everything but the weights, so that the folder can be opened as a checkpoint without weights."""
 
 
-class Tower(Encoder):
-    """A library's encoder and the projection behind it.
+class LibraryTower(Encoder):
+    """A library's encoder, followed by a projection.
 
-    Image towers get uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both give (b, d) in the weights' dtype.
+    Image towers take uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both return (b, d) in the weights' dtype.
+
+    Args:
+        trunk: the encoder; returns the pooled feature, or an output with it as `pooler_output`.
+        projection: projection to the joint space, if the trunk does not include it.
+        preprocessing: normalisation of an image tower's pixels.
+        checkpointing: the library's function that turns on activation checkpointing of the trunk.
     """
 
     def __init__(
         self,
         trunk: nn.Module,
         projection: nn.Module | None = None,
-        pixels: Pixels | None = None,
+        preprocessing: Preprocessing | None = None,
         checkpointing: Callable[[nn.Module], None] | None = None,
     ) -> None:
-        """
-        Args:
-            trunk: the encoder; gives the pooled feature, or an output that has it as `pooler_output`.
-            projection: into the joint space, where the trunk does not end in it.
-            pixels: the mean and standard deviation to normalise by, for image towers.
-            checkpointing: the library's own way to recompute the trunk's activations.
-        """
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
-        self._pixels = pixels
+        self._preprocessing = preprocessing
         self._checkpointing = checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._pixels is not None:
-            x = normalised(x, self._pixels.mean, self._pixels.std).to(next(self.parameters()).dtype)
+        if self._preprocessing is not None:
+            x = normalize_pixels(x, self._preprocessing.mean, self._preprocessing.std).to(next(self.parameters()).dtype)
         feature = self.trunk(x)
         return self.projection(getattr(feature, "pooler_output", feature))
 
     def checkpoint_activations(self) -> None:
-        """Blocks recompute their activations in the backward pass."""
-        assert self._checkpointing is not None, "the family says how"
+        """Make the blocks recompute their activations in the backward pass."""
+        assert self._checkpointing is not None, "the family did not set `checkpointing`"
         self._checkpointing(self.trunk)
 
 
-def logits_of(weights: Mapping[str, Tensor]) -> Logits:
-    """Temperature exp(-logit_scale) and bias of a checkpoint's tensors, where they have them."""
+def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
+    """Read temperature exp(-logit_scale) and bias from a checkpoint's tensors, if present."""
     scale, bias = (weights.get(name) for name in ("logit_scale", "logit_bias"))
-    return Logits(
-        temperature=None if scale is None else math.exp(-scale.item()),
-        bias=None if bias is None else bias.item(),
+    return LogitParameters(
+        temperature=None if scale is None else math.exp(-scale.item()), bias=None if bias is None else bias.item()
     )
 
 
-def logit_tensors(logits: Logits, shape: Sequence[int]) -> dict[str, Tensor]:
-    """The inverse of `logits_of`, for what is known."""
+def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Tensor]:
+    """Return logit_scale and logit_bias as tensors, each if known: the inverse of `read_logit_parameters`."""
     tensors = {}
     if logits.temperature is not None:
         tensors["logit_scale"] = torch.full(shape, -math.log(logits.temperature))
@@ -158,8 +151,8 @@ def logit_tensors(logits: Logits, shape: Sequence[int]) -> dict[str, Tensor]:
     return tensors
 
 
-def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
-    """Tensors under names whose beginnings are exchanged; those that begin with none of the keys are left out."""
+def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
+    """Return tensors with renamed prefixes; those with none of the given prefixes are omitted."""
     result = {}
     for name, tensor in tensors.items():
         for old, new in prefixes.items():
@@ -169,31 +162,35 @@ def renamed(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[
     return result
 
 
-def check_fit(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """
+def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
+    """Check that names and shapes of `found` equal those of `wanted`.
+
     Raises:
-        UserError: tensors are missing, left over or of another shape; names the first of each kind.
+        UserError: tensors are missing, unexpected or of another shape; names the first of each kind.
     """
     shapes = [
         f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
-    refuse_misfit(where, [name for name in wanted if name not in found], [n for n in found if n not in wanted], shapes)
+    raise_on_mismatch(
+        where, [name for name in wanted if name not in found], [n for n in found if n not in wanted], shapes
+    )
 
 
-def refuse_misfit(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """
+def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
+    """Raise an error that counts mismatched tensors, if there are any.
+
     Raises:
         UserError: any of the lists has an entry.
     """
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
-        for kind, names in (("are missing", missing), ("are left over", unexpected), ("have another shape", shapes))
+        for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have another shape", shapes))
         if names
     ]
     if problems:
         raise UserError(
-            f"The weights of {where} belong to another architecture than its config says: {', '.join(problems)}; "
-            "put the config and the weights of one model there."
+            f"The weights of {where} do not match its config: {', '.join(problems)}; "
+            "use the config and the weights of one model."
         )

@@ -1,7 +1,7 @@
-"""open_clip's models: by ARCHITECTURE/TAG or ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
+"""Checkpoints of open_clip: ARCHITECTURE/TAG, ARCHITECTURE/FILE, or a folder with open_clip_config.json and weights.
 
-Every model is built with its text tower as a module of its own (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
-parameter when its module runs. Files keep the names of the config: `convert_text_names` goes back.
+Every model is built with its text tower as a separate module (open_clip's CustomTextCLIP), because ZeRO-3 gathers a
+parameter when its module runs. Files keep the names of the config: `config_names` converts back.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    Loaded,
-    Logits,
+    LibraryTower,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
-    Tower,
-    check_fit,
+    Preprocessing,
+    check_tensors,
     logit_tensors,
-    logits_of,
-    renamed,
+    read_logit_parameters,
+    rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
-from neuclip_ds.models.tokenizer import Tokenize, special_ids
+from neuclip_ds.models.tokenizer import ModelTokenizer, special_ids
 
-CONFIG = "open_clip_config.json"
+CONFIG_FILE = "open_clip_config.json"
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -40,14 +40,14 @@ _WEIGHTS = (
     "model.safetensors",
 )
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
-# where open_clip's CLIP has the parameters that its CustomTextCLIP keeps under `text.`
+# parameters at the top level of open_clip's CLIP that its CustomTextCLIP has under `text.`
 _TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "transformer.", "ln_final.")
 _OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
 _OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def library() -> Any:
-    """open_clip itself.
+    """Return the open_clip module.
 
     Raises:
         UserError: it is not installed.
@@ -66,11 +66,11 @@ def is_architecture(name: str) -> bool:
     return bool(name) and name in library().list_models()
 
 
-def locate(name: str, weights: bool) -> CheckpointRef:
-    """The place of ARCHITECTURE/TAG, downloaded where the cache lacks it, or ARCHITECTURE/FILE.
+def locate_by_name(name: str, weights: bool) -> CheckpointRef:
+    """Locate ARCHITECTURE/TAG, downloading it if the cache lacks it, or ARCHITECTURE/FILE.
 
     Raises:
-        UserError: no such tag or file, or no network to fetch it.
+        UserError: the tag or file does not exist, or cannot be downloaded.
     """
     architecture, _, rest = name.partition("/")
     tags = library().list_pretrained_tags_by_model(architecture)
@@ -81,8 +81,8 @@ def locate(name: str, weights: bool) -> CheckpointRef:
     path = Path(rest).expanduser()
     if not rest or not path.is_file():
         raise UserError(
-            f"model.pretrained=open_clip:{name} names neither a file nor weights that open_clip knows for "
-            f"{architecture}: {', '.join(tags) or 'it knows none'}."
+            f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
+            f"{architecture}: {', '.join(tags) or 'it has none'}."
         )
     return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
 
@@ -99,87 +99,90 @@ class OpenClipTokenizer:
         return special_ids(transformers_form(self.inner))
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """(b, context_length) int64 ids."""
+        """Return (b, context_length) int64 ids."""
         if not captions:
             return torch.empty(0, self.context_length, dtype=torch.int64)
         return self.inner(captions)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer's files, for `transformers.AutoTokenizer`."""
+        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
         transformers_form(self.inner).save_pretrained(folder)
 
 
 class OpenClipCheckpoint:
-    """A model of open_clip's, whose architecture a config or its own list of names tells."""
+    """An open_clip checkpoint, whose architecture comes from a config or from open_clip's list of names.
 
-    def __init__(self, place: CheckpointRef) -> None:
-        """
-        Raises:
-            UserError: open_clip is not installed, or the config lacks what the run needs.
-        """
+    Raises:
+        UserError: open_clip is not installed, or the config lacks what the run needs.
+    """
+
+    def __init__(self, ref: CheckpointRef) -> None:
         library()
-        self._place = place
-        self._where = f"open_clip:{place.name}" if place.name else place.path
-        self._tokenizer_source = place.name.partition("/")[0] if place.name else f"local-dir:{place.path}"
-        self._config, preprocess = _config_of(place)
+        self._ref = ref
+        self._where = f"open_clip:{ref.name}" if ref.name else ref.path
+        self._tokenizer_source = ref.name.partition("/")[0] if ref.name else f"local-dir:{ref.path}"
+        self._config, preprocess = _config_of(ref)
         if "embed_dim" not in self._config:
             raise UserError(
-                f"{CONFIG} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
+                f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
         if "multimodal_cfg" in self._config:
-            raise UserError(f"{self._where} is a CoCa model with a caption decoder, which is not trained here.")
+            raise UserError(
+                f"{self._where} is a CoCa model with a caption decoder, which is not supported; use another model."
+            )
         self.embed_dim = int(self._config["embed_dim"])
         self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
-        self.pixels = _pixels(self._config["vision_cfg"], preprocess, self._where)
+        self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
 
-    def tokenizer(self) -> Tokenize:
+    def tokenizer(self) -> ModelTokenizer:
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source)
         except (OSError, ValueError, TypeError, ImportError) as error:
             reason = first_sentence(error)
             raise UserError(
                 f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
-                f"tokenizer_config.json) into a folder with the weights and {CONFIG}, and name that."
+                f"tokenizer_config.json) into a folder with the weights and {CONFIG_FILE}, and name that."
             ) from error
         return OpenClipTokenizer(tokenizer)
 
     def build(self) -> DualEncoder:
         return self._wrapped(architecture(self._config, self._where))
 
-    def load(self) -> Loaded:
-        path = Path(self._place.path)
+    def load(self) -> LoadedModel:
+        path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
-        if not self._place.path or weights is None:
+        if not self._ref.path or weights is None:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
         tensors = custom_text_names(read_tensors(weights))
-        logits = logits_of(tensors)
+        logits = read_logit_parameters(tensors)
         model = architecture(self._config, self._where)
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        check_fit(self._where, wanted, found)
+        check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
-        return Loaded(self._wrapped(model), logits)
+        return LoadedModel(self._wrapped(model), logits)
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
-        tensors = renamed(weights, _PREFIXES) | logit_tensors(logits, ())
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._config)
         if logits.bias is not None:
             config.setdefault("init_logit_bias", logits.bias)
-        return Package("open_clip", config, config_names(config, tensors), self.pixels, self.tokenizer())
+        return Package("open_clip", config, config_names(config, tensors), self.preprocessing, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(folder, self._config, self.pixels)
+        write_config(folder, self._config, self.preprocessing)
         self.tokenizer().save(folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
-            Tower(model.visual, None, self.pixels, _checkpoint), Tower(model.text, checkpointing=_checkpoint)
+            LibraryTower(model.visual, None, self.preprocessing, _checkpoint),
+            LibraryTower(model.text, checkpointing=_checkpoint),
         )
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
-    """open_clip's model of a config, with random weights.
+    """Build open_clip's model of a config with random weights.
 
     Raises:
         UserError: open_clip cannot build it.
@@ -190,46 +193,46 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
         return open_clip.CustomTextCLIP(**parts)
     except TypeError as error:
         raise UserError(
-            f"open_clip {open_clip.__version__} cannot build {where} ({error}); mend its model_cfg, or update "
+            f"open_clip {open_clip.__version__} cannot build {where} ({error}); correct its model_cfg, or update "
             "open_clip_torch."
         ) from error
 
 
 def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Tensors as open_clip's CustomTextCLIP names them, of either of its forms."""
+    """Return tensors of either of open_clip's forms under the names of its CustomTextCLIP."""
     if "positional_embedding" not in tensors:
         return dict(tensors)
     return {f"text.{name}" if name.startswith(_TEXT_NAMES) else name: value for name, value in tensors.items()}
 
 
 def config_names(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse, into the form that open_clip builds from a config."""
+    """Return tensors under the names that open_clip uses for a config: the inverse of `custom_text_names`."""
     if config.get("custom_text") or "hf_model_name" in config.get("text_cfg", {}):
         return dict(tensors)
     return {name.removeprefix("text."): value for name, value in tensors.items()}
 
 
-def write_config(folder: Path, config: Mapping[str, Any], pixels: Pixels) -> None:
-    """Writes open_clip_config.json."""
+def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preprocessing) -> None:
+    """Write open_clip_config.json."""
     preprocess = {
-        "mean": list(pixels.mean),
-        "std": list(pixels.std),
+        "mean": list(preprocessing.mean),
+        "std": list(preprocessing.std),
         "interpolation": "bicubic",
-        "resize_mode": "squash" if pixels.squash else "shortest",
+        "resize_mode": "squash" if preprocessing.squash else "shortest",
     }
     tree = {"model_cfg": config, "preprocess_cfg": preprocess}
-    (folder / CONFIG).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+    (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
 
 
 def transformers_form(tokenizer: Any) -> Any:
-    """A tokenizer of open_clip's as one of transformers', with the same ids up to padding."""
+    """Convert an open_clip tokenizer to transformers, with the same ids up to padding."""
     inner = getattr(tokenizer, "tokenizer", None)
     if inner is not None:
         return inner
     from transformers import CLIPTokenizer
 
     start, end = tokenizer.decoder[tokenizer.sot_token_id], tokenizer.decoder[tokenizer.eot_token_id]
-    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # as the pattern of transformers' tokenizer has them
+    names = {start: "<|startoftext|>", end: "<|endoftext|>"}  # as in the pattern of transformers' tokenizer
     return CLIPTokenizer(
         vocab={names.get(token, token): number for token, number in tokenizer.encoder.items()},
         merges=list(tokenizer.bpe_ranks),
@@ -241,47 +244,48 @@ def _checkpoint(trunk: Any) -> None:
     trunk.set_grad_checkpointing(True)
 
 
-def _config_of(place: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
-    """`model_cfg` and `preprocess_cfg`."""
-    if not place.name:
-        tree = read_json(Path(place.path) / CONFIG)
+def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return `model_cfg` and `preprocess_cfg`."""
+    if not ref.name:
+        tree = read_json(Path(ref.path) / CONFIG_FILE)
         if not isinstance(tree.get("model_cfg"), dict):
-            raise UserError(f"{place.path}/{CONFIG} has no model_cfg; put the checkpoint's own there.")
+            raise UserError(f"{ref.path}/{CONFIG_FILE} has no model_cfg; put the checkpoint's file there.")
         return tree["model_cfg"], tree.get("preprocess_cfg", {})
-    architecture, _, tag = place.name.partition("/")
+    architecture, _, tag = ref.name.partition("/")
     return library().get_model_config(architecture), library().get_pretrained_cfg(architecture, tag) or {}
 
 
-def _pixels(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Pixels:
+def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Preprocessing:
     size = vision.get("image_size", 224)  # open_clip's own default
     if isinstance(size, list | tuple):
         if len(set(size)) != 1:
-            raise UserError(f"{where} has images of {size} pixels; only square ones can be trained.")
+            raise UserError(f"{where} has images of {size} pixels; only square ones are supported.")
         size = size[0]
     mean, std = tuple(preprocess.get("mean", _OPENAI_MEAN)), tuple(preprocess.get("std", _OPENAI_STD))
     if len(mean) != 3 or len(std) != 3:
         raise UserError(f"preprocess_cfg of {where} has mean {mean} and std {std}; three channels are needed.")
-    return Pixels(int(size), mean, std, preprocess.get("resize_mode") == "squash")
+    return Preprocessing(int(size), mean, std, preprocess.get("resize_mode") == "squash")
 
 
 def _check_activation(architecture: str, tag: str, quick_gelu: bool) -> None:
-    """open_clip only warns, and computes other features than the weights were trained for."""
+    """Raise UserError if the activation is not that of the weights, for which open_clip only warns."""
     if bool(library().get_model_config(architecture).get("quick_gelu", False)) != quick_gelu:
         base = architecture.removesuffix("-quickgelu")
-        mended = f"{base}-quickgelu" if quick_gelu else base
+        matching = f"{base}-quickgelu" if quick_gelu else base
         raise UserError(
-            f"The weights {tag} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} has not; "
-            f"name open_clip:{mended}/{tag}."
+            f"The weights {tag} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} does not "
+            f"have; name open_clip:{matching}/{tag}."
         )
 
 
 def _download(name: str, known: dict[str, Any]) -> str:
     try:
         return str(library().download_pretrained(known))
-    except Exception as error:  # of the hub, or of whatever library it uses
+    except Exception as error:  # the hub's, or those of its HTTP library
         source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
         reason = first_sentence(error)
         raise UserError(
             f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
-            f"fetch {source} where there is network and name its folder, or open_clip:{name.partition('/')[0]}/FILE."
+            f"download {source} on a machine with network and name its folder, or set "
+            f"open_clip:{name.partition('/')[0]}/FILE."
         ) from error

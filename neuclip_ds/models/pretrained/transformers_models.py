@@ -1,4 +1,4 @@
-"""transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor_config.json and tokenizer files."""
+"""Checkpoints of transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor and tokenizer files."""
 
 from __future__ import annotations
 
@@ -27,58 +27,53 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    Loaded,
-    Logits,
+    LibraryTower,
+    LoadedModel,
+    LogitParameters,
     Package,
-    Pixels,
-    Tower,
+    Preprocessing,
     logit_tensors,
-    logits_of,
-    refuse_misfit,
-    renamed,
+    raise_on_mismatch,
+    read_logit_parameters,
+    rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, first_sentence, read_json
 from neuclip_ds.models.tokenizer import special_ids
 
-_WEIGHTS = (
-    "model.safetensors",
-    "model.safetensors.index.json",
-    "pytorch_model.bin",
-    "pytorch_model.bin.index.json",
-)
+_WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
 _PROCESSOR = "preprocessor_config.json"
-_LEGACY_EOS = 2  # in old CLIP configs, and then transformers reads the feature at the largest id
+_LEGACY_EOS = 2  # of old CLIP configs, for which transformers reads the feature at the largest id
 
 
-class Kind(NamedTuple):
-    """A `model_type` of config.json."""
+class ModelType(NamedTuple):
+    """The classes of a `model_type` in config.json."""
 
     config: Any
     model: Any
-    processor: Any  # of images
-    prefixes: dict[str, str]  # beginnings of our parameters' names -> of the library's
-    logit_shape: tuple[int, ...]  # of logit_scale and logit_bias
+    processor: Any  # the image processor
+    prefixes: dict[str, str]  # prefixes of our parameters' names -> the library's
+    logit_shape: tuple[int, ...]  # shape of logit_scale and logit_bias
 
 
 _TRUNKS = {"vision.trunk.": "vision_model.", "text.trunk.": "text_model."}
 _PROJECTIONS = {"vision.projection.": "visual_projection.", "text.projection.": "text_projection."}
-KINDS = {
-    "clip": Kind(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
-    "siglip": Kind(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
+MODEL_TYPES = {
+    "clip": ModelType(CLIPConfig, CLIPModel, CLIPImageProcessor, {**_TRUNKS, **_PROJECTIONS}, ()),
+    "siglip": ModelType(SiglipConfig, SiglipModel, SiglipImageProcessor, _TRUNKS, (1,)),
 }
 
 
-def is_ours(folder: Path) -> bool:
-    """Whether the folder's config.json is that of a model of this family."""
+def is_transformers_model(folder: Path) -> bool:
+    """Whether the folder's config.json has a supported `model_type`."""
     path = folder / "config.json"
-    return path.is_file() and read_json(path).get("model_type") in KINDS
+    return path.is_file() and read_json(path).get("model_type") in MODEL_TYPES
 
 
 class LibraryTokenizer:
-    """A transformers tokenizer used as its own model's processor does: special tokens its own, padded to one length.
+    """A transformers tokenizer used as by its model's processor, with its special tokens and padded to one length.
 
-    A caption that spells a special token is taken as plain text.
+    Special tokens spelled in a caption are treated as plain text.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
@@ -92,7 +87,7 @@ class LibraryTokenizer:
         return special_ids(self.inner)
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """(b, context_length) int64 ids."""
+        """Return (b, context_length) int64 ids."""
         if not captions:  # transformers raises IndexError
             return torch.empty(0, self.context_length, dtype=torch.int64)
         encoded = self.inner(
@@ -106,25 +101,25 @@ class LibraryTokenizer:
         return torch.tensor(encoded["input_ids"], dtype=torch.int64)
 
     def save(self, folder: Path | str) -> None:
-        """Writes the tokenizer's files; `transformers.AutoTokenizer` reads them."""
+        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
         self.inner.save_pretrained(folder)
 
 
 class TransformersCheckpoint:
-    """A folder that `save_pretrained` wrote."""
+    """A folder that `save_pretrained` wrote.
 
-    def __init__(self, place: CheckpointRef) -> None:
-        """
-        Raises:
-            UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
-        """
-        self._folder = Path(place.path)
+    Raises:
+        UserError: config.json or preprocessor_config.json is missing or lacks what the run needs.
+    """
+
+    def __init__(self, ref: CheckpointRef) -> None:
+        self._folder = Path(ref.path)
         tree = read_json(self._folder / "config.json")
         self._kind = _kind_of(tree, self._folder)
         self._config = self._kind.config.from_dict(tree)
         self._config._attn_implementation = "sdpa"
         self.embed_dim = _embed_dim(tree, self._config, self._folder)
-        self.pixels = _pixels(self._folder, self._config.vision_config.image_size)
+        self.preprocessing = _preprocessing(self._folder, self._config.vision_config.image_size)
 
     def tokenizer(self) -> LibraryTokenizer:
         tokenizer = load_tokenizer(self._folder)
@@ -132,24 +127,24 @@ class TransformersCheckpoint:
         largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
         if largest >= text.vocab_size:
             raise UserError(
-                f"The tokenizer in {self._folder} has ids up to {largest}, the model's vocabulary ends at "
-                f"{text.vocab_size - 1}; put the model's own tokenizer files there."
+                f"The tokenizer in {self._folder} has ids up to {largest}, but the model's vocabulary ends at "
+                f"{text.vocab_size - 1}; put the model's tokenizer files there."
             )
         read_at = largest if text.eos_token_id == _LEGACY_EOS else text.eos_token_id
-        if self._kind is KINDS["clip"] and read_at != eos:
+        if self._kind is MODEL_TYPES["clip"] and read_at != eos:
             raise UserError(
                 f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
-                f"caption with {eos}; put the model's own tokenizer files there, or mend eos_token_id in config.json."
+                f"caption with {eos}; put the model's tokenizer files there, or correct eos_token_id in config.json."
             )
         return LibraryTokenizer(tokenizer, text.max_position_embeddings)
 
     def build(self) -> DualEncoder:
         return self._wrapped(self._kind.model(self._config))
 
-    def load(self) -> Loaded:
+    def load(self) -> LoadedModel:
         if first_file(self._folder, _WEIGHTS) is None:
             raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
-        logging.disable_progress_bar()  # a bar a rank says nothing that the log does not
+        logging.disable_progress_bar()  # one bar per rank would flood the log
         try:
             model, info = self._kind.model.from_pretrained(
                 self._folder,
@@ -157,30 +152,30 @@ class TransformersCheckpoint:
                 local_files_only=True,
                 weights_only=True,
                 dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # they are told in `info`, and refused below
+                ignore_mismatched_sizes=True,  # listed in `info` and refused below
                 output_loading_info=True,
             )
         except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
             reason = first_sentence(error)
             raise UserError(
-                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's own there."
+                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's file there."
             ) from error
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
-        refuse_misfit(
+        raise_on_mismatch(
             str(self._folder),
             sorted(missing - logit_names),
             sorted(info["unexpected_keys"]),
             [f"{name} is {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]],
         )
         state = {name: value for name, value in model.named_parameters() if name in logit_names - missing}
-        return Loaded(self._wrapped(model), logits_of(state))
+        return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
-    def package(self, weights: Mapping[str, Tensor], logits: Logits) -> Package:
+    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         if self._kind.logit_shape and logits.bias is None:
-            logits = logits._replace(bias=0.0)  # SiglipModel adds one
-        tensors = renamed(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
-        return Package("transformers", self._config.to_dict(), tensors, self.pixels, self.tokenizer())
+            logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
+        tensors = rename_prefixes(weights, self._kind.prefixes) | logit_tensors(logits, self._kind.logit_shape)
+        return Package("transformers", self._config.to_dict(), tensors, self.preprocessing, self.tokenizer())
 
     def save(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -191,19 +186,22 @@ class TransformersCheckpoint:
 
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
-            Tower(model.vision_model, getattr(model, "visual_projection", None), self.pixels, _checkpoint),
-            Tower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
+            LibraryTower(
+                model.vision_model, getattr(model, "visual_projection", None), self.preprocessing, _checkpoint
+            ),
+            LibraryTower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
         )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """
+    """Load the tokenizer in a folder.
+
     Raises:
         UserError: the folder has no tokenizer files, or transformers cannot read them.
     """
     try:
-        if first_file(folder, _TOKENIZERS) is None:  # transformers would make an empty one
-            raise FileNotFoundError("there are no files of one")
+        if first_file(folder, _TOKENIZERS) is None:  # transformers would create an empty one
+            raise FileNotFoundError("it has no tokenizer files")
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, TypeError, ImportError) as error:
         reason = first_sentence(error)
@@ -217,28 +215,29 @@ def _checkpoint(trunk: Any) -> None:
     trunk.gradient_checkpointing_enable({"use_reentrant": False})
 
 
-def _kind_of(tree: dict[str, Any], folder: Path) -> Kind:
+def _kind_of(tree: dict[str, Any], folder: Path) -> ModelType:
     model_type = tree.get("model_type")
-    if model_type not in KINDS:
+    if model_type not in MODEL_TYPES:
         raise UserError(
-            f"config.json in {folder} is of model_type {model_type!r}, which is not loaded here; "
-            f"name a checkpoint of type {' or '.join(KINDS)}."
+            f"config.json in {folder} has model_type {model_type!r}, which is not supported; "
+            f"name a checkpoint of type {' or '.join(MODEL_TYPES)}."
         )
-    return KINDS[model_type]
+    return MODEL_TYPES[model_type]
 
 
 def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
-    """Width of the joint space; transformers would fill a missing one with 512 without a word."""
+    """Return the width of the joint space; for a missing one transformers would silently use 512."""
     if isinstance(config, SiglipConfig):
         text, vision = config.text_config, config.vision_config
         if not vision.vision_use_head:
             raise UserError(
-                f"The image tower in {folder} has no pooling head (vision_use_head); it cannot be trained here."
+                f"The image tower in {folder} has no pooling head (vision_use_head), which is not supported; "
+                "use another model."
             )
         if text.projection_size != vision.hidden_size:
             raise UserError(
                 f"config.json in {folder} projects texts to {text.projection_size} numbers and images to "
-                f"{vision.hidden_size}; mend text_config.projection_size."
+                f"{vision.hidden_size}; correct text_config.projection_size."
             )
         return int(vision.hidden_size)
     if "projection_dim" not in tree:
@@ -249,8 +248,8 @@ def _embed_dim(tree: dict[str, Any], config: Any, folder: Path) -> int:
     return int(tree["projection_dim"])
 
 
-def _pixels(folder: Path, image_size: Any) -> Pixels:
-    nested = folder / "processor_config.json"  # transformers 5 keeps the image processor in it
+def _preprocessing(folder: Path, image_size: Any) -> Preprocessing:
+    nested = folder / "processor_config.json"  # where transformers 5 keeps the image processor
     if nested.is_file() and not (folder / _PROCESSOR).is_file():
         tree = read_json(nested).get("image_processor", {})
     else:
@@ -259,7 +258,7 @@ def _pixels(folder: Path, image_size: Any) -> Pixels:
     if not (isinstance(mean, list) and isinstance(std, list) and len(mean) == len(std) == 3):
         raise UserError(f"{folder}/{_PROCESSOR} has no image_mean and image_std of three channels; add them.")
     if not isinstance(image_size, int):
-        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones can be trained.")
+        raise UserError(f"config.json in {folder} has images of {image_size} pixels; only square ones are supported.")
     size = tree.get("size")
     squash = isinstance(size, dict) and "height" in size and not tree.get("do_center_crop", False)
-    return Pixels(image_size, tuple(mean), tuple(std), squash)
+    return Preprocessing(image_size, tuple(mean), tuple(std), squash)

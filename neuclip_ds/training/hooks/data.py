@@ -64,7 +64,7 @@ class ListBadSamples(Hook):
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if result.logs or result.saves:
-            self.log.settle(loop.context.communicator.gather_objects)
+            self.log.merge(loop.context.communicator.gather_objects)
 
 
 class LogSamples(Hook):

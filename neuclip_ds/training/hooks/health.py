@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from neuclip_ds.data.loader import PADDING, Batch
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
-from neuclip_ds.reporting.health import Samples, StepHealth
+from neuclip_ds.reporting.health import SampleLookup, StepHealth
 from neuclip_ds.training.hooks.base import Hook
 
 if TYPE_CHECKING:
@@ -20,7 +20,7 @@ class WatchHealth(Hook):
     def __init__(self, loop: Loop, events: EventLog) -> None:
         context, position = loop.context, loop.position
         # the order is a pure function, so every rank knows which samples all ranks saw
-        samples = Samples(
+        samples = SampleLookup(
             lambda step: context.data.order.batch(*position.at(step - 1)).tolist(),
             lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
             PADDING,

@@ -17,12 +17,12 @@ class ProfileSteps(Hook):
 
     def __init__(self, loop: Loop) -> None:
         context, run = loop.context, loop.context.config.run
-        described = {
+        labels = {
             "method": loop.fingerprint["method"],
             "zero_stage": int(context.engine.zero_optimization_stage()),
         }
         self._recorder = Recorder(
-            loop.folder / "profile", context.communicator, run.profile_steps, run.profile_after, described
+            loop.folder / "profile", context.communicator, run.profile_steps, run.profile_after, labels
         )
         self._step = ExitStack()
 

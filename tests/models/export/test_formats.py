@@ -1,4 +1,4 @@
-"""Exported models, read back by transformers and open_clip themselves, give the features that were trained."""
+"""Exported models, read by transformers and open_clip, give the trained features."""
 
 from __future__ import annotations
 
@@ -19,26 +19,26 @@ from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.export import export
-from neuclip_ds.models.pretrained.base import Logits
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, Tokenize, train_bpe
+from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
 
-LOGITS = Logits(0.02, None)
+LOGITS = LogitParameters(0.02, None)
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
 TINY_VIT = {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2}
 
 
 class Trained(NamedTuple):
     source: ModelSource
-    tokenizer: Tokenize
+    tokenizer: ModelTokenizer
     model: DualEncoder
 
 
 def trained(**config: Any) -> Trained:
-    """A model with weights that no library would begin with."""
+    """Return a model with weights that differ from every initialisation."""
     torch.manual_seed(0)
     model_config = ModelConfig.model_validate(config)
-    source = open_source(model_config, locate_model(model_config))
+    source = model_source(model_config, locate_model(model_config))
     tokenizer = source.tokenizer(bpe)
     model = source.load(tokenizer).model.eval()
     with torch.no_grad():
@@ -52,20 +52,20 @@ def bpe() -> CaptionTokenizer:
     return train_bpe(["a dog runs", "two cats sleep", *CAPTIONS], vocab_size=300, context_length=16)
 
 
-def exported(of: Trained, form: str, folder: Path, logits: Logits = LOGITS) -> Path:
+def exported(of: Trained, form: str, folder: Path, logits: LogitParameters = LOGITS) -> Path:
     export(of.source.package(of.tokenizer, of.model.state_dict(), logits), form, folder, "# A card\n")
     assert (folder / "README.md").is_file()
     return folder
 
 
 def features(of: Trained) -> tuple[Tensor, Tensor]:
-    size = of.source.pixels.size
+    size = of.source.preprocessing.size
     with torch.no_grad():
         return of.model(images(size), of.tokenizer(CAPTIONS[:2]))
 
 
 def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Features by transformers alone, pictures and captions through the folder's own processor."""
+    """Return features from transformers alone, images and captions through the folder's processor."""
     model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
     pictures = [to_pil_image(picture) for picture in images(size)]
     inputs = processor(
@@ -78,7 +78,7 @@ def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
 
 
 def by_open_clip(folder: Path, size: int) -> tuple[Tensor, Tensor]:
-    """Features by open_clip alone."""
+    """Return features from open_clip alone."""
     model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
     tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
     model.eval()
@@ -114,13 +114,13 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
     model = trained(pretrained=str(tmp_path / "from"))
     folder = exported(model, form, tmp_path / "out")
     assert_equal(READERS[form](folder, 32), features(model))
-    again = open_source(ModelConfig(pretrained=str(folder)), locate_model(ModelConfig(pretrained=str(folder))))
+    again = model_source(ModelConfig(pretrained=str(folder)), locate_model(ModelConfig(pretrained=str(folder))))
     loaded, logits = again.load(again.tokenizer(bpe))
     with torch.no_grad():
         back = loaded.eval()(images(32), again.tokenizer(bpe)(CAPTIONS[:2]))
     assert_equal(back, features(model))
     assert logits.temperature == pytest.approx(0.02)
-    assert again.pixels == model.source.pixels
+    assert again.preprocessing == model.source.preprocessing
 
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
@@ -130,12 +130,12 @@ def test_the_way_through_the_other_library_returns_the_same_weights(family: str,
     first = trained(pretrained=str(tmp_path / "from"))
     there = exported(first, other, tmp_path / "there")
     config = ModelConfig(pretrained=str(there))
-    source = open_source(config, locate_model(config))
+    source = model_source(config, locate_model(config))
     tokenizer = source.tokenizer(bpe)
     loaded = source.load(tokenizer)
     second = Trained(source, tokenizer, loaded.model)
     back = exported(second, own, tmp_path / "back", loaded.logits)
-    returned = open_source(ModelConfig(pretrained=str(back)), locate_model(ModelConfig(pretrained=str(back))))
+    returned = model_source(ModelConfig(pretrained=str(back)), locate_model(ModelConfig(pretrained=str(back))))
     state = returned.load(returned.tokenizer(bpe)).model.state_dict()
     for name, tensor in first.model.state_dict().items():
         assert torch.equal(state[name], tensor), name

@@ -40,7 +40,7 @@ def clip_tokenizer() -> CLIPTokenizer:
 
 
 def siglip_tokenizer() -> PreTrainedTokenizerFast:
-    """Like T5's: no BOS, `</s>` ends and pads."""
+    """Return a tokenizer like T5's: no BOS, `</s>` is EOS and padding."""
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -9.0), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
     backend = Tokenizer(models.Unigram([*pieces, ("▁dog", -1.0)], unk_id=2))
     backend.normalizer = normalizers.Lowercase()
@@ -107,7 +107,7 @@ OPEN_CLIP_CONFIG: dict[str, Any] = {
 
 
 def save_open_clip(folder: Path, config: dict[str, Any] | None = None) -> Any:
-    """A folder with open_clip_config.json and open_clip_model.safetensors, as on the hub."""
+    """Save a folder with open_clip_config.json and open_clip_model.safetensors, as on the hub."""
     torch.manual_seed(0)
     tree = json.loads(json.dumps(config or OPEN_CLIP_CONFIG))
     folder.mkdir(parents=True, exist_ok=True)
@@ -132,7 +132,7 @@ def flat_processor(folder: Path) -> None:
 
 
 def _disturb(model: torch.nn.Module) -> None:
-    """Biases and gains begin at 0 and 1, where a wrong mapping would not be seen."""
+    """Randomise biases and gains, whose initial 0 and 1 would hide a wrong mapping."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:

@@ -1,4 +1,4 @@
-"""Checkpoints that cannot be loaded: one sentence that says what is missing and where to put it."""
+"""Checkpoints that cannot be loaded: the message names what is missing and where to put it."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def edit_weights(path: Path, change: Callable[[dict[str, Tensor]], object]) -> N
 
 
 def refusal(folder: Path) -> str:
-    """What is said about it, at the first step that sees it."""
+    """Return the error message of the first step that refuses the checkpoint."""
     with pytest.raises(UserError) as caught:
         checkpoint = open_checkpoint(locate(str(folder)))
         checkpoint.tokenizer()
         checkpoint.load()
-    said = str(caught.value)
-    assert "\n" not in said
-    return said
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
 
 
 @pytest.fixture
@@ -57,13 +57,16 @@ def ours(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("openai/clip-vit-base-patch32", "no local folder, and the hub did not give it"),
-        ("/nowhere/at/all", "no local folder, and the hub did not give it"),
-        ("open_clip:ViT-B-32/laion2b_s34b_b79k", "fetch laion/CLIP-ViT-B-32-laion2B-s34B-b79K where there is network"),
+        ("openai/clip-vit-base-patch32", "no local folder and cannot be downloaded from the hub"),
+        ("/nowhere/at/all", "no local folder and cannot be downloaded from the hub"),
+        (
+            "open_clip:ViT-B-32/laion2b_s34b_b79k",
+            "download laion/CLIP-ViT-B-32-laion2B-s34B-b79K on a machine with network",
+        ),
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
         ("open_clip:ViT-B-32/openai", "name open_clip:ViT-B-32-quickgelu/openai"),
-        ("open_clip:ViT-B-32/imagenet", "names neither a file nor weights that open_clip knows for ViT-B-32: openai"),
-        ("open_clip:ViT-B-33/openai", "no local folder, and the hub did not give it"),
+        ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
+        ("open_clip:ViT-B-33/openai", "no local folder and cannot be downloaded from the hub"),
     ],
 )
 def test_names_without_network(name: str, words: str) -> None:
@@ -85,7 +88,7 @@ def test_a_folder_of_something_else(tmp_path: Path) -> None:
 
 def test_a_place_that_this_rank_does_not_see(clip: Path) -> None:
     place = locate(str(clip))
-    with pytest.raises(UserError, match="put the checkpoint under one path everywhere"):
+    with pytest.raises(UserError, match="put the checkpoint under the same path on every node"):
         open_checkpoint(place._replace(path="/nowhere"))
 
 
@@ -108,7 +111,7 @@ def test_files_that_are_no_json(clip: Path, name: str) -> None:
 
 def test_clip_without_its_processor(clip: Path) -> None:
     (clip / "preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json; put the checkpoint's own there" in refusal(clip)
+    assert "has no preprocessor_config.json; put the checkpoint's file there" in refusal(clip)
 
 
 def test_clip_without_mean(clip: Path) -> None:
@@ -119,9 +122,9 @@ def test_clip_without_mean(clip: Path) -> None:
 def test_clip_without_tokenizer(clip: Path) -> None:
     for path in clip.glob("tokenizer*"):
         path.unlink()
-    said = refusal(clip)
-    assert "holds no tokenizer that transformers can read" in said
-    assert "put the model's tokenizer files there" in said
+    message = refusal(clip)
+    assert "holds no tokenizer that transformers can read" in message
+    assert "put the model's tokenizer files there" in message
 
 
 def test_a_tokenizer_of_another_model(clip: Path) -> None:
@@ -132,7 +135,7 @@ def test_a_tokenizer_of_another_model(clip: Path) -> None:
 def test_a_tokenizer_beyond_the_vocabulary(clip: Path) -> None:
     size = len(clip_tokenizer())
     edit(clip / "config.json", lambda tree: tree["text_config"].update(vocab_size=size - 1))
-    assert f"has ids up to {size - 1}, the model's vocabulary ends at {size - 2}" in refusal(clip)
+    assert f"has ids up to {size - 1}, but the model's vocabulary ends at {size - 2}" in refusal(clip)
 
 
 def test_no_weights(clip: Path) -> None:
@@ -147,7 +150,7 @@ def test_no_weights_of_open_clip(ours: Path) -> None:
 
 def test_weights_of_another_depth(clip: Path) -> None:
     edit(clip / "config.json", lambda tree: tree["vision_config"].update(num_hidden_layers=3))
-    assert "belong to another architecture than its config says: 16 tensors are missing" in refusal(clip)
+    assert "do not match its config: 16 tensors are missing" in refusal(clip)
 
 
 def test_weights_of_another_width(clip: Path) -> None:
@@ -159,7 +162,7 @@ def test_weights_of_another_width(clip: Path) -> None:
 
 def test_weights_left_over(ours: Path) -> None:
     edit_weights(ours / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2)))
-    assert "1 tensors are left over (first extra)" in refusal(ours)
+    assert "1 tensors are unexpected (first extra)" in refusal(ours)
 
 
 def test_open_clip_weights_of_another_shape(ours: Path) -> None:
@@ -189,7 +192,7 @@ def test_open_clip_without_its_tokenizer(ours: Path) -> None:
 
 def test_broken_weights(ours: Path) -> None:
     (ours / OPEN_CLIP_FILE).write_bytes(b"nothing of use")
-    assert "is not a file of tensors alone" in refusal(ours)
+    assert "is not a file of tensors only" in refusal(ours)
 
 
 class Malicious:

@@ -28,7 +28,7 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained import locate, open_checkpoint
-from neuclip_ds.models.pretrained.base import Checkpoint, Logits
+from neuclip_ds.models.pretrained.base import Checkpoint, LogitParameters
 
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -106,16 +106,18 @@ def test_ids_are_the_librarys_own(saved: Saved) -> None:
 @pytest.mark.parametrize(
     ("family", "logits", "width", "squash"),
     [
-        ("clip", Logits(0.018315638, None), 20, False),
-        ("siglip", Logits(0.008651695, -12.5), 32, True),
-        ("open_clip", Logits(0.018315638, None), 20, True),
+        ("clip", LogitParameters(0.018315638, None), 20, False),
+        ("siglip", LogitParameters(0.008651695, -12.5), 32, True),
+        ("open_clip", LogitParameters(0.018315638, None), 20, True),
     ],
 )
-def test_facts_come_from_the_checkpoint(family: str, logits: Logits, width: int, squash: bool, tmp_path: Path) -> None:
+def test_facts_come_from_the_checkpoint(
+    family: str, logits: LogitParameters, width: int, squash: bool, tmp_path: Path
+) -> None:
     saved = FAMILIES[family](tmp_path)
     checkpoint = opened(tmp_path)
     assert checkpoint.embed_dim == width
-    assert checkpoint.pixels == (32, tuple(saved.mean), tuple(saved.std), squash)
+    assert checkpoint.preprocessing == (32, tuple(saved.mean), tuple(saved.std), squash)
     found = checkpoint.load().logits
     assert found.temperature == pytest.approx(logits.temperature, rel=1e-6)
     assert found.bias == logits.bias
@@ -134,7 +136,7 @@ def test_a_package_holds_the_files_own_tensors(saved: Saved) -> None:
 def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
     opened(saved.folder).save(tmp_path / "kept")
     kept = opened(tmp_path / "kept")
-    assert (kept.pixels, kept.embed_dim) == (opened(saved.folder).pixels, opened(saved.folder).embed_dim)
+    assert (kept.preprocessing, kept.embed_dim) == (opened(saved.folder).preprocessing, opened(saved.folder).embed_dim)
     words = CAPTIONS[:2]
     mask = saved.ids(words) != saved.ids([""])[0, -1]  # open_clip's files may pad with another token
     assert torch.equal(kept.tokenizer()(words)[mask], saved.ids(words)[mask])
@@ -203,7 +205,7 @@ def test_an_open_clip_file_takes_its_architecture_by_name(tmp_path: Path) -> Non
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])
 def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The layout of the hub's cache, as a download leaves it."""
+    """Create the layout of the hub's cache after a download."""
     repository = tmp_path / "models--someone--something"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
@@ -215,7 +217,7 @@ def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkey
 
 
 def published(folder: Path, model_type: str, **config: Any) -> Path:
-    """A folder as the hub has it, without weights."""
+    """Return a folder as on the hub, without weights."""
     (folder / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
     processor = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
     (folder / "preprocessor_config.json").write_text(json.dumps(processor))
@@ -223,7 +225,7 @@ def published(folder: Path, model_type: str, **config: Any) -> Path:
 
 
 def vit_b(patch_size: int, hidden_act: str) -> dict[str, Any]:
-    """What the published config.json differ in; the rest of theirs are transformers' defaults."""
+    """Return the published config.json's differences from transformers' defaults."""
     vision = {"patch_size": patch_size, "hidden_act": hidden_act}
     return {"projection_dim": 512, "vision_config": vision, "text_config": {"hidden_act": hidden_act}}
 
@@ -244,7 +246,7 @@ def test_published_sizes_of_transformers_models(
     with torch.device("meta"):
         model = checkpoint.build()
     assert parameter_count(model) == total
-    assert checkpoint.pixels.size == 224
+    assert checkpoint.preprocessing.size == 224
 
 
 @pytest.mark.parametrize(
@@ -264,4 +266,4 @@ def test_published_sizes_of_open_clip_models(name: str, vision: int, total: int)
     assert parameter_count(model.vision) == vision
     assert parameter_count(model) == total
     assert checkpoint.embed_dim == {87_849_216: 512, 86_192_640: 512, 92_884_224: 768, 632_076_800: 1024}[vision]
-    assert checkpoint.pixels.squash == ("SigLIP" in name or "dfn5b" in name)
+    assert checkpoint.preprocessing.squash == ("SigLIP" in name or "dfn5b" in name)

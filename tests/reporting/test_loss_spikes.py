@@ -1,4 +1,4 @@
-"""Loss spikes: named once with their level, never made out of noise, drift or a falling curve."""
+"""Loss spikes: detected once with their level, never in noise, drift or a falling curve."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from neuclip_ds.reporting.loss_level import LossLevel, Spike
+from neuclip_ds.reporting.loss_spikes import LossSpikeDetector, Spike
 
 
 def curve(steps: int = 2000, seed: int = 0) -> NDArray[np.float64]:
@@ -16,8 +16,8 @@ def curve(steps: int = 2000, seed: int = 0) -> NDArray[np.float64]:
 
 
 def found_in(losses: NDArray[np.float64]) -> list[tuple[int, Spike]]:
-    level = LossLevel()
-    found = [(step, level.update(float(loss))) for step, loss in enumerate(losses, start=1)]
+    detector = LossSpikeDetector()
+    found = [(step, detector.update(float(loss))) for step, loss in enumerate(losses, start=1)]
     return [(step, spike) for step, spike in found if spike is not None]
 
 
@@ -34,7 +34,7 @@ def test_heavy_tails_and_a_constant_loss_are_no_spikes() -> None:
     assert found_in(4.852 + np.where(np.arange(500) % 7 == 0, 1e-4, 0)) == []  # hardly any deviation of its own
 
 
-def test_a_spike_is_named_once_and_so_is_its_end() -> None:
+def test_a_spike_is_detected_once_and_so_is_its_end() -> None:
     losses = curve()
     losses[1499:1503] += [2.0, 3.0, 1.0, 0.9]
     (first, spike), (last, end) = found_in(losses)
@@ -44,7 +44,7 @@ def test_a_spike_is_named_once_and_so_is_its_end() -> None:
     assert (last, end.kind, end.steps) == (1523, "loss_back", 4)  # twenty calm steps after the last one above
 
 
-def test_a_trembling_spike_is_one() -> None:
+def test_an_oscillating_spike_is_one() -> None:
     losses = curve()
     losses[1000:1100:10] += 2.0
     assert [(step, spike.kind) for step, spike in found_in(losses)] == [(1001, "loss_spike"), (1111, "loss_back")]

@@ -1,0 +1,232 @@
+"""What DeepSpeed makes of a config, and where its engine keeps weights: the one place that knows its private parts.
+
+Rules and fields were read in the DeepSpeed version that `engine/config.py` requires. The first half answers from a
+config and needs neither torch nor DeepSpeed, the second from an engine that runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from neuclip_ds.engine.config import is_bf16, zero_stage
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+# keys of `zero_optimization` that are read here or worth tuning, and what DeepSpeed takes where they are absent
+_DEFAULTS = {
+    "reduce_bucket_size": 500_000_000,
+    "contiguous_gradients": True,
+    "reduce_scatter": True,
+    "use_multi_rank_bucket_allreduce": True,
+    "sub_group_size": 1_000_000_000,
+    "stage3_prefetch_bucket_size": 50_000_000,
+    "stage3_max_live_parameters": 1_000_000_000,
+    "stage3_max_reuse_distance": 1_000_000_000,
+    "stage3_param_persistence_threshold": 100_000,
+}
+_FIXED_BUCKET = 500_000_000  # elements of an all-reduce outside `ZERO_1_2` and `ZERO_3`, which no key sets
+_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # other names are of 16 bits
+
+
+class Wrapper(Enum):
+    """DeepSpeed's class around the optimizer, by its name."""
+
+    NONE = ""  # the optimizer alone: float32 without ZeRO
+    UNFUSED = "FP16_UnfusedOptimizer"  # bf16 without ZeRO: every rank has all float32 masters
+    BF16 = "BF16_Optimizer"  # ZeRO 1 in bf16: float32 gradients of all parameters in one buffer, masters partitioned
+    ZERO_1_2 = "DeepSpeedZeroOptimizer"
+    ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
+
+
+@dataclass(frozen=True)
+class ZeroRules:
+    """What DeepSpeed does under a config; sizes are bytes of an element."""
+
+    stage: int
+    wrapper: Wrapper
+    offloads: bool  # whether optimizer and masters live on the host
+    weight: int
+    accumulated: int  # gradients where they accumulate
+    sent: int  # gradients between ranks
+    checks_overflow: bool  # whether ranks compare a flag before they take the norm of the gradients
+    zero: Mapping[str, Any]  # `zero_optimization`, completed by DeepSpeed's defaults
+
+    @staticmethod
+    def of(engine: dict[str, Any]) -> ZeroRules:
+        """Read DeepSpeed's config."""
+        stage, weight = zero_stage(engine), 2 if is_bf16(engine) else 4
+        section = engine.get("zero_optimization", {})
+        offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
+        accumulated = _bytes(engine.get("data_types", {}).get("grad_accum_dtype"), weight)
+        wrapper = _wrapper(stage, weight, accumulated, offloads)
+        checks = wrapper is Wrapper.ZERO_1_2 and weight == 2 and engine["bf16"].get("check_grad_overflow", True)
+        sent = _bytes(engine.get("communication_data_type"), weight)
+        zero = {**_DEFAULTS, "overlap_comm": stage == 3, **section}
+        return ZeroRules(stage, wrapper, offloads, weight, accumulated, sent, checks, zero)
+
+    @property
+    def bucketed(self) -> bool:
+        """Whether gradients travel in buckets that the config sizes, beside the backward pass if it asks for that."""
+        return self.wrapper in (Wrapper.ZERO_1_2, Wrapper.ZERO_3)
+
+    @property
+    def bucket(self) -> int:
+        """Elements that are reduced at once."""
+        return int(self.zero["reduce_bucket_size"]) if self.bucketed else _FIXED_BUCKET
+
+    def optimizer_steps(self, groups: Sequence[Sequence[int]], world_size: int) -> list[list[Sequence[int]]]:
+        """The calls of the optimizer's `step` in one update, each with the parts of groups that it gets.
+
+        Args:
+            groups: elements of the parameters of each group.
+            world_size: ranks.
+        """
+        if self.wrapper is Wrapper.ZERO_1_2:
+            return [[group] for group in groups]
+        if self.wrapper is Wrapper.ZERO_3:
+            return [[part] for group in groups for part in self._sub_groups(group, world_size)]
+        return [list(groups)]
+
+    def _sub_groups(self, group: Sequence[int], world_size: int) -> Iterator[Sequence[int]]:
+        """ZeRO 3 cuts a group where a rank's shards reach `sub_group_size` elements."""
+        start, filled = 0, 0
+        for stop, size in enumerate(group, 1):
+            filled += -(-size // world_size)
+            if filled >= self.zero["sub_group_size"] or stop == len(group):
+                yield group[start:stop]
+                start, filled = stop, 0
+
+
+def _bytes(dtype: str | None, default: int) -> int:
+    return default if dtype is None else _BYTES.get(dtype.lower(), 2)
+
+
+def _wrapper(stage: int, weight: int, accumulated: int, offloads: bool) -> Wrapper:
+    if stage == 0:
+        return Wrapper.UNFUSED if weight == 2 else Wrapper.NONE
+    if stage == 3:
+        return Wrapper.ZERO_3
+    return Wrapper.BF16 if (stage, weight, accumulated, offloads) == (1, 2, 4, False) else Wrapper.ZERO_1_2
+
+
+class Placement(NamedTuple):
+    """Elements [start, stop) of the flattened parameter `name` are [offset, offset + stop - start) of `master`.
+
+    Empty where this rank holds nothing of a parameter that belongs to the master's group.
+    """
+
+    name: str
+    start: int
+    stop: int
+    master: Tensor  # what the optimizer steps on; a frozen parameter's weights
+    offset: int
+    replicated: bool  # all ranks hold the same
+
+    @property
+    def elements(self) -> slice:
+        """Where they are in the flattened master, and in tensors of its layout."""
+        return slice(self.offset, self.offset + self.stop - self.start)
+
+    def within(self, tensor: Tensor) -> Tensor:
+        """(stop - start,) view of the master, or of a tensor of its layout."""
+        return tensor.detach().view(-1)[self.elements]
+
+
+def placements(engine: Any, rank: int) -> Iterator[Placement]:
+    """Yield what this rank holds of every parameter, in the same order on all ranks."""
+    optimizer, module, wrapper = engine.optimizer, engine.module, _wrapper_of(engine)
+    names = {parameter: name for name, parameter in module.named_parameters()}
+    if wrapper is Wrapper.ZERO_3:
+        for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+            offsets = [0, *accumulate(parameter.partition_numel() for parameter in group)]
+            for parameter, offset in zip(group, offsets[:-1], strict=True):
+                yield _shard(names[parameter], parameter, master, offset, rank)
+    elif wrapper is Wrapper.BF16:
+        for group, master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
+            offsets = [0, *accumulate(parameter.numel() for parameter in group)]
+            yield from _cut(group, offsets[:-1], master, rank, names)
+    elif wrapper is Wrapper.ZERO_1_2:
+        groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
+        for group, starts, master in zip(groups, optimizer.round_robin_bit16_offsets, masters, strict=True):
+            yield from _cut(group, starts, master, rank, names)
+    else:
+        for parameter, master in _replicas(optimizer, wrapper):
+            yield _whole(names[parameter], master)
+    for name, parameter in module.named_parameters():
+        if not parameter.requires_grad:
+            sharded = wrapper is Wrapper.ZERO_3
+            yield _shard(name, parameter, parameter.ds_tensor, 0, rank) if sharded else _whole(name, parameter)
+
+
+def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
+    """Return the full shapes by name, also of parameters that ZeRO 3 has partitioned."""
+    return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def release_gathered(engine: Any) -> None:
+    """Free ZeRO 3's gathered copies of weights that are about to change."""
+    if _wrapper_of(engine) is Wrapper.ZERO_3:
+        engine.optimizer.checkpoint_event_prologue()
+
+
+def refresh_weights(engine: Any) -> None:
+    """Cast changed masters to the weights that the module computes with, on all ranks."""
+    optimizer, wrapper = engine.optimizer, _wrapper_of(engine)
+    if wrapper is Wrapper.ZERO_3:
+        for number in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(number)
+        # Nothing is gathered yet, as in a new engine: its first forward pass notes which parameters a module reads of
+        # its children (CLIP's position embedding) by finding them absent, and fetches those in time from then on.
+        optimizer.invalidate_secondary_tensor()
+    elif wrapper in (Wrapper.BF16, Wrapper.ZERO_1_2):
+        optimizer.update_lp_params()
+    elif wrapper is Wrapper.UNFUSED:
+        for parameter, master in _replicas(optimizer, wrapper):
+            parameter.data.copy_(master.data)
+
+
+def skip_unused_kernel() -> None:
+    """Keep DeepSpeed from compiling, for the first run's first minute, a kernel of tensor-parallel inference."""
+    import deepspeed
+
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+
+
+def _wrapper_of(engine: Any) -> Wrapper:
+    if engine.optimizer is engine.basic_optimizer:
+        return Wrapper.NONE
+    return Wrapper(type(engine.optimizer).__name__)
+
+
+def _replicas(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:
+    """Yield each parameter and its master without ZeRO."""
+    own = [group["params"] for group in optimizer.param_groups]
+    masters, groups = (optimizer.fp32_groups, optimizer.fp16_groups) if wrapper is Wrapper.UNFUSED else (own, own)
+    for group, of_group in zip(groups, masters, strict=True):
+        yield from zip(group, of_group, strict=True)
+
+
+def _whole(name: str, master: Tensor) -> Placement:
+    return Placement(name, 0, master.numel(), master, 0, replicated=True)
+
+
+def _shard(name: str, parameter: Any, master: Tensor, offset: int, rank: int) -> Placement:
+    """ZeRO 3 cuts each parameter into equal shards, the last of which are padded."""
+    start, stop = (min(edge * parameter.partition_numel(), parameter.ds_numel) for edge in (rank, rank + 1))
+    return Placement(name, start, stop, master, offset, replicated=False)
+
+
+def _cut(
+    group: Sequence[Any], offsets: Sequence[int], master: Tensor, rank: int, names: Mapping[Any, str]
+) -> Iterator[Placement]:
+    """ZeRO 1 and 2 lay a group's parameters end to end, each at its offset, and cut that into equal shards."""
+    first, end = rank * master.numel(), (rank + 1) * master.numel()
+    for parameter, offset in zip(group, offsets, strict=True):
+        start = min(max(first - offset, 0), parameter.numel())
+        stop = max(min(end - offset, parameter.numel()), start)
+        yield Placement(names[parameter], start, stop, master, offset + start - first, replicated=False)

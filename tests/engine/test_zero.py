@@ -1,0 +1,119 @@
+"""The rules of DeepSpeed: which optimizer class a config gets, what it does, and where weights lie."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import run_ranks
+from torch import nn
+
+from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import FOLDER, load_engine_config, read_engine_file
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.zero import Wrapper, ZeroRules, parameter_shapes, placements
+
+
+def changed(name: str, accumulates: str | None = None, **zero: Any) -> dict[str, Any]:
+    engine = read_engine_file(name)[1]
+    engine["zero_optimization"].update(zero)
+    if accumulates:
+        engine["data_types"]["grad_accum_dtype"] = accumulates
+    return {**engine, "zero_force_ds_cpu_optimizer": False}
+
+
+CPU, NONE = {"device": "cpu"}, {"device": "none"}
+CASES: dict[str, tuple[dict[str, Any], Wrapper]] = {
+    "no ZeRO, float32": (changed("zero0_fp32"), Wrapper.NONE),
+    "no ZeRO, bf16": (changed("zero0_bf16"), Wrapper.UNFUSED),
+    "1, float32": (changed("zero1_fp32"), Wrapper.ZERO_1_2),
+    "1, bf16": (changed("zero1_bf16"), Wrapper.BF16),
+    "1, bf16, float32 by another name": (changed("zero1_bf16", accumulates="float32"), Wrapper.BF16),
+    "1, bf16, gradients too": (changed("zero1_bf16", accumulates="bf16"), Wrapper.ZERO_1_2),
+    "1, bf16, offload": (changed("zero1_bf16", offload_optimizer=CPU), Wrapper.ZERO_1_2),
+    "1, bf16, offload to none": (changed("zero1_bf16", offload_optimizer=NONE), Wrapper.BF16),
+    "2": (changed("zero2_bf16"), Wrapper.ZERO_1_2),
+    "2, offload": (changed("zero2_bf16_offload"), Wrapper.ZERO_1_2),
+    "3": (changed("zero3_fp32", sub_group_size=40), Wrapper.ZERO_3),
+    "3, offload": (changed("zero3_bf16_offload", sub_group_size=40), Wrapper.ZERO_3),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_which_class_a_config_gets(case: str) -> None:
+    engine, wrapper = CASES[case]
+    assert ZeroRules.of(engine).wrapper is wrapper
+
+
+def test_offload_and_dtypes() -> None:
+    assert ZeroRules.of(changed("zero2_bf16_offload")).offloads
+    assert not ZeroRules.of(changed("zero1_bf16", offload_optimizer=NONE)).offloads
+    rules = ZeroRules.of(changed("zero1_bf16", accumulates="bf16"))
+    assert (rules.weight, rules.accumulated, rules.sent) == (2, 2, 4)
+    plain = ZeroRules.of({"bf16": {"enabled": True}})
+    assert (plain.weight, plain.accumulated, plain.sent) == (2, 2, 2)
+
+
+def test_without_torch() -> None:
+    code = (
+        "import sys, neuclip_ds.planning.engine_tuning; sys.exit('torch' in sys.modules or 'deepspeed' in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=FOLDER.parent)
+
+
+def net() -> nn.Module:
+    """Sizes that two ranks do not divide."""
+    return nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 7))
+
+
+def start_all(communicator: Communicator, folder: Path) -> dict[str, dict[str, Any]]:
+    """Start an engine for each case; what it is and how this rank's placements look."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    found = {}
+    for number, (name, (engine_file, _)) in enumerate(CASES.items()):
+        path = folder / f"{number}-{communicator.rank}.json"
+        path.write_text(json.dumps(engine_file))
+        config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": str(path)})
+        engine_config = load_engine_config(config, communicator.world_size)
+        module = net()
+        sizes = [[p.numel() for p in module.parameters() if (p.ndim >= 2) == matrix] for matrix in (True, False)]
+        engine = start_engine(module, OptimizerConfig(), engine_config, communicator)
+        held = [place._replace(master=None) for place in placements(engine, communicator.rank)]
+        masters = len({id(place.master) for place in placements(engine, communicator.rank)})
+        steps = ZeroRules.of(engine_config).optimizer_steps(sizes, communicator.world_size)
+        found[name] = {
+            "class": type(engine.optimizer).__name__,
+            "held": held,
+            "masters": masters,
+            "parts": sum(map(len, steps)),
+            "shapes": parameter_shapes(engine.module),
+        }
+        engine.destroy()
+    return found
+
+
+def test_the_rules_are_those_of_deepspeed(tmp_path: Path) -> None:
+    """The predicted class; ranks together hold every element once, or all of it each."""
+    ranks = run_ranks(2, start_all, tmp_path)
+    numel = {name: p.numel() for name, p in net().named_parameters()}
+    shapes = {name: list(p.shape) for name, p in net().named_parameters()}
+    for case, (_, wrapper) in CASES.items():
+        of_ranks = [found[case] for found in ranks]
+        for one in of_ranks:
+            assert one["class"] == (wrapper.value or "AdamW"), case
+            assert one["shapes"] == shapes
+            assert [place.name for place in one["held"]] == [place.name for place in of_ranks[0]["held"]]
+            assert wrapper in (Wrapper.NONE, Wrapper.UNFUSED) or one["masters"] == one["parts"], case
+        replicated = wrapper in (Wrapper.NONE, Wrapper.UNFUSED)
+        for name, size in numel.items():
+            held = [place for one in of_ranks for place in one["held"] if place.name == name]
+            assert all(place.replicated == replicated for place in held)
+            elements = sorted(number for place in held for number in range(place.start, place.stop))
+            assert elements == sorted([*range(size)] * (2 if replicated else 1)), (case, name)
