@@ -149,12 +149,10 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _config(arguments: argparse.Namespace, overrides: Sequence[str], method: str, ranks: int) -> Config:
-    from neuclip_ds.recipe import parse
+    from neuclip_ds.recipe import parse_for
 
-    ours = [] if method in REFERENCES else [f"--objective.method={method}"]
-    if arguments.rows:
-        ours.append(f"--data.batch_size={arguments.rows * ranks}")
-    return parse([arguments.recipe, *ours, *overrides]).config
+    ours = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
+    return parse_for(None if method in REFERENCES else method, [arguments.recipe, *ours, *overrides])
 
 
 def _counted(calls: Sequence[Call]) -> dict[tuple[str, str, int], float]:

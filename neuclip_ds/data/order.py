@@ -81,7 +81,7 @@ class GlobalOrder:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
         if tail == "drop" and self.n < batch_size:
             raise UserError(
-                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or use tail=pad."
+                f"data.last_batch=drop leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or use pad."
             )
         if streams is not None and (streams < 1 or batch_size % streams):
             raise UserError(

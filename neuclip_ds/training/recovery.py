@@ -23,6 +23,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.stage import RunContext, Stage
@@ -72,7 +73,7 @@ def recover(parts: RunContext, context: Context, comm_dtype: torch.dtype, folder
         The checkpoint that holds what was recovered; None when a signal has ended the stage early.
     """
     recovery, cached = parts.config.recovery, parts.config.recovery.mode == "cached"
-    method, average = _METHODS[recovery.loss], parts.config.objective.moving_average
+    method, average = _METHODS[recovery.loss], parts.config.objective.section(MovingAverageConfig)
     chosen = {"method": method, "moving_average": average.model_copy(update=_END_OF_SCHEDULE if cached else {})}
     config = parts.config.model_copy(update={"objective": parts.config.objective.model_copy(update=chosen)})
     objective = build_objective(config, context, comm_dtype)
@@ -152,8 +153,8 @@ def _check_temperature(checkpoint: Path, objective: Objective) -> None:
 
 def epochs_behind(recovery: RecoveryConfig) -> int:
     """Epochs of gamma's schedule that training need not repeat."""
-    continued = recovery.gamma == "continued" and "statistics" in recovery.transfer
-    return int(recovery.epochs) if is_asked_for(recovery) and continued else 0
+    continues = recovery.gamma == "continue" and "statistics" in recovery.transfer
+    return int(recovery.epochs) if is_asked_for(recovery) and continues else 0
 
 
 def find_reused(path: Path, communicator: Communicator) -> Path:

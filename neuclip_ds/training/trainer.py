@@ -23,7 +23,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import locate_model, open_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
-from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
@@ -50,7 +50,6 @@ def train(config: Config, environment: RankEnvironment) -> None:
     """
     engine_config = load_engine_config(config, environment.world_size)
     micro_batch = config.micro_batch(environment.world_size)
-    find_method(config.objective.method)
     with connected(dump(config)) as communicator:
         folder = config.run.folder / str(config.run.name)
         communicator.on_rank_zero(lambda: _prepare(folder, config))
@@ -113,7 +112,7 @@ class Run:
             "batch_size": data.batch_size,
             "slots": data.shard_streams,
             "shuffle_block": data.shuffle_block,
-            "tail": data.tail,
+            "tail": data.last_batch,
             "seed": config.run.seed,
             "method": config.objective.method,
             "parameters": parameters,
