@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Protocol
 
-from neuclip_ds.objectives.config import AdamSettings, ObjectiveConfig
+from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import METHODS, find_method
+from neuclip_ds.objectives.temperature_config import AdamSettings
 
 if TYPE_CHECKING:
     import torch

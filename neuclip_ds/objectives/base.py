@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.config import AdamSettings
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
+from neuclip_ds.objectives.temperature_config import AdamSettings
 from neuclip_ds.state.partition import RowTable
 
 

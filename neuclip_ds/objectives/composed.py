@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
-from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 from neuclip_ds.state.partition import RowTable
+
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.config import ObjectiveConfig
 
 Scale = Callable[[Tensor], Tensor]
 """The loss's leading factor, as a function of tau."""

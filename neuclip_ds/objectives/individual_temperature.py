@@ -17,9 +17,9 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, Step
-from neuclip_ds.objectives.config import TemperatureConfig
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.temperature import TemperatureSignal, initial_within_bounds, rho_of
+from neuclip_ds.objectives.temperature_config import TemperatureConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 

@@ -9,6 +9,7 @@ ranks' texts count for the loss; pairs of own texts with other ranks' images, wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -16,10 +17,12 @@ from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
-from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
+
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class SigmoidObjective(NoState):

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, PerSample, Stateful, Step
-from neuclip_ds.objectives.config import TemperatureConfig
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.temperature_config import TemperatureConfig
 
 _SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
 

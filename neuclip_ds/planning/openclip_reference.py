@@ -18,9 +18,9 @@ from torch.nn.functional import cross_entropy
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Objective, Step
-from neuclip_ds.objectives.config import AdamSettings
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.temperature import LearnableTemperature
+from neuclip_ds.objectives.temperature_config import AdamSettings
 
 
 class _GatherWithGradient(torch.autograd.Function):
