@@ -1,7 +1,8 @@
 """From a recipe's name and `--dotted.name=value` overrides to a validated config; free of torch.
 
 A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
-`neuclip_ds/recipes/`, or paths beside the file) that are laid under it in their order.
+`neuclip_ds/recipes/`, or paths relative to the file) that it is merged over, in their order. `other_methods:` in its
+`objective:` holds sections that apply only with a method that reads them, for runs that choose another method.
 """
 
 from __future__ import annotations
@@ -18,10 +19,21 @@ from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, C
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.methods import SECTIONS, find_method, method_of
+from neuclip_ds.section import merge
 
 RECIPES = Path(__file__).parent / "recipes"
 C = TypeVar("C", bound=Config)
 _PROFILED_STEPS = 10  # by --profile
+_OTHER_METHODS = "other_methods"
+RENAMED = {  # SECTION.OPTION, or SECTION.OPTION=VALUE
+    "data.slots": "data.shard_streams",
+    "data.tail": "data.last_batch",
+    "objective.wire": "objective.comm_dtype",
+    "recovery.gamma=continued": "recovery.gamma=continue",
+    "recovery.gamma=anew": "recovery.gamma=restart",
+}
+"""Former names of options, which are refused by naming the new one."""
 
 
 class TrainCommand(Config):
@@ -68,8 +80,22 @@ def parse(argv: Sequence[str]) -> Invocation:
         tree = merge(tree, {"run": {"profile_steps": _PROFILED_STEPS}})
     if (asked.hostfile or asked.gpu_memory) and not asked.dry_run:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
-    config = validate(merge(tree, given))
+    config = validate(override(tree, given))
     return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
+
+
+def parse_for(method: str | None, argv: Sequence[str]) -> Config:
+    """Return the config of a command line for one of several methods that share it.
+
+    Args:
+        method: its name; None takes that of the recipe.
+        argv: a recipe, then options NAME=VALUE; those of sections that the method does not read are left out.
+    """
+    recipe, *options = argv
+    chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))
+    own = [f"--objective.method={method}"] if method else []
+    read = [option for option in options if chosen.reads(option.removeprefix("--").split("=")[0])]
+    return parse([recipe, *own, *read]).config
 
 
 def recipe_names() -> list[str]:
@@ -92,22 +118,34 @@ def load_recipe(name: str, beside: Path | None = None) -> dict[str, Any]:
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
     merged: dict[str, Any] = {}
     for part in tree.pop("include", []):
-        merged = merge(merged, load_recipe(part, beside=path.parent))
-    return merge(merged, tree)
+        merged = override(merged, load_recipe(part, beside=path.parent))
+    return override(merged, tree)
 
 
-def merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """`base` with the values of `over` on top, section by section."""
-    merged = dict(base)
-    for key, value in over.items():
-        old = merged.get(key)
-        merged[key] = merge(old, value) if isinstance(old, dict) and isinstance(value, dict) else value
-    return merged
+def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    """Return `base` with the values of `over` on top.
+
+    If `over` names a method, sections of `base` that this method does not read are set aside as `other_methods`.
+    """
+    objective = dict(base.get("objective") or {})
+    method = (over.get("objective") or {}).get("method")
+    if method is None or not objective:
+        return merge(base, over)
+    unread = [name for name in SECTIONS if name in objective and name not in find_method(method).sections]
+    aside = {name: objective.pop(name) for name in unread}
+    objective[_OTHER_METHODS] = merge(objective.get(_OTHER_METHODS, {}), aside)
+    return merge({**base, "objective": objective}, over)
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config of a tree; `UserError` names every offending key."""
-    return _validate(Config, tree)
+    """Make a config of a tree.
+
+    Raises:
+        UserError: an option is unknown, renamed, of a wrong type or out of range; names every one.
+    """
+    for old, new in _renamed(tree):
+        raise UserError(f"{old} is now called {new}.")
+    return _validate(Config, _with_other_methods(tree))
 
 
 def _validate(model: type[C], tree: dict[str, Any]) -> C:
@@ -119,8 +157,47 @@ def _validate(model: type[C], tree: dict[str, Any]) -> C:
 
 
 def dump(config: Config) -> str:
-    """The config as YAML, to be read back by `load_recipe`."""
+    """Return the config as YAML, which can be used as a recipe; sections that the method does not read are omitted."""
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
+
+
+def load_saved(path: Path) -> Config:
+    """Read the config.yaml of a run, which may be older than the current names and hold sections of other methods."""
+    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    for old, new in list(_renamed(tree)):
+        section, key = old.partition("=")[0].split(".")
+        name, _, value = new.partition("=")
+        before = tree[section].pop(key)
+        tree[section][name.split(".")[1]] = value or before
+    method = method_of(tree["objective"])
+    for section in set(SECTIONS) - set(method.sections):
+        tree["objective"].pop(section, None)
+    return validate(tree)
+
+
+def _renamed(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield the former names in a tree, or name=value where a value was renamed, and the new ones."""
+    for old, new in RENAMED.items():
+        name, _, value = old.partition("=")
+        section, key = name.split(".")
+        options = tree.get(section)
+        if isinstance(options, dict) and key in options and (not value or options[key] == value):
+            yield old, new
+
+
+def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
+    """Return the tree with those of its `other_methods` that the method reads, under its own sections."""
+    objective = tree.get("objective")
+    if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
+        return tree
+    aside = objective[_OTHER_METHODS] or {}
+    for name, options in aside.items():
+        if name not in SECTIONS:
+            raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
+        SECTIONS[name].model_validate(options)
+    used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
+    rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
+    return {**tree, "objective": merge(used, rest)}
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
@@ -142,6 +219,9 @@ def _explain_arguments(message: str, argv: Sequence[str]) -> str:
     known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
     for argument in argv:
         name = with_dashes(argument.split("=")[0])
+        renamed = RENAMED.get(argument.split("=")[0].removeprefix("--").replace("-", "_"))
+        if argument.startswith("--") and renamed:
+            return f"{argument.split('=')[0]} is now called --{with_dashes(renamed)}."
         if argument.startswith("--") and name not in known:
             return f"Unknown option {name}{nearest(name, known)}"
     return f"The command line is wrong: {message.removeprefix('error parsing CLI: ')}; see --help."

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,9 +14,11 @@ PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
 # lowest first; packages of one layer do not know each other
 LAYERS: list[set[str]] = [
     {"errors"},
-    {"config", "distributed"},
-    {"recipe", "state", "data", "models"},
+    {"section", "distributed"},
+    {"state", "data"},
     {"objectives"},
+    {"config"},
+    {"recipe", "models"},
     {"evaluation", "reporting"},
     {"profiling", "engine"},
     {"checkpoint"},
@@ -25,7 +29,7 @@ LAYERS: list[set[str]] = [
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # a library -> the only packages that may import it
 ONLY_IN = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}
-WITHOUT_TORCH = {"errors", "config", "recipe"}  # so that --help and mistakes in a config answer at once
+WITHOUT_TORCH = {"errors", "section", "config", "recipe"}  # so that --help and mistakes in a config answer at once
 
 
 def imported(path: Path) -> set[str]:
@@ -78,6 +82,12 @@ def test_libraries_stay_where_they_belong() -> None:
         if name.split(".")[0] in heavy
     ]
     assert astray == []
+
+
+def test_options_and_the_table_of_methods_load_without_torch() -> None:
+    """Method files import their parts, and with them torch, when an objective is composed."""
+    code = "import neuclip_ds.recipe, neuclip_ds.objectives, sys; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_methods_are_named_in_the_table_alone() -> None:

@@ -17,8 +17,11 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
+from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
+from neuclip_ds.objectives.methods.tuneclip import HingeConfig
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.planning.dry_run import print_dry_run
-from neuclip_ds.recipe import RECIPES, load_recipe, merge, parse, recipe_names
+from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 
 FILES = sorted(RECIPES.rglob("*.yaml"))
 
@@ -119,14 +122,14 @@ def test_temperature_is_as_published(name: str) -> None:
 
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if re.search("sogclr|fastclip", name)])
 def test_gamma_is_as_published(name: str) -> None:
-    average = config_of(name).objective.moving_average
+    average = config_of(name).objective.section(MovingAverageConfig)
     assert (average.gamma, average.gamma_min) == GAMMAS.get(name, ("cosine", 0.2))
     assert average.gamma_epochs == GAMMA_EPOCHS[data_of(name)]
 
 
 def test_amorlip_is_as_published() -> None:
     def row(name: str) -> tuple[float, ...]:
-        net = config_of(name).objective.amortized
+        net = config_of(name).objective.section(AmortizedConfig)
         return net.width, net.updates, net.target_every, net.online_every, net.ema, net.previous_weight, net.lr
 
     assert row("cc3m_amorlip") == (0.5, 3, 2, 8, 0.999, 0.8, 1e-3)
@@ -162,7 +165,7 @@ def test_a_recipe_names_its_source_and_repeats_nothing(path: Path) -> None:
     tree = yaml.safe_load(text)
     included: dict[str, Any] = {}
     for part in tree.pop("include", []):
-        included = merge(included, load_recipe(part, beside=path.parent))
+        included = override(included, load_recipe(part, beside=path.parent))
     before = dict(leaves(included))
     repeated = [key for key, value in leaves(tree) if key in before and before[key] == value]
     assert not repeated
@@ -211,9 +214,10 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     config = config_of(name)
     objective, optimizer = config.objective, config.optimizer
     assert (config.model.pretrained, config.data.batch_size) == FINE_TUNED[name]
-    assert (objective.method, objective.hinge.margin, objective.hinge.power) == ("tuneclip", 0.1, 2.0)
+    hinge = objective.section(HingeConfig)
+    assert (objective.method, hinge.margin, hinge.power) == ("tuneclip", 0.1, 2.0)
     assert objective.temperature.initial is None  # the checkpoint's
-    average = objective.moving_average
+    average = objective.section(MovingAverageConfig)
     assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("cosine", 0.9, 4)
     assert (optimizer.lr, optimizer.weight_decay, optimizer.betas) == (1e-5, 0.02, (0.9, 0.98))
     assert (config.recovery.mode, config.recovery.epochs, config.budget.epochs) == ("full", 5, 5)

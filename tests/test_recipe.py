@@ -9,15 +9,26 @@ import yaml
 
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives import find_method
-from neuclip_ds.recipe import dump, load_recipe, merge, option_fields, parse, recipe_names, validate
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
+from neuclip_ds.recipe import (
+    RENAMED,
+    dump,
+    load_recipe,
+    load_saved,
+    merge,
+    option_fields,
+    parse,
+    parse_for,
+    recipe_names,
+    validate,
+)
 
 
 @pytest.mark.parametrize("name", recipe_names())
 def test_every_recipe_is_valid_and_survives_its_dump(name: str) -> None:
     config = parse([name]).config
     assert config.run.name == name
-    find_method(config.objective.method)
     assert validate(yaml.safe_load(dump(config))) == config
 
 
@@ -29,8 +40,8 @@ def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
     assert after.optimizer.betas == (0.8, 0.9)
     assert after.data.micro_batch == 32
     assert after.run.name == "mine"
-    assert after.objective.npn.reset_accumulator
-    assert after.objective.npn.prototypes == before.objective.npn.prototypes
+    assert after.objective.section(NpnConfig).reset_accumulator
+    assert after.objective.section(NpnConfig).prototypes == before.objective.section(NpnConfig).prototypes
     assert after.model == before.model
 
 
@@ -65,6 +76,59 @@ def test_includes_are_laid_under_the_recipe(tmp_path: Path) -> None:
     }
 
 
+def test_a_methods_defaults_lie_between_the_section_and_the_recipe(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("objective: {method: sogclr, moving_average: {gamma_min: 0.5}}\n")
+    average = parse([str(path), "--objective.moving_average.gamma_epochs=3"]).config.objective.section(
+        MovingAverageConfig
+    )
+    assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("constant", 0.5, 3)
+    assert parse([str(path)]).config.objective.temperature.initial == 0.03
+
+
+def test_a_pretrained_model_starts_at_its_own_temperature_and_bias(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    path.write_text("model: {pretrained: a/model}\nobjective: {method: siglip}\n")
+    tree = yaml.safe_load(dump(parse([str(path)]).config))["objective"]
+    assert (tree["temperature"]["initial"], tree["siglip"]["bias"]) == (None, None)
+    tree = yaml.safe_load(dump(parse([str(path), "--objective.siglip.bias=-3", "--model.pretrained="]).config))
+    assert (tree["objective"]["temperature"]["initial"], tree["objective"]["siglip"]["bias"]) == (0.1, -3)
+
+
+def test_sections_for_other_methods_wait_for_theirs() -> None:
+    """A recipe's sections that a later choice of method does not read come back with the method that does."""
+    assert parse(["demo", "--objective.method=openclip"]).config.objective.section(NpnConfig) == NpnConfig()
+    average = parse(["demo", "--objective.method=fastclip_v1"]).config.objective.section(MovingAverageConfig)
+    assert average.gamma_epochs == 4
+    again = parse(["demo_openclip", "--objective.method=neuclip"]).config.objective.section(NpnConfig)
+    assert again == parse(["demo"]).config.objective.section(NpnConfig)
+    assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
+
+
+def test_several_methods_share_a_command_line() -> None:
+    shared = ["demo", "--objective.npn.lr=3", "--objective.eps=1e-6"]
+    for method in ("openclip", "neuclip", None):
+        config = parse_for(method, shared)
+        assert config.objective.method == (method or "neuclip")
+        assert config.objective.eps == 1e-6
+        assert config.objective.section(NpnConfig).lr == (1.0 if method == "openclip" else 3)
+
+
+def test_a_run_saved_with_former_names_and_all_sections_is_read(tmp_path: Path) -> None:
+    config = parse(["demo_openclip"]).config
+    tree = yaml.safe_load(dump(config))
+    tree["objective"] |= {"npn": NpnConfig().model_dump(), "hinge": {"margin": 3}}
+    for new, old in ((name, former) for former, name in RENAMED.items() if "=" not in name):
+        section, key = new.split(".")
+        tree[section][old.split(".")[1]] = tree[section].pop(key)
+    tree["recovery"]["gamma"] = "anew"
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
+    found = load_saved(tmp_path / "config.yaml")
+    assert found.recovery.gamma == "restart"
+    found.recovery.gamma = config.recovery.gamma
+    assert found == config
+
+
 def test_merge_leaves_its_arguments_alone() -> None:
     base, over = {"a": {"b": 1, "c": 2}}, {"a": {"b": 3}, "d": 4}
     assert merge(base, over) == {"a": {"b": 3, "c": 2}, "d": 4}
@@ -84,6 +148,15 @@ def test_merge_leaves_its_arguments_alone() -> None:
         (["demo", "--model.text.heads=5"], "heads=5 does not divide width=128"),
         (["demo", "--objective.temperature.initial=3"], "initial=3.0 is outside"),
         (["dmeo"], "did you mean demo"),
+        (["demo", "--objective.method=openclp"], "did you mean openclip?"),
+        (
+            ["demo_openclip", "--objective.npn.lr=3"],
+            "objective.npn.lr is read by neuclip only",
+        ),
+        (["demo", "--objective.method=siglip", "--objective.npn.lr=3"], "reads objective.siglip: remove it, or choose"),
+        (["demo", "--objective.wire=float32"], "--objective.wire is now called --objective.comm_dtype"),
+        (["demo", "--data.slots=2"], "--data.slots is now called --data.shard_streams"),
+        (["demo", "--recovery.gamma=anew"], "recovery.gamma=anew is now called recovery.gamma=restart"),
         ([], "Name a recipe"),
     ],
 )
@@ -100,6 +173,10 @@ def test_mistakes_name_the_thing_and_the_mend(options: list[str], words: str) ->
         ("data: [", "not valid YAML"),
         ("- data", "must be a mapping"),
         ("include: [nothing]", "no recipe or file nothing"),
+        ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
+        ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
+        ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key margn"),
+        ("data: {tail: drop}", "data.tail is now called data.last_batch"),
     ],
 )
 def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:

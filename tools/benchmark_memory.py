@@ -27,7 +27,7 @@ import torch
 import torch.multiprocessing as mp
 
 from neuclip_ds.config import Config
-from neuclip_ds.recipe import dump, load_recipe, merge, validate
+from neuclip_ds.recipe import dump, load_recipe, override, validate
 
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
 _TOKENS = 512  # of the vocabulary, from which random captions are drawn
@@ -53,7 +53,7 @@ class Case(NamedTuple):
             "optimizer": {"name": self.optimizer, "lr": 1e-5},
             "deepspeed": self.engine,
         }
-        return validate(merge(load_recipe(_MODELS[self.model]), options))
+        return validate(override(load_recipe(_MODELS[self.model]), options))
 
 
 def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:

@@ -26,11 +26,12 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.functional import cross_entropy, normalize
 
-from neuclip_ds.config import Config, NpnConfig
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 
 Work = Callable[[], object]
 

@@ -45,7 +45,8 @@ from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.objectives import find_method
-from neuclip_ds.recipe import dump, parse
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.recipe import dump, parse_for
 from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
 
 PEERS = Path(__file__).parent / "peers"
@@ -73,11 +74,11 @@ class Setting(NamedTuple):
     def batch(self) -> int:
         return self.rows * self.ranks
 
-    def config(self, *more: str) -> Config:
-        """The run as train.py would have it."""
+    def config(self, method: str | None = None, *more: str) -> Config:
+        """Return the config of the run, with the recipe's method or another."""
         asked = self.arguments
         own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
-        own += ["--data.tail=drop", "--data.val=", "--data.zero_shot="]
+        own += ["--data.last_batch=drop", "--data.val=", "--data.zero_shot="]
         own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000", "--run.report=false"]
         own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
         if self.source != RANDOM:
@@ -85,12 +86,12 @@ class Setting(NamedTuple):
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return parse([self.recipe, *own, *self.overrides, *more]).config
+        return parse_for(method, [self.recipe, *own, *self.overrides, *more])
 
-    def write(self, name: str, *more: str) -> Path:
-        """The config in a file."""
+    def write(self, name: str, method: str | None = None, *more: str) -> Path:
+        """Write the config to a file and return its path."""
         path: Path = self.arguments.out / f"{name}_{self.ranks}ranks.yaml"
-        path.write_text(dump(self.config(*more)), encoding="utf-8")
+        path.write_text(dump(self.config(method, *more)), encoding="utf-8")
         return path
 
 
@@ -163,7 +164,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str
 
 def make_tokenizer(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> tuple[Path, int] | None:
     """One for all programs, trained on the captions; None where the recipe names its own."""
-    text = parse([arguments.recipe, *overrides]).config.model.text
+    text = parse_for(None, [arguments.recipe, *overrides]).model.text
     if text.tokenizer is not None:
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
@@ -197,14 +198,16 @@ def programs(setting: Setting) -> list[Program]:
 def warmup_of(config: Config, asked: argparse.Namespace) -> int:
     """NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes."""
     uses_network = "npn" in find_method(config.objective.method).sections
-    until = math.ceil(config.objective.npn.prototypes / config.data.batch_size) + 1 if uses_network else 0
+    until = (
+        math.ceil(config.objective.section(NpnConfig).prototypes / config.data.batch_size) + 1 if uses_network else 0
+    )
     return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
 
 
 def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
     asked = setting.arguments
     steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
-    return str(setting.write(as_name(program), f"--objective.method={method}", f"--budget.steps={steps}"))
+    return str(setting.write(as_name(program), method, f"--budget.steps={steps}"))
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
@@ -243,7 +246,7 @@ def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     small = Setting(arguments, overrides, arguments.share_model, 1, arguments.share_rows, threads)
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
-    npn = small.config().objective.npn
+    npn = small.config().objective.section(NpnConfig)
     alone = [objective_seconds(setting) for setting in (small, paper)]
     pair = step_seconds(small) - alone[0]["openclip"] / small.rows
     print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.updates}, m = {npn.prototypes}\n")

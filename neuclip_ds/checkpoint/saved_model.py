@@ -5,8 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import NamedTuple
 
-import yaml
-
 from neuclip_ds.checkpoint.checkpoints import is_complete
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config, ModelConfig
@@ -16,7 +14,7 @@ from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.source import ModelSource, locate_model, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.recipe import validate
+from neuclip_ds.recipe import load_saved
 
 
 class SavedModel(NamedTuple):
@@ -74,7 +72,7 @@ class SavedRun(NamedTuple):
 def open_run(checkpoint: Path) -> SavedRun:
     """Open the run that a checkpoint from `find_checkpoint` belongs to."""
     run = checkpoint.parent.parent
-    config = validate(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8")))
+    config = load_saved(run / "config.yaml")
     source, start = open_saved(config.model, run / "model")
     tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(run / "tokenizer", config.model.text.context_length))
     return SavedRun(config, source, start, tokenizer)

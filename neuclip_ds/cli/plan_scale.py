@@ -13,7 +13,7 @@ from neuclip_ds.planning.memory import Towers
 from neuclip_ds.planning.openclip_reference import REFERENCES
 from neuclip_ds.planning.scaling import ClusterAssumptions, count_activated, predict
 from neuclip_ds.planning.step_work import count_model
-from neuclip_ds.recipe import parse
+from neuclip_ds.recipe import parse, parse_for
 
 
 def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -51,7 +51,5 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _config(arguments: argparse.Namespace, overrides: Sequence[str], method: str, ranks: int) -> Config:
-    ours = [] if method in REFERENCES else [f"--objective.method={method}"]
-    if arguments.rows:
-        ours.append(f"--data.batch_size={arguments.rows * ranks}")
-    return parse([arguments.recipe, *ours, *overrides]).config
+    ours = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
+    return parse_for(None if method in REFERENCES else method, [arguments.recipe, *ours, *overrides])

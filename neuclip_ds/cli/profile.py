@@ -28,7 +28,7 @@ from typing import Any
 from neuclip_ds.cli.program import Parser, rank_environment
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import dump, parse
+from neuclip_ds.recipe import dump, parse_for
 
 METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
 
@@ -50,14 +50,11 @@ def main(arguments: Sequence[str]) -> None:
 
 def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Profile every combination and write the report on all of them."""
-    from neuclip_ds.objectives import find_method  # torch takes seconds to import
-    from neuclip_ds.planning.openclip_reference import REFERENCES
+    from neuclip_ds.planning.openclip_reference import REFERENCES  # torch takes seconds to import
     from neuclip_ds.profiling.report import write
 
-    for method in arguments.methods:
-        if method not in REFERENCES:
-            find_method(method)
-    parse([arguments.recipe, *overrides])  # refuses a wrong option before any process starts
+    for method in arguments.methods:  # refuses a wrong option before any process starts
+        parse_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
     for world_size in arguments.world_sizes:
@@ -105,6 +102,7 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     """Run one rank of one combination."""
     from neuclip_ds.distributed.launch import connected
     from neuclip_ds.objectives import build_objective, find_method
+    from neuclip_ds.objectives.methods.neuclip import NpnConfig
     from neuclip_ds.planning.openclip_reference import REFERENCES
     from neuclip_ds.planning.synthetic_profile import run_synthetic_profile
 
@@ -112,12 +110,10 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     batch = arguments.rows * read_environment().world_size
     ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
     ours += [f"--run.profile_steps={arguments.steps}"]
-    if name not in REFERENCES:
-        ours.append(f"--objective.method={name}")
-    config = parse([arguments.recipe, *ours, *overrides]).config
+    config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     sections = () if name in REFERENCES else find_method(name).sections
     # NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes
-    seen = math.ceil(config.objective.npn.prototypes / batch) + 2 if "npn" in sections else 3
+    seen = math.ceil(config.objective.section(NpnConfig).prototypes / batch) + 2 if "npn" in sections else 3
     config.run.profile_after = max(3, seen)
     with connected(dump(config)) as communicator:
         run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))

@@ -33,7 +33,7 @@ def methods(arguments: argparse.Namespace) -> None:
             (job for job in searched if job.method == method),
             key=lambda job: report.mean_recall(results.get(job.name, {})),
         ).options
-        for method in study.KNOBS
+        for method in study.SEARCHES
     }
     for stage, jobs in (("finals", study.finals(best, budget)), ("sweeps", list(study.sweeps(best, budget)))):
         results.update(run(runner, jobs, stage) if stage in arguments.stages else known(runner, jobs))

@@ -87,8 +87,8 @@ class GlobalOrder:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
         if self.tail == "drop" and self.n < self.batch_size:
             raise UserError(
-                f"data.tail=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
-                "lower it or set data.tail=pad."
+                f"data.last_batch=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
+                "lower it or set data.last_batch=pad."
             )
         if streams is not None and (streams < 1 or self.batch_size % streams):
             raise UserError(

@@ -1,4 +1,4 @@
-"""What goes into an objective and what comes out: the contracts that its parts share.
+"""Inputs and outputs of an objective, and the protocols that its parts implement.
 
 Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. Direction 0 means image anchors
 (contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
@@ -14,11 +14,12 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
+from neuclip_ds.objectives.temperature_config import AdamSettings
 from neuclip_ds.state.partition import RowTable
 
 
 class Step(NamedTuple):
-    """Where in the run a call happens."""
+    """Position of a call in the run."""
 
     number: int  # 0-based
     epoch: int
@@ -37,18 +38,20 @@ class FeatureGradients(NamedTuple):
 
 
 class Context(NamedTuple):
-    """What the parts of an objective are built for."""
+    """Sizes, ranks and settings that the parts of an objective are built with, besides their own options."""
 
     dim: int  # d
     samples: int  # n of the data set
     communicator: Communicator
     dtype: torch.dtype = torch.float32
-    temperature: float | None = 0.07  # that the encoders bring; None where their checkpoint has none
+    temperature: float | None = 0.07  # of the encoders; None if their checkpoint has none
     bias: float | None = -10.0  # of SigLIP's logits, likewise
+    comm_dtype: torch.dtype = torch.float32  # precision in which features travel
+    adam: AdamSettings = AdamSettings()  # of the temperature
 
 
 class Stateful(Protocol):
-    """State that a checkpoint keeps: equal on all ranks, or partitioned by rows."""
+    """State that a checkpoint saves: equal on all ranks, or partitioned by rows."""
 
     def replicated_state(self) -> dict[str, Tensor]: ...
 
@@ -58,31 +61,31 @@ class Stateful(Protocol):
 
 
 class PerSample(Protocol):
-    """May hold state by sample index, which is read while the encoders still run."""
+    """State by sample index, which is read while the encoders still run."""
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Begins to read what the next call needs; (K b,) indices of the batch, -1 for rows that do not count."""
+        """Start to read what the next call needs; (K b,) indices of the batch, -1 for rows that do not count."""
         ...
 
 
 class NoState:
-    """Nothing to keep; a part that has some kinds of state overrides those."""
+    """No state; a part that has some kinds of state overrides their methods."""
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Without state of samples there is nothing to read."""
+        """Read nothing: there is no state by sample."""
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Without replicated state there is nothing to load."""
+        """Load nothing: there is no replicated state."""
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
 
 
 class NormalizerOutput(NamedTuple):
-    """A normaliser's answer for one batch.
+    """Estimates of a normaliser for one batch.
 
     The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
     constant, plus `feature_grad` where the estimate itself moves with the features.
@@ -97,10 +100,11 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful, PerSample, Protocol):
-    """An estimator of the anchors' normalisers, one a file in `objectives/normalizers/`."""
+    """Estimator of the anchors' normalisers; each has a file in `objectives/normalizers/`."""
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """
+        """Estimate the normalisers of a batch, and update the estimator.
+
         Args:
             batch: the gathered features.
             log_g: (2, local), log of the batch's mean over negatives for this rank's anchors.
@@ -110,7 +114,7 @@ class Normalizer(Stateful, PerSample, Protocol):
         ...
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """The present estimate of g for this rank's anchors, changing no state; arguments as in the call.
+        """Return the current estimate of g for this rank's anchors without changing state; arguments as in the call.
 
         Returns:
             (2, local): its logarithm, -inf where there is no estimate yet.
@@ -119,14 +123,14 @@ class Normalizer(Stateful, PerSample, Protocol):
 
 
 class Objective(Stateful, Protocol):
-    """Turns this rank's features into the gradient of the global loss with respect to them.
+    """Function from this rank's features to the gradient of the global loss with respect to them.
 
     Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
     """
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """What takes features of these rows ((b,) int64, (b,) bool) as they come, for `Features.gather`; None where
-        the objective gathers by itself."""
+        """Return what gathers the features of these rows ((b,) int64, (b,) bool) piece by piece, for `Features.gather`;
+        None if the objective gathers by itself."""
         ...
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients: ...

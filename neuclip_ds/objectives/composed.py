@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
 from neuclip_ds.objectives.contrastive import PairSimilarities
@@ -17,6 +17,9 @@ from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 from neuclip_ds.state.partition import RowTable
+
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.config import ObjectiveConfig
 
 Scale = Callable[[Tensor], Tensor]
 """The loss's leading factor, as a function of tau."""
@@ -38,17 +41,16 @@ def scale_tau(tau: Tensor) -> Tensor:
 
 
 class ContrastiveObjective:
-    """Feature gradient, normaliser update and temperature step of one batch (METHODS.md, table 1)."""
+    """Feature gradient, normaliser update and temperature step of one batch."""
 
     def __init__(
         self,
+        config: ObjectiveConfig,
+        context: Context,
         pair_loss: PairLoss,
         normalizer: Normalizer,
         temperature: Temperature,
         scale: Scale,
-        config: ObjectiveConfig,
-        context: Context,
-        comm_dtype: torch.dtype,
     ) -> None:
         self._pair_loss = pair_loss
         self._normalizer = normalizer
@@ -56,7 +58,7 @@ class ContrastiveObjective:
         self._scale = scale
         self._config = config
         self._communicator = context.communicator
-        self._comm_dtype = comm_dtype
+        self._comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
         return FeatureGather(index, valid, self._communicator, self._comm_dtype, self._prefetch)
@@ -67,7 +69,7 @@ class ContrastiveObjective:
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Gradient of the global loss with respect to this rank's features; updates normaliser and temperature.
+        """Return the gradient of the global loss for this rank's features; updates normaliser and temperature.
 
         Raises:
             UserError: fewer than two rows of the batch count, so that no anchor has a negative.
@@ -76,7 +78,7 @@ class ContrastiveObjective:
         if batch.size < 2:
             raise UserError(
                 f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
-                "but a contrast needs two; look into bad_samples.jsonl and mend the shards, or enlarge the batch."
+                "but a contrast needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
             )
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
@@ -122,9 +124,9 @@ class ContrastiveObjective:
 
     @torch.no_grad()
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
-        """What the method now takes the normalisers of a batch's anchors to be; changes no state.
+        """Return the method's current estimates of the normalisers of a batch's anchors; changes no state.
 
-        Features travel in their own precision, so that an error is the estimate's alone.
+        Features travel in their own precision, so that the error is that of the estimate alone.
 
         Returns:
             For this rank's valid rows (2, local) log of the estimated g, -inf where there is none, and (2, local) tau.

@@ -5,7 +5,14 @@ Every contrastive method has the feature gradient of
     L = 1/B sum_i [ W1_i g1_i + W2_i g2_i ],   g1_i = 1/(B-1) sum_{j != i} exp(l(s_ij - s_ii) / tau),
                                                g2_i = 1/(B-1) sum_{j != i} exp(l(s_ji - s_ii) / tau)
 
-with the weights W held constant (METHODS.md, "One gradient, many normalisers"). No gradient travels between ranks.
+with the weights W = scale w held constant. For l(x) = x its gradient by an image feature is
+
+    dL/de1_i = 1/(B (B-1) tau) [ sum_{j != i} (W1_i a_ij + W2_j b_ij) e2_j - p_i e2_i ],
+    a_ij = exp((s_ij - s_ii)/tau),   b_ij = exp((s_ij - s_jj)/tau),   a'_ij = exp((s_ji - s_ii)/tau),
+    p_i = sum_{j != i} (W1_i a_ij + W2_i a'_ij)
+
+and by a text feature the same with the roles exchanged. Another l brings its slope l'(x) into a, a' and b. A rank needs
+the gathered features and weights only: no gradient travels between ranks.
 """
 
 from __future__ import annotations

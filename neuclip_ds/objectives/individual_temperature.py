@@ -14,12 +14,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.temperature import TemperatureSignal, initial_within_bounds, rho_of
+from neuclip_ds.objectives.temperature_config import TemperatureConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -29,14 +29,14 @@ _RELEASED_CLAMP = 5.0
 class IndividualTemperature(NoState):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
-    def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
+    def __init__(self, config: TemperatureConfig, context: Context) -> None:
         if config.schedule == "third_below_0.03":
             raise UserError(
                 "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
                 "individual ones take constant or encoder."
             )
         self._config = config
-        self._betas, self._eps = optimizer.betas, optimizer.eps
+        self._betas, self._eps = context.adam
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
         self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
@@ -53,7 +53,7 @@ class IndividualTemperature(NoState):
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        """Adam's step of the owners, who have moments and visits: only the gradients travel."""
+        """Take an Adam step on the ranks that own the samples, which hold moments and visits: only gradients travel."""
         own_gradient = signal.local_tau_term + self.rho(step) - signal.local_mean_logit
         gradient = batch.gather(own_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
@@ -69,7 +69,7 @@ class IndividualTemperature(NoState):
         self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
-        """1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""
+        """Return 1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""
         if self._config.individual == "paper":
             times = visits
         else:

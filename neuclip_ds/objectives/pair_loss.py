@@ -1,4 +1,4 @@
-"""The pair loss l of a contrastive objective: what a difference of similarities counts before the exponential."""
+"""The pair loss l of a contrastive objective, applied to similarity differences before the exponential."""
 
 from __future__ import annotations
 
@@ -6,30 +6,25 @@ from typing import Protocol
 
 from torch import Tensor
 
-from neuclip_ds.config import ObjectiveConfig
-
 
 class PairLoss(Protocol):
     """l(x) of x = s_ij - s_ii, in place, and its slope l'(x)."""
 
     def value_(self, x: Tensor) -> Tensor:
-        """Overwrites x with l(x)."""
+        """Overwrite x with l(x)."""
         ...
 
     def slope(self, x: Tensor) -> Tensor | None:
-        """l'(x), or None where it is 1 everywhere."""
+        """Return l'(x), or None if it is 1 everywhere."""
         ...
 
     def divisor(self, size: int) -> int:
-        """What the sum over an anchor's negatives in a batch of `size` rows is divided by."""
+        """Return the divisor of the sum over an anchor's negatives in a batch of `size` rows."""
         ...
 
 
 class Identity:
     """l(x) = x: every method but TuneCLIP."""
-
-    def __init__(self, config: ObjectiveConfig) -> None:
-        pass
 
     def value_(self, x: Tensor) -> Tensor:
         return x
@@ -54,8 +49,8 @@ class Hinge:
     TuneCLIP divides an anchor's sum by the whole batch.
     """
 
-    def __init__(self, config: ObjectiveConfig) -> None:
-        self.margin, self.power = config.hinge.margin, config.hinge.power
+    def __init__(self, margin: float, power: float) -> None:
+        self.margin, self.power = margin, power
 
     def divisor(self, size: int) -> int:
         return size

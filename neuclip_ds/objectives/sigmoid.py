@@ -9,41 +9,52 @@ ranks' texts count for the loss; pairs of own texts with other ranks' images, wh
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
 
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.config import ObjectiveConfig
+
 
 class SigmoidObjective(NoState):
     """Feature gradient of one batch, and one Adam step of temperature and bias."""
 
-    def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
-        objective = config.objective
-        self._config = objective
+    def __init__(self, config: ObjectiveConfig, bias: float | None, context: Context) -> None:
+        """
+        Args:
+            config: options that all methods share.
+            bias: of the logits at step 0; None for that of the encoders.
+            context: width, size of the data set, ranks.
+
+        Raises:
+            UserError: neither the config nor the checkpoint has a bias.
+        """
+        self._config = config
         self._communicator = context.communicator
-        self._comm_dtype = comm_dtype
-        bias = context.bias if objective.siglip.bias is None else objective.siglip.bias
+        self._comm_dtype = context.comm_dtype
+        bias = context.bias if bias is None else bias
         if bias is None:
             raise UserError(
-                "The pretrained checkpoint has no logit_bias, with which SigLIP's loss starts; give "
+                "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts with; give "
                 "--objective.siglip.bias (SigLIP begins with -10)."
             )
-        self._logit = LearnableTemperature(objective.temperature, config.optimizer, context, bias=bias)
+        self._logit = LearnableTemperature(config.temperature, context, bias=bias)
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
         return FeatureGather(index, valid, self._communicator, self._comm_dtype)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Gradient of the global loss with respect to this rank's features; updates temperature and bias."""
+        """Return the gradient of the global loss for this rank's features; updates temperature and bias."""
         batch = GatheredFeatures(features, self._communicator, self._comm_dtype)
         tau, bias = self._logit.tau, self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk, budget=0)

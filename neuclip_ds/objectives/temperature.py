@@ -1,4 +1,4 @@
-"""How the temperature moves: one rule a class.
+"""Rules for the temperature, one per class.
 
 The trained number is theta = log(1/tau), as in every published code base; its gradient is -tau d/dtau. It is
 float32, lives outside the DeepSpeed engine, and is the same on all ranks because its gradient is.
@@ -13,16 +13,16 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import OptimizerConfig, TemperatureConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, PerSample, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.temperature_config import TemperatureConfig
 
 _SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
 
 
 class TemperatureSignal(NamedTuple):
-    """What a rule may use of one step.
+    """Statistics of one step that a rule may use.
 
     `mean_logit` is w/(B-1) sum_j exp(y_ij) y_ij with y = l(x)/tau: -tau times the data term d g / d tau. `tau_term` is
     the per-anchor part of d loss / d tau that is not the data term.
@@ -39,20 +39,20 @@ class Temperature(Stateful, PerSample, Protocol):
     """A rule for tau."""
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        """Temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
+        """Return the temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
         ...
 
     def rho(self, step: Step) -> float:
-        """The loss holds rho tau for each anchor and direction."""
+        """Return rho of a step; the loss holds rho tau for each anchor and direction."""
         ...
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        """One optimizer step, after the gradient of the batch."""
+        """Take one optimizer step, after the gradient of the batch."""
         ...
 
 
 def initial_temperature(config: TemperatureConfig, context: Context) -> float:
-    """tau at step 0: the config's, or that of the encoders.
+    """Return tau at step 0: the config's, or that of the encoders.
 
     Raises:
         UserError: neither has one.
@@ -67,7 +67,7 @@ def initial_temperature(config: TemperatureConfig, context: Context) -> float:
 
 
 def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
-    """The same for a temperature that is learned and clamped.
+    """Return tau at step 0 for a temperature that is learned and clamped.
 
     Raises:
         UserError: neither has one, or a checkpoint's lies beyond the bounds.
@@ -77,7 +77,7 @@ def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
-            f"maximum={config.maximum}] of objective.temperature; move one of them, or set initial."
+            f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
         )
     return bounded
 
@@ -85,7 +85,7 @@ def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
 class ConstantTemperature(NoState):
     """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
 
-    def __init__(self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context) -> None:
+    def __init__(self, config: TemperatureConfig, context: Context) -> None:
         tau = initial_temperature(config, context)
         self._tau = torch.tensor(tau, dtype=context.dtype, device=context.communicator.device)
 
@@ -106,19 +106,17 @@ class ConstantTemperature(NoState):
 
 
 class LearnableTemperature(NoState):
-    """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned beside it."""
+    """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned with it."""
 
-    def __init__(
-        self, config: TemperatureConfig, optimizer: OptimizerConfig, context: Context, **beside: float
-    ) -> None:
+    def __init__(self, config: TemperatureConfig, context: Context, **further: float) -> None:
         self._config = config
-        initial = {"theta": -math.log(initial_within_bounds(config, context)), **beside}
+        initial = {"theta": -math.log(initial_within_bounds(config, context)), **further}
         device = context.communicator.device
         self._scalars = {
             name: torch.nn.Parameter(torch.tensor([value], dtype=context.dtype, device=device))
             for name, value in initial.items()
         }
-        self._adam = torch.optim.Adam(self._scalars.values(), lr=0.0, betas=optimizer.betas, eps=optimizer.eps)
+        self._adam = torch.optim.Adam(self._scalars.values(), lr=0.0, **context.adam._asdict())
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         return self.tau
@@ -136,7 +134,7 @@ class LearnableTemperature(NoState):
         return 0.0
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Adam with d loss / d scalar (0-dim) for each by name, then the clamp of tau to its bounds."""
+        """Take an Adam step with d loss / d scalar (0-dim) by name, then clamp tau to its bounds."""
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         self._adam.param_groups[0]["lr"] = self._lr(step)
@@ -205,7 +203,7 @@ class RescaledTemperature(RobustTemperature):
 
 
 def rho_of(config: TemperatureConfig, step: Step) -> float:
-    """rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
+    """Return rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
     if isinstance(config.rho, float):
         return config.rho
     return config.rho[min(int(step.progress * len(config.rho)), len(config.rho) - 1)]

@@ -17,7 +17,6 @@ from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
-from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import CACHE, open_order, resolve
@@ -43,7 +42,6 @@ def print_dry_run(
     world_size = sum(nodes.values()) if nodes else environment.world_size
     engine = load_engine_config(config, world_size)
     rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
-    find_method(config.objective.method)
     if config.run.wandb is not None:
         require_wandb()
     lines = [f"method     {config.objective.method}"]

@@ -21,7 +21,7 @@ from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.models.pretrained.base import CheckpointRef
 from neuclip_ds.models.source import ModelSource, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.objectives import Contrastive, build_objective, find_method
+from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
@@ -220,7 +220,7 @@ def _similarities(query: MemoryQuery) -> int:
     objective, batch = query.config.objective, query.config.data.batch_size
     rows = batch // query.world_size
     kept = 4 * rows * (2 * batch - rows)
-    visits_twice = isinstance(find_method(objective.method), Contrastive)
+    visits_twice = find_method(objective.method).normalizer is not None
     if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
         kept = 0  # computed again, or needed once
     if query.device == "cpu":

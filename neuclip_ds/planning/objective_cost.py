@@ -23,6 +23,8 @@ from neuclip_ds.config import Config
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.planning.simulated_rank import Call, SimulatedRank
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
@@ -86,7 +88,7 @@ def objective_calls(
         both = large.size - wide.size - tall.size + low.size
         size = low.size + by_rows * (tall.size - low.size) + by_dim * (wide.size - low.size) + by_rows * by_dim * both
         found[low.purpose, low.op, round(size)] += 1
-    steps = config.objective.amortized.online_every
+    steps = config.objective.section(AmortizedConfig).online_every
     return [Call(*call, count / steps) for call, count in found.items()]
 
 
@@ -102,7 +104,7 @@ def objective_work(
     terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)
     counts = torch.tensor([[one.flops, one.elements] for one in seen], dtype=torch.float64)
     coefficients = torch.linalg.lstsq(terms, counts).solution
-    share = -(-config.objective.npn.prototypes // world_size)
+    share = -(-config.objective.section(NpnConfig).prototypes // world_size)
     wanted = torch.tensor(_terms(rows, dim, share), dtype=torch.float64)
     flops, elements = (wanted @ coefficients).tolist()
     return ObjectiveWork(flops, elements)
@@ -125,13 +127,13 @@ def _run(
 ) -> _Seen:
     """Steps of the objective on `rows` rows a rank, with `columns` prototypes a rank."""
     small = config.model_copy(deep=True)
-    small.objective.npn.prototypes = columns * world_size
+    small.objective.section(NpnConfig).prototypes = columns * world_size
     rank = SimulatedRank(world_size)
     objective = build(small, Context(dim, rows, rank), comm_dtype)
     generator = torch.Generator().manual_seed(0)
     image, text = normalize(torch.randn(2, rows, dim, generator=generator), dim=-1)
     index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
-    steps = config.objective.amortized.online_every
+    steps = config.objective.section(AmortizedConfig).online_every
     elements = _Elements()
     with _unheard(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
         for number in range(_WARM_UP + steps):

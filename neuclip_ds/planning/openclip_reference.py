@@ -20,6 +20,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.temperature import LearnableTemperature
+from neuclip_ds.objectives.temperature_config import AdamSettings
 
 
 class _GatherWithGradient(torch.autograd.Function):
@@ -50,7 +51,8 @@ class OpenClipReference(NoState):
         self._communicator = context.communicator
         self._comm_dtype = comm_dtype
         self._local_loss = local_loss
-        self._temperature = LearnableTemperature(config.objective.temperature, config.optimizer, context)
+        adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
+        self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> None:
         """The gather needs its gradient: features travel when all are there."""

@@ -1,7 +1,7 @@
-"""TuneCLIP's Figure 2 in miniature: a pretrained model goes on with other data, with and without recovered statistics.
+"""TuneCLIP's Figure 2 in miniature: a pretrained model continues on other data, with and without recovered statistics.
 
 For each seed a small model is pretrained (OpenCLIP's loss) on the first part of the training shards. Its statistics are
-recovered on the rest, on which it is then fine-tuned. A run's name says what it is.
+recovered on the rest, on which it is then fine-tuned. Runs are named after what they compare.
 """
 
 from __future__ import annotations
@@ -11,25 +11,25 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from neuclip_ds.reproduction.study import Job, Options
+from neuclip_ds.reproduction.study import Job, Options, read_by
 
 LEARNING_RATES = (1e-4, 3e-4, 1e-3)
 _TRANSFER = "recovery.transfer"
 
 
 class Variant(NamedTuple):
-    """A way to fine-tune."""
+    """One way to fine-tune."""
 
     method: str
-    recovered: str | None = None  # whose statistics are taken over, of RECOVERIES
+    recovered: str | None = None  # key of RECOVERIES whose statistics are taken over
     options: Options = MappingProxyType({})
-    searched: str | None = None  # variant whose learning rate it takes; None has its own search
+    searched: str | None = None  # variant whose best learning rate it takes; None searches its own
     warmup_epochs: int = 0
 
 
 FULL, CACHED, HINGED = "full", "cached", "full, hinged loss"
 NOTHING = "nothing"  # what a recovery's duration is compared with
-_GCL = {"objective.method": "gcl"}  # u is judged by the loss that it was recovered with
+_GCL = {"objective.method": "gcl"}  # the error of u is measured with the loss that it was recovered with
 RECOVERIES: dict[str, Options] = {
     NOTHING: _GCL,
     FULL: {"recovery.mode": "full", **_GCL},
@@ -45,13 +45,13 @@ VARIANTS: dict[str, Variant] = {
     "TuneCLIP": Variant("tuneclip", FULL),
     "TuneCLIP, cached recovery": Variant("tuneclip", CACHED, searched="TuneCLIP"),
     "TuneCLIP, recovery with the hinged loss": Variant("tuneclip", HINGED, searched="TuneCLIP"),
-    "TuneCLIP, gamma begins anew": Variant("tuneclip", FULL, {"recovery.gamma": "anew"}, "TuneCLIP"),
+    "TuneCLIP, gamma restarts": Variant("tuneclip", FULL, {"recovery.gamma": "restart"}, "TuneCLIP"),
     "HGCL, warm-up of one epoch": Variant("tuneclip", searched="TuneCLIP", warmup_epochs=1),
 }
 
 
 class Plan(NamedTuple):
-    """What the study runs on."""
+    """Data, sizes and folders of the study."""
 
     pretraining: str  # shards, below the study's data
     tuning: str
@@ -64,7 +64,7 @@ class Plan(NamedTuple):
 
 
 def pretraining(plan: Plan, seed: int) -> Job:
-    """The model that is fine-tuned afterwards, in a form that transformers knows."""
+    """Return the run of the model that is fine-tuned afterwards, in a form that transformers knows."""
     options = {
         "objective.method": "openclip",
         "data.batch_size": plan.batch,
@@ -76,14 +76,14 @@ def pretraining(plan: Plan, seed: int) -> Job:
 
 
 def recovery(plan: Plan, name: str, seed: int) -> Job:
-    """Statistics that the seed's runs share; one step that moves nothing ends the run."""
+    """Return the run whose statistics the seed's runs share; it ends with one step at learning rate 0."""
     options = {**_tuning("tuneclip", plan, seed), **RECOVERIES[name], "budget.steps": 1, "optimizer.lr": 0}
     options["run.normalizer_anchors"] = 1000
     return Job(f"recover/{name}/seed{seed}", "tuneclip", seed, "validation", options, plan.tuning)
 
 
 def search(plan: Plan) -> list[Job]:
-    """Three learning rates a variant, seed 0, judged on the validation split."""
+    """Return three learning rates per variant, seed 0, evaluated on the validation split."""
     return [
         _fine_tuning(f"tune-search/{name}/lr{lr:g}", variant, plan, 0, "validation", lr)
         for name, variant in VARIANTS.items()
@@ -93,7 +93,7 @@ def search(plan: Plan) -> list[Job]:
 
 
 def finals(plan: Plan, best: Mapping[str, float], seeds: int) -> list[Job]:
-    """Every variant at its best learning rate, judged on the test split by step."""
+    """Return every variant at its best learning rate, evaluated on the test split during training."""
     return [
         _fine_tuning(f"tune/{name}/seed{seed}", variant, plan, seed, "test", best[variant.searched or name])
         for name, variant in VARIANTS.items()
@@ -102,8 +102,8 @@ def finals(plan: Plan, best: Mapping[str, float], seeds: int) -> list[Job]:
 
 
 def _tuning(method: str, plan: Plan, seed: int) -> dict[str, Any]:
-    """Stage II as in TuneCLIP Table 7, but for the data's size."""
-    return {
+    """Return the options of stage II as in TuneCLIP Table 7, except for the data's size."""
+    options = {
         "objective.method": method,
         "model.pretrained": plan.models / f"seed{seed}",
         "data.batch_size": plan.batch,
@@ -114,6 +114,7 @@ def _tuning(method: str, plan: Plan, seed: int) -> dict[str, Any]:
         "optimizer.weight_decay": 0.02,
         "optimizer.clip_norm": 0,
     }
+    return dict(read_by(method, options))
 
 
 def _fine_tuning(name: str, variant: Variant, plan: Plan, seed: int, split: str, lr: float) -> Job:

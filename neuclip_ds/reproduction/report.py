@@ -12,7 +12,7 @@ from typing import NamedTuple
 import matplotlib
 
 from neuclip_ds.reporting.page import Table, write_page
-from neuclip_ds.reproduction.study import ESTIMATORS, KNOBS
+from neuclip_ds.reproduction.study import ESTIMATORS, SEARCHES
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -103,10 +103,10 @@ def _chosen(results: Results) -> Table:
     table = Table(
         "Search on the validation split (one seed)", ["method", "learning rate and value", "mean recall %"], []
     )
-    for method, (knob, _) in KNOBS.items():
+    for method, search in SEARCHES.items():
         for name, result in results.items():
             if name.startswith(f"search/{method}/"):
-                place = name.rsplit("/", 1)[1].replace("_", f", {knob.rsplit('.', 1)[1]} ")
+                place = name.rsplit("/", 1)[1].replace("_", f", {search.option.rsplit('.', 1)[1]} ")
                 table.rows.append([method, place, f"{mean_recall(result):.2f}"])
     return table
 

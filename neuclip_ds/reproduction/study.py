@@ -1,6 +1,6 @@
-"""What the study runs: a search for each method, its final seeds, and the papers' sweeps.
+"""Runs of the miniature study: a search for each method, its final seeds, and the papers' sweeps.
 
-A run is `train.py miniature` with options; its name says what it is, and a run that has its results is not run again.
+A run is `train.py miniature` with options, named after what it compares; a run that has its results is not repeated.
 """
 
 from __future__ import annotations
@@ -10,40 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from neuclip_ds.objectives import METHODS
+from neuclip_ds.objectives.method import Search
+from neuclip_ds.objectives.sogclr_family import CONSTANT_GAMMA
+
 Options = Mapping[str, Any]
 
 LEARNING_RATES = (1e-3, 3e-3)
 _T, _N = "objective.temperature.", "objective.npn."
-
-# Each method's own hyper-parameter, two values of it: the search is the same 2 x 2 grid for every method. It is where
-# the temperature starts (rho moves nothing that could be measured in a few hundred steps), and SigLIP's bias.
-_START = (_T + "initial", (0.07, 0.03))
-KNOBS: dict[str, tuple[str, tuple[Any, Any]]] = {
-    "openclip": _START,
-    "siglip": ("objective.siglip.bias", (-10.0, -5.0)),
-    "sogclr": _START,
-    "isogclr": _START,
-    "fastclip_v0": _START,
-    "fastclip_v1": _START,
-    "fastclip_v2": _START,
-    "fastclip_v3": _START,
-    "amorlip": _START,
-    "neuclip": _START,
-    "tuneclip": _START,
-}
 _RHO = _T + "rho"
-_CONSTANT_GAMMA = {"objective.moving_average.gamma": "constant", "objective.moving_average.gamma_min": 0.6}
-_INDIVIDUAL = {_RHO: 7.0, _T + "lr": 1e-3, _T + "schedule": "constant"}
-FIXED: dict[str, Options] = {
-    "siglip": {_T + "initial": 0.1},
-    "sogclr": _CONSTANT_GAMMA,
-    "isogclr": {**_INDIVIDUAL, **_CONSTANT_GAMMA},
-    "fastclip_v2": _INDIVIDUAL,
-    "fastclip_v3": {_RHO: 6.5},
-    "amorlip": {_RHO: 6.5},
-    "neuclip": {_RHO: 6.5},
-    "tuneclip": {"objective.moving_average.gamma_min": 0.9},
-}
+SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
+"""The methods of the study. The search is the same 2 x 2 grid for each: learning rate, and one option of its own."""
 ESTIMATORS = ("openclip", "fastclip_v3", "amorlip", "neuclip")  # of NeuCLIP Figures 2c and 4
 ABLATIONS: dict[str, tuple[str, Options]] = {
     "neuclip, T_u = 1": ("neuclip", {_N + "updates": 1}),
@@ -62,7 +39,7 @@ ABLATIONS: dict[str, tuple[str, Options]] = {
     "neuclip, NPN rate 1.0": ("neuclip", {_N + "lr": 1.0}),
     "neuclip, tau's data term doubled": ("neuclip", {_T + "data_term": "released_code"}),
     "fastclip_v3, tau's data term doubled": ("fastclip_v3", {_T + "data_term": "released_code"}),
-    "fastclip_v3, constant gamma 0.6": ("fastclip_v3", _CONSTANT_GAMMA),
+    "fastclip_v3, constant gamma 0.6": ("fastclip_v3", {f"objective.{name}": x for name, x in CONSTANT_GAMMA.items()}),
     "neuclip, rho 4": ("neuclip", {_RHO: 4.0}),
     "neuclip, rho 11": ("neuclip", {_RHO: 11.0}),
     "neuclip, rho 5, tau from 0.03": ("neuclip", {_RHO: 5.0, _T + "initial": 0.03}),
@@ -77,7 +54,7 @@ class Job:
     name: str
     method: str
     seed: int
-    split: str  # held-out pairs that judge it: validation for the search, test for everything else
+    split: str  # held-out pairs that it is evaluated on: validation for the search, test for everything else
     options: Options = field(default_factory=dict)
     train: str = "train"
     keep: bool = False  # its last checkpoint
@@ -85,7 +62,7 @@ class Job:
 
 @dataclass(frozen=True)
 class Budget:
-    """How much of the study is run."""
+    """Size of the study."""
 
     batch: int
     epochs: int
@@ -94,8 +71,9 @@ class Budget:
 
 
 def base(method: str, lr: float, knob: Any, budget: Budget) -> Options:
-    """Options of a method at a point of its grid."""
-    return {
+    """Return the options of a method at a point of its grid."""
+    search = SEARCHES[method]
+    options = {
         "objective.method": method,
         "data.batch_size": budget.batch,
         "budget.epochs": budget.epochs,
@@ -103,32 +81,38 @@ def base(method: str, lr: float, knob: Any, budget: Budget) -> Options:
         # half of the run, as published
         "objective.moving_average.gamma_epochs": budget.epochs / 2,
         "objective.amortized.previous_epochs": budget.epochs / 2,
-        **FIXED.get(method, {}),
-        KNOBS[method][0]: knob,
+        **{f"objective.{key}": value for key, value in search.fixed.items()},
+        f"objective.{search.option}": knob,
     }
+    return read_by(method, options)
+
+
+def read_by(method: str, options: Options) -> Options:
+    """Return the options without those of sections that the method does not read."""
+    return {name: value for name, value in options.items() if METHODS[method].reads(name)}
 
 
 def search(budget: Budget) -> list[Job]:
-    """The 2 x 2 grid of every method, one seed, judged on the validation split."""
+    """Return the 2 x 2 grid of every method, one seed, evaluated on the validation split."""
     return [
         Job(f"search/{method}/lr{lr:g}_{knob}", method, 0, "validation", base(method, lr, knob, budget))
-        for method, (_, knobs) in KNOBS.items()
-        for lr, knob in itertools.product(LEARNING_RATES, knobs)
+        for method, searched in SEARCHES.items()
+        for lr, knob in itertools.product(LEARNING_RATES, searched.values)
     ]
 
 
 def finals(best: Mapping[str, Options], budget: Budget) -> list[Job]:
-    """Every method at its best point, over the seeds, with its normaliser's error."""
+    """Return every method at its best point, over the seeds, with its normaliser's error."""
     measured = {"run.normalizer_anchors": budget.anchors}
     return [
         Job(f"final/{method}/seed{seed}", method, seed, "test", _measured(method, {**best[method], **measured}))
-        for method in KNOBS
+        for method in SEARCHES
         for seed in range(1, budget.seeds + 1)
     ]
 
 
 def sweeps(best: Mapping[str, Options], budget: Budget) -> Iterator[Job]:
-    """Batch size and data set size for the estimators, and the ablations, over the seeds."""
+    """Yield batch size and data set size for the estimators, and the ablations, over the seeds."""
     measured = {"run.normalizer_anchors": budget.anchors}
     for seed in range(1, budget.seeds + 1):
         for method in ESTIMATORS:
@@ -144,16 +128,14 @@ def sweeps(best: Mapping[str, Options], budget: Budget) -> Iterator[Job]:
 
 
 def cost(best: Mapping[str, Options]) -> list[Job]:
-    """A short run of every method, for the time of a step; they are run one after the other."""
+    """Return a short run of every method for the time of a step; they run one after the other."""
     return [
         Job(f"cost/{method}/seed1", method, 1, "validation", {**best[method], "budget.steps": 100, "run.log_every": 5})
-        for method in KNOBS
+        for method in SEARCHES
     ]
 
 
 def _measured(method: str, options: Options) -> Options:
-    """SigLIP has no normaliser whose error could be measured."""
-    return {key: value for key, value in options.items() if method != _WITHOUT or key != "run.normalizer_anchors"}
-
-
-_WITHOUT = "siglip"
+    """Omit the normalisers' error for a method without normalisers."""
+    without = METHODS[method].normalizer is None
+    return {key: value for key, value in options.items() if not (without and key == "run.normalizer_anchors")}

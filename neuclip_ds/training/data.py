@@ -132,12 +132,12 @@ def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
         config.run.seed,
         streams=data.shard_streams,
         shuffle_block=data.shuffle_block,
-        tail=data.tail,
+        tail=data.last_batch,
     )
     if order.last_batch_size < 2:
         raise UserError(
             f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
-            "which has no negatives. Choose another batch size or data.tail=drop."
+            "which has no negatives. Choose another batch size or data.last_batch=drop."
         )
     return order
 

@@ -22,6 +22,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.loop import Loop, RunContext
@@ -66,7 +67,7 @@ def recover(context: RunContext) -> Path | None:
         The checkpoint that holds what was recovered; None if the recovery was stopped early.
     """
     recovery, cached = context.config.recovery, context.config.recovery.mode == "cached"
-    method, average = _METHODS[recovery.loss], context.config.objective.moving_average
+    method, average = _METHODS[recovery.loss], context.config.objective.section(MovingAverageConfig)
     chosen = {"method": method, "moving_average": average.model_copy(update=_END_OF_SCHEDULE if cached else {})}
     objective_config = context.config.objective.model_copy(update=chosen)
     config = context.config.model_copy(update={"objective": objective_config})
@@ -148,8 +149,8 @@ def _check_temperature(checkpoint: Path, objective: Objective) -> None:
 
 def epochs_behind(recovery: RecoveryConfig) -> int:
     """Return the epochs of gamma's schedule that training need not repeat."""
-    continued = recovery.gamma == "continued" and "statistics" in recovery.transfer
-    return int(recovery.epochs) if is_asked_for(recovery) and continued else 0
+    continues = recovery.gamma == "continue" and "statistics" in recovery.transfer
+    return int(recovery.epochs) if is_asked_for(recovery) and continues else 0
 
 
 def find_reused(context: RunContext) -> Path:

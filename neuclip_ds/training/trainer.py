@@ -22,7 +22,7 @@ from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
@@ -53,7 +53,6 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     """
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
-    find_method(config.objective.method)
     with connected(dump(config)) as communicator:
         folder = open_folder(config, communicator)
         build(config, communicator, folder, hooks).run()
@@ -156,7 +155,7 @@ def fingerprint(config: Config, parameters: int) -> Fingerprint:
         "batch_size": data.batch_size,
         "shard_streams": data.shard_streams,
         "shuffle_block": data.shuffle_block,
-        "tail": data.tail,
+        "tail": data.last_batch,
         "seed": config.run.seed,
         "method": config.objective.method,
         "parameters": parameters,

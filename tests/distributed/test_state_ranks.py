@@ -1,4 +1,4 @@
-"""State of every method saved by some ranks and loaded by others: training goes on as if nothing had changed."""
+"""State of every method saved by some ranks and loaded by others: training continues as if nothing had changed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,20 @@ from typing import Any
 
 import pytest
 import torch
-from build import batch, objective, pairs, step
+from build import VARIANTS, batch, objective, pairs, step
 from ranks import run_ranks
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives import METHODS
+from neuclip_ds.section import merge
 from neuclip_ds.state.partition import load_rows, save_rows
 
 ROWS, DIM = 12, 5
-OPTIONS: dict[str, Any] = {
-    "npn": {"prototypes": 10, "updates": 2, "lr": 0.1, "initial_accumulator": 0.1},
-    "amortized": {"width": 0.5},
-    "temperature": {"rho": 2.0, "lr": 0.02},
-}
+
+
+def build(name: str, communicator: Communicator) -> Any:
+    method, options = VARIANTS[name]
+    return objective(method, communicator, DIM, **merge(options, {"temperature": {"rho": 2.0, "lr": 0.02}}))
 
 
 def one_step(built: Any, communicator: Communicator, number: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -34,8 +34,8 @@ def one_step(built: Any, communicator: Communicator, number: int) -> tuple[Tenso
 
 def save(communicator: Communicator, folder: Path) -> None:
     """Three steps of every method, then its state to disk."""
-    for name in METHODS:
-        built = objective(name, communicator, DIM, **OPTIONS)
+    for name in VARIANTS:
+        built = build(name, communicator)
         for number in range(3):
             one_step(built, communicator, number)
         target = folder / name
@@ -46,10 +46,10 @@ def save(communicator: Communicator, folder: Path) -> None:
             torch.save(built.replicated_state(), target / "replicated.pt")
 
 
-def go_on(communicator: Communicator, folder: Path) -> dict[str, Any]:
+def resume(communicator: Communicator, folder: Path) -> dict[str, Any]:
     results = {}
-    for name in METHODS:
-        built = objective(name, communicator, DIM, **OPTIONS)
+    for name in VARIANTS:
+        built = build(name, communicator)
         for table, rows in built.row_tables().items():
             load_rows(folder / name, table, rows)
         built.load_replicated_state(torch.load(folder / name / "replicated.pt", weights_only=True))
@@ -63,9 +63,9 @@ def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
         return run_ranks(world_size, work, tmp_path) if world_size > 1 else [work(Communicator(), tmp_path)]
 
     on(before, save)
-    wanted = go_on_without_a_break()
-    found = on(after, go_on)
-    for name in METHODS:
+    wanted = without_a_break()
+    found = on(after, resume)
+    for name in VARIANTS:
         for number in range(2):
             for part in (0, 1):
                 whole = torch.cat([rank[name][number][part] for rank in found])
@@ -73,9 +73,9 @@ def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
             torch.testing.assert_close(found[0][name][number][2], wanted[name][number][2], rtol=1e-9, atol=0)
 
 
-def go_on_without_a_break() -> dict[str, Any]:
+def without_a_break() -> dict[str, Any]:
     results = {}
-    for name in METHODS:
-        built = objective(name, Communicator(), DIM, **OPTIONS)
+    for name in VARIANTS:
+        built = build(name, Communicator())
         results[name] = [one_step(built, Communicator(), number) for number in range(5)][3:]
     return results

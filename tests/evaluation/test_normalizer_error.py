@@ -14,6 +14,7 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
+from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.pair_loss import Hinge, OverBatch
@@ -90,8 +91,10 @@ def trained(name: str, communicator: Any, dtype: torch.dtype = torch.float64, **
     """Return the method after a few steps with features other than those of the evaluation."""
     method, options = METHODS[name]
     temperature = {"initial": TAU, "lr": 0.02, "rho": 2.0}
-    options = {"eps": 1e-6, "moving_average": {"gamma_epochs": 2}, "temperature": temperature, **options, **changes}
-    built = objective(method, communicator, DIM, dtype, **options)
+    averages = {"moving_average": {"gamma_epochs": 2}}
+    options = {"eps": 1e-6, "temperature": temperature, **averages, **options, **changes}
+    read = {key: value for key, value in options.items() if find_method(method).reads(f"objective.{key}")}
+    built = objective(method, communicator, DIM, dtype, **read)
     for number, samples in enumerate(TRAINED):
         features = tuple(x.to(dtype) for x in pairs(N, DIM, seed=number))
         (rows,) = batches_of(samples, features, communicator)  # type: ignore[arg-type]

@@ -10,11 +10,17 @@ from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 
 SAMPLES = 1000
+VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
+    f"{name}_{variant}" if variant else name: (name, dict(options))
+    for name, method in METHODS.items()
+    for variant, options in method.test_options.items()
+}
+"""Every method of the table with each of its test options."""
 
 
 def objective(

@@ -12,8 +12,8 @@ from amortization import DIM, EXACT, MLP, TAU, UNCLIPPED, Net, amorlip, log_part
 from build import batch, objective, pairs, relative_error, step
 from torch import Tensor
 
-from neuclip_ds.config import AmortizedConfig
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.amortized import fit_gradient, previous_weight
 

@@ -10,7 +10,6 @@ import torch
 from build import batch, objective, pairs, relative_error, step
 from torch import Tensor
 
-from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -115,11 +114,10 @@ def test_hinge(tau: float, power: float, budget: float) -> None:
     """The pair loss of TuneCLIP under random weights, individual temperatures included."""
     image, text = leaves(19, 6)
     generator = torch.Generator().manual_seed(3)
-    config = ObjectiveConfig.model_validate({"hinge": {"margin": 0.2, "power": power}})
     tau_of = tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))
     log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
     gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
-    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(config), tau_of)
+    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of)
     log_g = similarities.log_mean_exp()
     found = similarities.gradient(log_weight)
 
@@ -142,9 +140,7 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
     results = []
     for dtype in (torch.float32, torch.float64):
         gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(
-            PairGrid(gathered, None, 1e9), Identity(ObjectiveConfig()), torch.tensor(0.01, dtype=dtype)
-        )
+        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), Identity(), torch.tensor(0.01, dtype=dtype))
         log_g = similarities.log_mean_exp()
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):

@@ -1,4 +1,4 @@
-"""What holds for each row of METHODS: a new method is tested here because it stands in the table."""
+"""Promises that hold for every method of the table, with each of the test options in its file."""
 
 from __future__ import annotations
 
@@ -9,38 +9,39 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step
+from build import VARIANTS, batch, objective, pairs, relative_error, step
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
 from neuclip_ds.objectives.base import NormalizerOutput, Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods import SECTIONS
 from neuclip_ds.objectives.pair_loss import Hinge
+from neuclip_ds.section import merge
 from neuclip_ds.state.partition import load_rows, save_rows
 
-OPTIONS: dict[str, Any] = {
-    "npn": {"prototypes": 8, "updates": 2, "lr": 0.05, "initial_accumulator": 0.1},
-    "amortized": {"width": 0.5},
-    "moving_average": {"gamma_epochs": 2},
-    "eps": 1e-6,
-}
-every_method = pytest.mark.parametrize("name", METHODS)
+every_method = pytest.mark.parametrize("name", VARIANTS)
 
 
 def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **changes: Any) -> Objective:
-    temperature = {"initial": tau, "rho": 2.0, "lr": 1e-2}
-    return objective(name, Communicator(), 6, dtype, temperature=temperature, **{**OPTIONS, **changes})
+    method, options = VARIANTS[name]
+    options = merge(options, {"temperature": {"initial": tau, "rho": 2.0, "lr": 1e-2}, **changes})
+    return objective(method, Communicator(), 6, dtype, **options)
 
 
-@every_method
+def test_a_section_has_one_class() -> None:
+    for method in METHODS.values():
+        assert all(SECTIONS[name] is kind for name, kind in method.sections.items())
+
+
+@pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].normalizer])
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
 @pytest.mark.parametrize(("size", "chunk"), [(9, None), (14, 4)])
 def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, size: int, chunk: int | None) -> None:
     """Autograd of scale/B sum w g with the normaliser's own weights, plus what the normaliser adds by itself."""
     method = build(name, tau, chunk=chunk)
-    if not isinstance(method, ContrastiveObjective):
-        pytest.skip("not a weighted-pair loss; it has an oracle of its own")
+    assert isinstance(method, ContrastiveObjective)
     seen: list[NormalizerOutput] = []
     normalizer: Any = method._normalizer
 
@@ -93,20 +94,16 @@ def test_rows_that_do_not_count_change_nothing(name: str) -> None:
 
 
 @every_method
-@pytest.mark.parametrize("reading", ["stop", "full"])
-def test_float32_at_the_coldest_temperature(name: str, reading: str) -> None:
+def test_float32_at_the_coldest_temperature(name: str) -> None:
     """tau = 0.01, with anchors whose negatives win by 1.9 (an exponent of 190): finite, and within 1e-4 of float64."""
     image, text = pairs(48, 6, likeness=0.3)
     text[:4] = -image[:4] * 0.95 + text[:4] * 0.05  # positives far apart ...
-    text[4:8] = image[:4]  # ... beside a negative that is identical
+    text[4:8] = image[:4]  # ... and a negative that is identical
     text = torch.nn.functional.normalize(text, dim=1)
     results = []
     for dtype in (torch.float32, torch.float64):
-        changes: dict[str, Any] = {
-            "npn": {"prototypes": 32, "updates": 0, "alpha_grad": reading},  # updates: tests/objectives/test_npn.py
-            "amortized": {"stage2": "combined"},  # the net's fit: tests/objectives/test_amortized_fit.py
-        }
-        built = build(name, 0.01, dtype, **changes)
+        # inner optimizers stand still; tests/objectives/test_npn.py and test_amortized_fit.py are about those
+        built = build(name, 0.01, dtype, **METHODS[VARIANTS[name][0]].float32_options)
         for number in range(2):
             results.append(built(batch(image.to(dtype), text.to(dtype)), step(number, lr=0.0)))
     for single, double in zip(results[:2], results[2:], strict=True):

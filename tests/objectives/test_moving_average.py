@@ -8,8 +8,8 @@ import pytest
 import torch
 from build import step
 
-from neuclip_ds.config import MovingAverageConfig
 from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 
 
 def test_gamma_falls_from_one_to_its_minimum() -> None:

@@ -82,7 +82,7 @@ def test_learning_rate_falls_to_a_third_below_threshold(initial: float, share: f
 
 
 def test_encoder_schedule_scales_the_rate() -> None:
-    options = {"lr": 1e-2, "rho": 100.0}
+    options = {"lr": 1e-2, "rho": 100.0, "schedule": "encoder"}
     method = objective("fastclip_v3", Communicator(), 6, temperature=options)
     method(batch(*pairs(8, 6)), step(0, lr=2.5e-4))  # a quarter of the peak
     assert math.log(0.07 / tau_of(method)) == pytest.approx(2.5e-3, rel=1e-4)
@@ -90,7 +90,8 @@ def test_encoder_schedule_scales_the_rate() -> None:
 
 def started(method: str, temperature: float | None, bias: float | None = None, **options: float) -> dict[str, float]:
     """The learned or kept scalars of an objective whose encoders come with a temperature and a bias."""
-    config = Config.model_validate({"objective": {"method": method, "temperature": options}})
+    tree = {"model": {"pretrained": "a checkpoint"}, "objective": {"method": method, "temperature": options}}
+    config = Config.model_validate(tree)
     context = Context(4, 10, Communicator(), temperature=temperature, bias=bias)
     state = build_objective(config, context, torch.float32).replicated_state()
     return {name: float(value) for name, value in state.items() if value.numel() == 1}

@@ -12,16 +12,19 @@ from neuclip_ds.config import Config
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.planning.objective_cost import _run, objective_calls, objective_work
 from neuclip_ds.planning.openclip_reference import REFERENCES
 from neuclip_ds.planning.simulated_rank import SimulatedRank
+from neuclip_ds.recipe import override, validate
 
 RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
 
 
 def config_of(method: str) -> Config:
-    own = {"npn": {"prototypes": 9, "updates": 2, "lr": 1e-3}, "amortized": {"online_every": 2, "width": 1.0}}
-    return Config.model_validate({"objective": {**own, **({} if method in REFERENCES else {"method": method})}})
+    npn, amortized = {"prototypes": 9, "updates": 2, "lr": 1e-3}, {"online_every": 2, "width": 1.0}
+    options = {"objective": {"other_methods": {"npn": npn, "amortized": amortized}}}
+    return validate(override(options, {} if method in REFERENCES else {"objective": {"method": method}}))
 
 
 def at_size(method: str, pieces: int) -> list[tuple[str, str, int]]:
@@ -70,7 +73,7 @@ def test_operations_are_polynomials_of_the_size(method: str) -> None:
     build = REFERENCES.get(method, build_objective)
     config = config_of(method)
     for rows, dim, columns in ((4, 5, 2), (12, 10, 3)):
-        config.objective.npn.prototypes = columns * RANKS
+        config.objective.section(NpnConfig).prototypes = columns * RANKS
         seen = _run(config, RANKS, rows, dim, torch.float32, 1, build, columns)
         found = objective_work(config, RANKS, rows, dim, torch.float32, build)
         assert found == pytest.approx((seen.flops, seen.elements), rel=0.05)

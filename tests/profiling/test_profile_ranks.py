@@ -12,7 +12,6 @@ import pytest
 from ranks import run_ranks
 from small_runs import call
 
-from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
 from neuclip_ds.engine.config import read_engine_file
@@ -23,7 +22,7 @@ from neuclip_ds.planning.step_work import count_model, step_work
 from neuclip_ds.planning.synthetic_profile import CONFIG, run_synthetic_profile
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
-from neuclip_ds.recipe import parse
+from neuclip_ds.recipe import parse, validate
 
 RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
@@ -71,7 +70,7 @@ TREE: dict[str, Any] = {
         "text": {"width": 32, "layers": 1, "heads": 2, "context_length": 8, "vocab_size": 300},
         "embed_dim": DIM,
     },
-    "objective": {"npn": {"prototypes": 16, "updates": UPDATES, "lr": 0.05}},
+    "objective": {"other_methods": {"npn": {"prototypes": 16, "updates": UPDATES, "lr": 0.05}}},
 }
 
 
@@ -90,7 +89,7 @@ def profiles(
         tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}
         tree["data"] = {"batch_size": communicator.world_size * ROWS, "micro_batch": micro}
         build = REFERENCES.get(name, build_objective)
-        run_synthetic_profile(Config.model_validate(tree), communicator, folder / f"{name}{stage}", name, build)
+        run_synthetic_profile(validate(tree), communicator, folder / f"{name}{stage}", name, build)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +176,7 @@ def profile_engines(communicator: Communicator, folder: Path, cases: dict[str, t
         communicator.barrier()
         tree = {**TREE, "deepspeed": str(folder / f"{name}.json"), "optimizer": {"name": optimizer}}
         tree["data"] = {"batch_size": communicator.world_size * ROWS}
-        run_synthetic_profile(Config.model_validate(tree), communicator, folder / f"{name}0", name)
+        run_synthetic_profile(validate(tree), communicator, folder / f"{name}0", name)
 
 
 def engine_of(name: str, **zero: Any) -> dict[str, Any]:

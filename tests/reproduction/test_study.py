@@ -29,8 +29,8 @@ def fake(job: Job, recall: float) -> dict[str, float]:
 
 
 def test_every_method_has_the_same_search() -> None:
-    assert set(study.KNOBS) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
-    assert all(sum(job.method == name for job in SEARCHED) == 4 for name in study.KNOBS)
+    assert set(study.SEARCHES) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
+    assert all(sum(job.method == name for job in SEARCHED) == 4 for name in study.SEARCHES)
     assert {job.split for job in SEARCHED} == {"validation"}
     assert {job.split for job in ALL if not job.name.startswith("search")} == {"test"}
     assert len({job.name for job in ALL}) == len(ALL)

@@ -21,6 +21,7 @@ from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.recipe import validate
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
@@ -36,14 +37,17 @@ TREE: dict[str, Any] = {
         "embed_dim": 16,
     },
     # a warm accumulator: from zero, AdaGrad's first step is a sign, which turns with the last bit of a small gradient
-    "objective": {"npn": {"prototypes": 24, "lr": 0.05, "initial_accumulator": 0.01}, "temperature": {"rho": 2.0}},
+    "objective": {
+        "temperature": {"rho": 2.0},
+        "other_methods": {"npn": {"prototypes": 24, "lr": 0.05, "initial_accumulator": 0.01}},
+    },
     "optimizer": {"lr": LR, "weight_decay": 0.1, "clip_norm": 0.5},
 }
 TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=8)
 
 
 def config_of(method: str, engine: str = "zero0_fp32") -> Config:
-    return Config.model_validate({**TREE, "objective": {**TREE["objective"], "method": method}, "deepspeed": engine})
+    return validate({**TREE, "objective": {**TREE["objective"], "method": method}, "deepspeed": engine})
 
 
 def data(number: int) -> Batch:

@@ -26,6 +26,7 @@ from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.recipe import dump, load_recipe, validate
 
 SECONDS = "seconds.json"
@@ -68,7 +69,9 @@ def seconds_of(config: Config, communicator: Communicator, repeats: int) -> floa
 def steps_before_prediction(config: Config) -> int:
     """Steps after which every part of an objective does what it will do for the rest of the run."""
     uses_network = "npn" in find_method(config.objective.method).sections
-    return 2 + (math.ceil(config.objective.npn.prototypes / config.data.batch_size) if uses_network else 0)
+    return 2 + (
+        math.ceil(config.objective.section(NpnConfig).prototypes / config.data.batch_size) if uses_network else 0
+    )
 
 
 def random_features(rows: int, dim: int, communicator: Communicator) -> Features:

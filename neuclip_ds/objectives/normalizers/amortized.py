@@ -2,7 +2,7 @@
 
 With L = 1/tau and c the weight of the positive, an anchor's partition function over the global batch is
 
-    C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code leaves out the 1/(B-1))
+    C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
 Stage I fits the online net's log lambda_i to log Z_i, Z_i = (1 - beta_t) C_i + beta_t lambda'_i, where lambda' is the
 target net as the epoch before left it. The target net is a moving average of the online net; both start anew each
@@ -15,9 +15,9 @@ so log w_i = L s_ii - log lambda_i in the common gradient. That weight moves wit
 it constant; the rest is C_i/lambda_i - 1 for each direction, along the partner. The order in a step is online net,
 target net, stage II.
 
-Every rank fits the nets to all B rows. Their inputs are gathered, the same bits everywhere, and so the nets stay. That
-puts nothing on the wire, where splitting the rows would all-reduce every weight in every update (4 MB at d = 512), and
-takes about 0.1 TFLOP a step at B = 5120, d = 512 and three updates.
+Every rank fits the nets to all B gathered rows, the same bits on each rank, so the nets stay equal without
+communication. Splitting the rows would all-reduce every weight in every update (4 MB at d = 512). The cost is about
+0.1 TFLOP per step at B = 5120, d = 512 and three updates.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
-from neuclip_ds.config import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 
 # The divergences are sums over anchors, divided by B^2; their derivative by log lambda_i is C_i/lambda_i times this
@@ -46,7 +46,7 @@ _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def previous_weight(epoch: int, config: AmortizedConfig) -> float:
-    """beta_t: from 0 to its largest value on a half cosine over `previous_epochs` epochs."""
+    """Return beta_t, which rises from 0 to its largest value on a half cosine over `previous_epochs` epochs."""
     if epoch >= config.previous_epochs:
         return config.previous_weight
     return config.previous_weight / 2 * (1 - math.cos(math.pi * epoch / config.previous_epochs))
@@ -55,7 +55,7 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 def fit_gradient(
     log_lambda: Tensor, log_target: Tensor, log_total: Tensor, config: AmortizedConfig
 ) -> tuple[Tensor, Tensor]:
-    """Derivative of the amortisation loss, summed over both directions, by log lambda.
+    """Return the derivative of the amortisation loss, summed over both directions, by log lambda.
 
     Args:
         log_lambda, log_target, log_total: (2, B) log of lambda, Z and C.
@@ -79,8 +79,8 @@ def fit_gradient(
 class AmortizedNormalizer(NoState):
     """w_i = exp(L s_ii) / lambda_i."""
 
-    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        self._config = config.amortized
+    def __init__(self, config: AmortizedConfig, context: Context) -> None:
+        self._config = config
         self._log_positive_weight = (
             math.log(self._config.positive_weight) if self._config.positive_weight else -math.inf
         )

@@ -11,16 +11,12 @@ import math
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import ObjectiveConfig
-from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 
 
 class BatchNormalizer(NoState):
     """w_i = 1 / (1/(B-1) + g_i); keeps no state."""
-
-    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        pass
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_negatives = math.log(batch.size - 1)

@@ -10,16 +10,19 @@ import math
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import MovingAverageConfig, ObjectiveConfig
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
 
 def gamma_of(step: Step, config: MovingAverageConfig) -> float:
-    """gamma of a step: gamma_min, or from 1 to it on a half cosine over gamma_epochs (FastCLIP eq. 2)."""
+    """Return gamma of a step: gamma_min, or on a half cosine from 1 to it over E = gamma_epochs (FastCLIP eq. 2).
+
+    gamma = 1/2 (1 + cos(pi epoch/E)) (1 - gamma_min) + gamma_min,   gamma_min from epoch E on
+    """
     epoch = step.epoch if config.gamma_epoch_steps is None else step.number // config.gamma_epoch_steps
     if config.gamma == "constant" or epoch >= config.gamma_epochs:
         return config.gamma_min
@@ -28,7 +31,7 @@ def gamma_of(step: Step, config: MovingAverageConfig) -> float:
 
 
 def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
-    """log((1 - gamma) u + gamma g); log g where log u is -inf (not yet seen)."""
+    """Return log((1 - gamma) u + gamma g), or log g where log u is -inf (not yet seen)."""
     log_keep = math.log1p(-gamma) if gamma < 1 else -math.inf
     updated = torch.logaddexp(log_u + log_keep, log_g + math.log(gamma))
     return torch.where(torch.isneginf(log_u), log_g, updated)
@@ -37,9 +40,9 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
 class MovingAverageNormalizer(NoState):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
-    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        self._config = config.moving_average
-        self._log_eps = math.log(config.eps)
+    def __init__(self, config: MovingAverageConfig, eps: float, context: Context) -> None:
+        self._config = config
+        self._log_eps = math.log(eps)
         fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
         self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
         self._reading: Pending | None = None

@@ -1,11 +1,42 @@
-"""The normaliser-prediction network of NeuCLIP (eq. 10-12, Algorithm 1), its prototypes partitioned over ranks.
+"""NeuCLIP's normaliser-prediction network (NPN): NeuCLIP eq. 10-12 and Algorithm 1.
 
-    alpha_i = log(eps + 1/m sum_k exp((cos(e_i, W_k) - s_ii) / tau))
+Eq. 10. The network predicts the log-normaliser of an image anchor from its feature e1_i and m prototypes W1_k; for a
+text anchor it reads e2_i and W2_k:
 
-Each rank owns m/K prototypes of W1 (read by images) and W2 (read by texts), their AdaGrad state and their slots
-of the feature queue. An update needs the 2B sums over all prototypes and nothing of size d x m: one all-reduce.
-Those sums travel as float64 relative to the largest possible exponent, (1 - s_ii)/tau: with tau >= 0.003 they
-neither overflow nor vanish there, which saves the second all-reduce for a maximum.
+    z1_ik  = (cos(e1_i, W1_k) - s_ii) / tau                                                 `_side`
+    alpha1_i = log(eps + ghat1_i),   ghat1_i = 1/m sum_k exp(z1_ik)                         `_predict`
+
+Eq. 11 and 12. Encoders, temperature and network minimize one objective; over a batch, with g_i its mean over negatives,
+
+    J = tau/B sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau
+
+whose minimum over alpha_i is alpha_i = log(eps + g_i), where the bracket is log(eps + g_i). With
+
+    r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
+    p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_share`
+
+its derivatives are, e_i being the anchor and t_i its partner:
+
+    dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
+    dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: contrastive.py
+    dJ/dtau   = 1/B sum_i [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho
+                + tau/B sum_i [ exp(-alpha_i) dg_i/dtau + r_i dalpha_i/dtau ]               temperature.py
+    dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
+    dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
+
+The paper does not say whether its encoders' gradient has the term r_i grad alpha_i; `alpha_grad` chooses.
+
+Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of the batch are there:
+
+    every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_restart_if_due`
+    T_u times: W1, W2 <- AdaGrad on dJ/dW                                                   `_fit`
+    alpha_i from the new W1, W2                                                             `_predict`
+    gradient of J for encoders and tau                                                      `_estimate`
+
+Each rank holds m/K prototypes of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs
+the 2B sums over all prototypes and nothing of size d x m: one all-reduce. The sums travel as float64, relative to the
+largest possible exponent (1 - s_ii)/tau. With tau >= 0.003 they neither overflow nor vanish there, which saves a second
+all-reduce for the maximum.
 """
 
 from __future__ import annotations
@@ -18,9 +49,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
@@ -31,14 +62,14 @@ _CPU_BLOCK = 2**18  # elements worked on at once: what follows the product finds
 class _Side(NamedTuple):
     """One direction's anchors against this rank's prototypes: exp(z_ik) = exponential_ik exp(log_scale_i)."""
 
-    unit: Tensor  # (own prototypes, d): W_k / |W_k|
-    exponential: Tensor  # (B, own prototypes), at most 1
+    unit: Tensor  # (local prototypes, d): W_k / |W_k|
+    exponential: Tensor  # (B, local prototypes), at most 1
     total: Tensor  # (B,) sums of the exponential's rows
-    log_scale: Tensor  # (B,): the largest z_ik of the row, with z_ik = (cos(e_i, W_k) - s_ii) / tau
+    log_scale: Tensor  # (B,): the largest z_ik of the row
 
 
 class _Prediction(NamedTuple):
-    """The network's answer for all anchors; direction 0 reads W1, direction 1 W2."""
+    """Prediction for all anchors; direction 0 reads W1, direction 1 W2."""
 
     alpha: Tensor  # (2, B)
     sides: tuple[_Side, _Side]
@@ -47,20 +78,20 @@ class _Prediction(NamedTuple):
 class NpnNormalizer(NoState):
     """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
 
-    Until the queue has seen m samples there is nothing to draw prototypes from, and the batch's own eps + g_i is
-    the prediction: the optimum that the network would be fitted to.
+    The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen there is nothing to
+    draw prototypes from; alpha_i is then log(eps + g_i), the optimum that the network would be fitted to.
     """
 
-    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        self._config = config.npn
-        self._eps = config.eps
+    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
+        self._config = config
+        self._eps = eps
         self._communicator = context.communicator
         self._partition = Partition.of(
             self._config.prototypes, context.communicator.rank, context.communicator.world_size
         )
         shape = (self._partition.size, context.dim)
         empty = torch.zeros(shape, dtype=context.dtype, device=context.communicator.device)
-        self._prototypes = [torch.nn.Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row a prototype
+        self._prototypes = [torch.nn.Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
@@ -70,6 +101,7 @@ class NpnNormalizer(NoState):
         )
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
+        """Take one step of Algorithm 1; `order=simultaneous` is Algorithm 3."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         self._restart_if_due(step)
         if self._drawn:
@@ -91,7 +123,10 @@ class NpnNormalizer(NoState):
         return self._predict(batch, positive, tau).alpha[:, batch.local]
 
     def _restart_if_due(self, step: Step) -> None:
-        """Every T_r steps W1 becomes the last m texts, W2 the images of the same samples; never the current batch."""
+        """Every T_r steps set W1 to the last m texts and W2 to the images of the same samples, without this batch.
+
+        An anchor of this batch would meet its own partner among the prototypes.
+        """
         if self._seen < self._config.prototypes:
             return
         every = self._config.restart_every
@@ -104,58 +139,62 @@ class NpnNormalizer(NoState):
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
+        """Take T_u AdaGrad updates; g_i is this batch's in all of them."""
         for _ in range(self._config.updates):
             self._update(self._predict(batch, positive, tau), batch, log_target, tau)
 
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
+        """Eq. 10: alpha_i = log(eps + 1/m sum_k exp(z_ik)), the sum over all ranks' prototypes."""
         anchors = (batch.image, batch.text)
         sides = [self._side(e, w, positive, tau) for e, w in zip(anchors, self._prototypes, strict=True)]
         ceiling = ((1 - positive) / tau).double()
         partial = torch.stack([side.total.double().log() + side.log_scale.double() - ceiling for side in sides]).exp()
         total = self._communicator.all_reduce(partial, "normalizer")
-        log_ghat = total.log() + ceiling - math.log(self._config.prototypes)
+        log_ghat = total.log() + ceiling - math.log(self._config.prototypes)  # log 1/m sum_k exp(z_ik)
         return _Prediction(log_eps_plus(log_ghat.to(positive.dtype), self._eps), (sides[IMAGE], sides[TEXT]))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, positive: Tensor, tau: Tensor) -> _Side:
+        """exp(z_ik), z_ik = (cos(e_i, W_k) - s_ii)/tau, of one direction, relative to each row's largest."""
         unit = normalize(prototypes.detach(), dim=1)
         exponential = anchors.new_empty((len(anchors), len(unit)))
         total, peak = torch.zeros_like(positive), torch.zeros_like(positive)
         rows_at_once = max(1, _CPU_BLOCK // max(1, len(unit))) if anchors.device.type == "cpu" else len(anchors)
         for low in range(0, len(anchors) if len(unit) else 0, rows_at_once):
             rows = slice(low, low + rows_at_once)
-            block = torch.mm(anchors[rows], unit.T, out=exponential[rows]).div_(tau)
+            block = torch.mm(anchors[rows], unit.T, out=exponential[rows]).div_(tau)  # cos(e_i, W_k) / tau
             peak[rows] = block.amax(dim=1)
             total[rows] = block.sub_(peak[rows].unsqueeze(1)).exp_().sum(dim=1)
         return _Side(unit, exponential, total, peak - positive / tau)
 
     def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> None:
-        """One AdaGrad step on J = tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i] over both directions.
+        """Take one AdaGrad step on dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
 
-        dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|), the part of V_k = sum_i r_i p_ik e_i
-        that is orthogonal to W_k. The separate objective 1/B sum_i (alpha_i - log(eps + g_i))^2 has another r_i.
+        That is the part of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The ablation's separate objective
+        1/B sum_i (alpha_i - log(eps + g_i))^2 has r_i = 2/tau (alpha_i - log(eps + g_i)).
         """
         error = prediction.alpha - log_target
         residual = 2 / tau * error if self._config.objective == "separate" else 1 - error.neg().exp()  # (2, B) r_i
         weights = self._log_share(prediction).exp_().mul_(residual).div_(batch.size)
         for number, anchors in enumerate((batch.image, batch.text)):
             side, prototype = prediction.sides[number], self._prototypes[number]
-            pull = side.exponential.T @ (weights[number].unsqueeze(1) * anchors)
-            along = (pull * side.unit).sum(dim=1, keepdim=True)
+            pull = side.exponential.T @ (weights[number].unsqueeze(1) * anchors)  # V_k / B
+            along = (pull * side.unit).sum(dim=1, keepdim=True)  # its component along W_k
             prototype.grad = (pull - along * side.unit).div_(prototype.detach().norm(dim=1, keepdim=True))
         self._adagrad.step()
 
     def _log_share(self, prediction: _Prediction) -> Tensor:
-        """(2, B) log of what turns the exponentials into p_ik = exp(z_ik) / (m (eps + ghat_i)); p sums to about 1."""
+        """Return (2, B) log of p_ik / exponential_ik, where p_ik = exp(z_ik) / (m (eps + ghat_i)) sums to about 1."""
         log_scale = torch.stack([side.log_scale for side in prediction.sides])
         return log_scale - prediction.alpha - math.log(self._config.prototypes)
 
     def _estimate(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
     ) -> NormalizerOutput:
+        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i with `alpha_grad=full`."""
         alpha = prediction.alpha
-        ratio = (log_target - alpha).exp()
+        ratio = (log_target - alpha).exp()  # exp(-alpha_i) (eps + g_i) = 1 - r_i
         metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        value = (ratio + alpha - 1)[:, batch.local]
+        value = (ratio + alpha - 1)[:, batch.local]  # the bracket of J, which is also its part of dJ/dtau
         if self._config.alpha_grad == "stop":
             return NormalizerOutput(-alpha, value, value, metrics)
         feature_grad, grad_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
@@ -164,12 +203,11 @@ class NpnNormalizer(NoState):
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """The terms r_i grad alpha_i of eq. 12: by the features (own rows) and tau times those by tau."""
+        """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau."""
         sides, share = prediction.sides, self._log_share(prediction).exp_()
         drawn = torch.stack([side.exponential @ side.unit for side in sides]) * share.unsqueeze(2)
-        image_drawn, text_drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").unbind(
-            dim=1
-        )  # sum_k p_ik W_k/|W_k|
+        # sum_k p_ik W_k/|W_k|
+        image_drawn, text_drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").unbind(dim=1)
         total = torch.stack([side.total for side in sides])
         log_scale = torch.stack([side.log_scale for side in sides])
         logit = torch.stack([torch.xlogy(side.exponential, side.exponential).sum(dim=1) for side in sides])
@@ -183,17 +221,18 @@ class NpnNormalizer(NoState):
         return (image, text), -residual * mean_logit
 
     def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
+        """alpha_i = log(eps + g_i), while there are no prototypes."""
         value = log_target[:, batch.local]
         return NormalizerOutput(-log_target, value, value, {"alpha": log_target.mean()})
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
-        """Writes the batch's rows over the oldest slots; each rank keeps the slots of its own prototypes."""
+        """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
         m = self._config.prototypes
         rows = torch.arange(max(0, batch.size - m), batch.size, device=batch.index.device)
-        slots = (self._seen + rows) % m
-        mine = (slots >= self._partition.start) & (slots < self._partition.stop)
+        places = (self._seen + rows) % m
+        mine = (places >= self._partition.start) & (places < self._partition.stop)
         for queue, features in zip(self._queue, (batch.image, batch.text), strict=True):
-            queue[slots[mine] - self._partition.start] = features[rows[mine]]
+            queue[places[mine] - self._partition.start] = features[rows[mine]]
         self._seen += batch.size
 
     def replicated_state(self) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""Whether the network still predicts the normaliser (METHODS.md, "Health of the NPN")."""
+"""Health of NeuCLIP's network: whether it still predicts the normaliser."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from neuclip_ds.objectives.base import Step
 log = logging.getLogger(__name__)
 
 _LOST = 2.0  # mean of (eps + g)/(eps + ghat), or its inverse; 1 at the optimum
-_FOUND = 1.5  # well inside, so that a mean at the border is not told in turns
+_FOUND = 1.5  # well inside, so that a mean at the limit does not log again and again
 
 
 class NpnHealth:
-    """Says once when the prediction loses the normaliser, and again when it has found it."""
+    """Logs once when the prediction loses the normaliser, and again when it has recovered."""
 
     def __init__(self, lr: float) -> None:
         self._lr = lr
         self._healthy = True
 
     def watch(self, ratio: Tensor, step: Step) -> dict[str, Tensor]:
-        """Metrics of the (2, B) ratios (eps + g)/(eps + ghat)."""
+        """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat), and log a change of health."""
         mean = float(ratio.mean())
         off = max(mean, 1 / mean) if mean > 0 else float("inf")
         if self._healthy and not off <= _LOST:

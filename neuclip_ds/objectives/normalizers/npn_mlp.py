@@ -13,10 +13,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import ObjectiveConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.npn import log_eps_plus
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
@@ -27,12 +27,12 @@ _SEED = 0
 class MlpNpnNormalizer(NoState):
     """w_i = exp(-alpha_i), alpha_i held constant in the encoders' gradient."""
 
-    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
-        if config.npn.alpha_grad == "full":
+    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
+        if config.alpha_grad == "full":
             raise UserError(
                 "objective.npn.alpha_grad=full is the prototypes' gradient; objective.npn.network=mlp takes stop."
             )
-        self._config, self._eps = config.npn, config.eps
+        self._config, self._eps = config, eps
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = torch.nn.Parameter(flat)

@@ -1,0 +1,49 @@
+"""The table of methods: one file in this folder and one name below for each."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.method import Method
+from neuclip_ds.section import Section
+
+_NAMES = (
+    "openclip",
+    "siglip",
+    "sogclr",
+    "isogclr",
+    "fastclip_v0",
+    "fastclip_v1",
+    "fastclip_v2",
+    "fastclip_v3",
+    "amorlip",
+    "neuclip",
+    "gcl",
+    "tuneclip",
+)
+DEFAULT = "neuclip"
+METHODS: dict[str, Method] = {name: import_module(f"{__name__}.{name}").METHOD for name in _NAMES}
+SECTIONS: dict[str, type[Section]] = {name: kind for m in METHODS.values() for name, kind in m.sections.items()}
+"""Every section that some method reads, by its name below `objective.`."""
+
+
+def find_method(name: str) -> Method:
+    """Return the method of that name.
+
+    Raises:
+        UserError: there is none; names the nearest.
+    """
+    if name not in METHODS:
+        nearest = difflib.get_close_matches(str(name), METHODS, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
+        raise UserError(f"objective.method={name} is unknown; the methods are {', '.join(METHODS)}; {hint}")
+    return METHODS[name]
+
+
+def method_of(options: Mapping[str, Any]) -> Method:
+    """Return the method that a tree of options below `objective.` names, or the default."""
+    return find_method(options.get("method", DEFAULT))

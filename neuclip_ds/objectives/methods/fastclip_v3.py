@@ -1,0 +1,41 @@
+"""FastCLIP-v3: the robust global contrastive loss with one learned temperature (RGCL-g, FastCLIP eq. 10).
+
+    L = tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ] + 2 rho tau,   w_i = 1/(eps + u_i), gamma on a cosine
+
+tau follows dL/dtau with u in place of g under the logarithms (temperature.RobustTemperature).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS, compose_average
+
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.base import Context, Objective
+    from neuclip_ds.objectives.config import ObjectiveConfig
+
+
+def compose(config: ObjectiveConfig, context: Context) -> Objective:
+    from neuclip_ds.objectives.composed import scale_tau
+    from neuclip_ds.objectives.temperature import RobustTemperature
+
+    return compose_average(config, context, RobustTemperature(config.temperature, context), scale_tau)
+
+
+METHOD = Method(
+    source="FastCLIP eq. 10",
+    pair_loss="identity",
+    normalizer=COSINE,
+    scale="tau",
+    temperature="RGCL-g with rho",
+    compose=compose,
+    sections=SECTIONS,
+    # FastCLIP Table 7. Its rho were tuned with the released code, which counts the data term of tau's gradient twice
+    # (objective.temperature.data_term=released_code)
+    defaults={"temperature": {"schedule": "third_below_0.03"}},
+    starts={"temperature": {"initial": 0.07}},
+    test_options=TEST_OPTIONS,
+    search=Search({"temperature.rho": 6.5}),
+)

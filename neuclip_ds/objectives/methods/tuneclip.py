@@ -1,0 +1,54 @@
+"""TuneCLIP's hinged global contrastive loss, for fine-tuning after the recovery of statistics (TuneCLIP eq. 8).
+
+    L = tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ],   g1_i = 1/B sum_{j != i} exp(l(s_ij - s_ii)/tau)
+    l(x) = max(x + margin, 0)^power
+
+Pairs beyond the margin give no gradient (pair_loss.Hinge). w_i = 1/(eps + u_i), where recovery has filled u
+(training/recovery.py), and tau stays at the checkpoint's.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from pydantic import Field
+
+from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.sogclr_family import COSINE, TEST_OPTIONS, compose_average
+from neuclip_ds.objectives.sogclr_family import SECTIONS as AVERAGE
+from neuclip_ds.section import Section
+
+if TYPE_CHECKING:
+    from neuclip_ds.objectives.base import Context, Objective
+    from neuclip_ds.objectives.config import ObjectiveConfig
+
+
+class HingeConfig(Section):
+    margin: float = Field(0.1, ge=0)
+    """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^power."""
+    power: float = Field(2.0, ge=1)
+    """Exponent of the pair loss; TuneCLIP eq. 8 squares."""
+
+
+def compose(config: ObjectiveConfig, context: Context) -> Objective:
+    from neuclip_ds.objectives.pair_loss import Hinge
+    from neuclip_ds.objectives.temperature import ConstantTemperature
+
+    hinge = config.section(HingeConfig)
+    temperature = ConstantTemperature(config.temperature, context)
+    return compose_average(config, context, temperature, pair_loss=Hinge(hinge.margin, hinge.power))
+
+
+METHOD = Method(
+    source="TuneCLIP eq. 8",
+    pair_loss="hinge max(x + 0.1, 0)^2, sum over B",
+    normalizer=COSINE,
+    scale="tau",
+    temperature="constant",
+    compose=compose,
+    sections={**AVERAGE, "hinge": HingeConfig},
+    # TuneCLIP Table 7: "decay every 4 epochs" is read as the length of gamma's cosine, "margin smoothing 2.0" as power
+    defaults={"moving_average": {"gamma_min": 0.9, "gamma_epochs": 4}},
+    test_options=TEST_OPTIONS,
+    search=Search({"moving_average.gamma_min": 0.9}),
+)

@@ -1,0 +1,45 @@
+"""Options of the temperature; free of torch."""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from neuclip_ds.section import Section
+
+
+class AdamSettings(NamedTuple):
+    """Constants of the Adam that learns the temperature."""
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+
+
+class TemperatureConfig(Section):
+    initial: float | None = Field(None, gt=0)
+    """Temperature tau at step 0. By default a pretrained checkpoint's, else the method's."""
+    minimum: float = Field(0.01, gt=0)
+    """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
+    maximum: float = Field(1.0, gt=0)
+    """Upper bound of tau."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of log(1/tau). By default that of the encoders."""
+    schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
+    """`encoder` follows the encoders' schedule; `third_below_0.03` takes lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    rho: float | list[float] = 0.0
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Entries of a list each hold for an equal part of
+    the run."""
+    data_term: Literal["paper", "released_code"] = "paper"
+    """Coefficient of the data term in tau's gradient: 1 in the papers, 2 in FastCLIP's released code."""
+    individual: Literal["paper", "released_code"] = "paper"
+    """Adam of individual temperatures: textbook, or with the released code's clamp and bias correction by epochs."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_initial(self) -> TemperatureConfig:
+        if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change one of "
+                "them"
+            )
+        return self

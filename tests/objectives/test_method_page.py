@@ -1,0 +1,75 @@
+"""The page about methods: its table is that of the methods' files, and the method that it adds works."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from small_runs import ROOT, SMALL, demo_shards, environment
+
+from neuclip_ds.objectives.table import BEGIN, refreshed
+
+FILE, TABLE, LINE = (
+    "neuclip_ds/objectives/methods/offset.py",
+    "neuclip_ds/objectives/methods/__init__.py",
+    '"offset",',
+)
+
+
+def page_with(text: str) -> Path:
+    return next(page for page in sorted((ROOT / "docs").rglob("*.md")) if text in page.read_text(encoding="utf-8"))
+
+
+def test_the_table_is_that_of_the_methods() -> None:
+    page = page_with(BEGIN)
+    text = page.read_text(encoding="utf-8")
+    assert refreshed(text) == text, f"run: python -m neuclip_ds.objectives.table {page.relative_to(ROOT)}"
+
+
+@pytest.fixture(scope="module")
+def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the package with the page's file in it and one more name in the table."""
+    folder = tmp_path_factory.mktemp("extended")
+    for name in ("neuclip_ds", "ds_configs"):
+        if (ROOT / name).is_dir():
+            shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "train.py", folder)
+    _, mark, lesson = page_with(f"`{FILE}`").read_text(encoding="utf-8").partition(f"`{FILE}`")
+    assert mark and f"`{LINE}`" in lesson and f"`{TABLE}`" in lesson, "these two are all that the page asks for"
+    (folder / FILE).write_text(re.findall(r"```python\n(.*?)```", lesson, re.DOTALL)[0])
+    names = (folder / TABLE).read_text()
+    (folder / TABLE).write_text(names.replace("_NAMES = (\n", f"_NAMES = (\n    {LINE}\n"))
+    return folder
+
+
+def call(extended: Path, *arguments: str) -> None:
+    kept = {**environment(), "PYTHONPATH": str(extended)}
+    done = subprocess.run([sys.executable, *arguments], cwd=extended, env=kept, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_added_method_trains_alike_on_one_rank_and_two(extended: Path, tmp_path: Path) -> None:
+    shards = demo_shards(tmp_path / "demo", 64)
+    options = ["demo", *SMALL, "--objective.method=offset", "--objective.offset.log_c=2", "--run.log_every=1"]
+    options += [f"--data.train={shards}", "--data.val=", "--data.zero_shot=", "--data.batch_size=16"]
+    options += ["--data.workers=0", "--data.crop_scale=1", "--budget.steps=4", "--deepspeed=zero1_fp32"]
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    found = []
+    for name, launcher in (("one", []), ("two", launch)):
+        call(extended, *launcher, "train.py", *options, f"--run.folder={tmp_path}", f"--run.name={name}")
+        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
+        found.append([(record["loss"], record["tau"]) for record in map(json.loads, lines) if "loss" in record])
+    assert len(found[0]) == 4
+    for one, two in zip(*found, strict=True):
+        assert two == pytest.approx(one, rel=1e-4)
+    assert found[0][0][0] != found[0][-1][0]
+
+
+def test_the_tests_of_the_table_run_the_added_method(extended: Path) -> None:
+    tests = str(ROOT / "tests" / "objectives" / "test_every_method.py")
+    call(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=", tests, "-k", "offset")
