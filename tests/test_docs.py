@@ -275,7 +275,11 @@ def test_every_command_is_a_file_in_the_checkout_too() -> None:
 
 
 def test_commands_of_the_installed_program_exist() -> None:
-    named = {name for _, text in CODE for name in re.findall(r"(?:neuclip-ds|-m neuclip_ds|--module neuclip_ds) ([a-z][\w-]*)", text)}
+    named = {
+        name
+        for _, text in CODE
+        for name in re.findall(r"(?:neuclip-ds|-m neuclip_ds|--module neuclip_ds) ([a-z][\w-]*)", text)
+    }
     assert named and named <= set(PROGRAMS)
 
 
