@@ -23,7 +23,7 @@ from neuclip_ds.objectives.methods import SECTIONS, find_method, method_of
 from neuclip_ds.section import merge
 
 RECIPES = Path(__file__).parent / "recipes"
-C = TypeVar("C", bound=Config)
+M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # by --profile
 _OTHER_METHODS = "other_methods"
 RENAMED = {  # SECTION.OPTION, or SECTION.OPTION=VALUE
@@ -148,7 +148,7 @@ def validate(tree: dict[str, Any]) -> Config:
     return _validate(Config, _with_other_methods(tree))
 
 
-def _validate(model: type[C], tree: dict[str, Any]) -> C:
+def _validate(model: type[M], tree: dict[str, Any]) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
@@ -194,7 +194,7 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     for name, options in aside.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
-        SECTIONS[name].model_validate(options)
+        _validate(SECTIONS[name], options)
     used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
     rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
     return {**tree, "objective": merge(used, rest)}

@@ -1,4 +1,4 @@
-"""What README.md and docs/ name exists: files, recipes, options, commands, messages; every tool has an example."""
+"""What README.md and docs/ name exists and what they show runs: files, recipes, options, commands, messages, code."""
 
 from __future__ import annotations
 
@@ -8,24 +8,29 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from braceexpand import braceexpand
 from markdown_it import MarkdownIt
+from miniatures import save_clip
+from PIL import Image
+from small_runs import call, demo_shards
 
+from neuclip_ds.cli.main import COMMANDS as PROGRAMS
 from neuclip_ds.config import Config
-from neuclip_ds.recipe import _Invocation, option_names, parse, recipe_names
+from neuclip_ds.recipe import TrainCommand, load_recipe, option_names, parse, recipe_names, validate
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+KINDS = {"tutorials": "Tutorial", "how-to": "How-to", "reference": "Reference", "explanation": "Explanation"}
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
-TRAIN_OPTIONS = {f"--{name}" for name in option_names(_Invocation)} | {"--help"}
 OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
-# options of the programs that docs name beside ours
+# options of other programs
 FOREIGN_OPTIONS = {
     *("--num_gpus", "--num_accelerators", "--include", "--no_ssh", "--no_ssh_check", "--ssh_port", "--node_rank"),
     *("--master_addr", "--master_port", "--launcher", "--launcher_args"),  # deepspeed
-    *("--nnodes", "--nproc_per_node", "--max-restarts"),  # torchrun
+    *("--nnodes", "--nproc_per_node", "--nproc-per-node", "--max-restarts", "--module"),  # torchrun, deepspeed
     *("--nodes", "--ntasks-per-node", "--cpus-per-task", "--gpus-per-task", "--gpus-per-node", "--kill-on-bad-exit"),
     *("--signal", "--requeue"),  # SLURM
     *("--mca", "--prtemca", "--map-by", "--bind-to"),  # Open MPI
@@ -33,13 +38,20 @@ FOREIGN_OPTIONS = {
     *("--image_size", "--resize_mode", "--resize_only_if_bigger"),  # img2dataset
     *("--local-loss", "--gather-with-grad", "--accum-freq", "--coca-caption-loss-weight", "--horovod"),  # OpenCLIP
     *("--grad-accumulation-steps", "--zero-stage", "--enable-kd"),  # EVA-CLIP
-    *("--no-deps", "--local-dir", "--repo-type", "--shm-size", "--pid"),  # pip, hf, docker, py-spy
+    *(
+        "--no-deps",
+        "--local-dir",
+        "--repo-type",
+        "--shm-size",
+        "--pid",
+        "--logdir",
+    ),  # pip, hf, docker, py-spy, tensorboard
 }
 PLACEHOLDERS = {"--dotted.name", "--options"}
 SKETCHES = {"RECIPE", "...", "--options", "--help", "mine.yaml"}  # commands with these are no whole ones
-# what a page tells the reader to write, a pattern, a file of OpenCLIP
+# what a page tells the reader to write, a pattern, a file of open_clip
 NO_FILES = {
-    *("hostfiles/mine", "neuclip_ds/objectives/normalizers/geometric.py"),
+    *("hostfiles/mine", "neuclip_ds/objectives/normalizers/geometric.py", "neuclip_ds/objectives/methods/geometric.py"),
     *("ds_configs/zeroN_bf16.json", "docs/openclip_results.csv"),
 }
 FOREIGN_MESSAGES = (
@@ -48,6 +60,8 @@ FOREIGN_MESSAGES = (
     "torch.OutOfMemoryError: CUDA out of memory",
     "CUDA out of memory",
     "Install s3fs to access S3",
+    "The hostname of the client socket cannot be retrieved",
+    "not enough values to unpack",
 )
 
 
@@ -61,20 +75,43 @@ def code_of(page: Path) -> list[str]:
     return found
 
 
-CODE = [(page.name, text) for page in PAGES for text in code_of(page)]
-COMMANDS = [(name, text) for name, text in CODE if re.search(r"(?:^|[\s/])(?:train|tools/\w+)\.py\s", text)]
+CODE = [(str(page.relative_to(ROOT)), text) for page in PAGES for text in code_of(page)]
+COMMANDS = [(page, text) for page, text in CODE if re.search(r"(?:^|[\s/])(?:train|tools/\w+)\.py\s", text)]
+
+
+def with_dashes(option: str) -> str:
+    return f"--{option.removeprefix('--').replace('_', '-')}"
+
+
+def program_of(tool: Path) -> Path:
+    """Return the command's module that a file in tools/ stands for, or the file itself."""
+    command = re.search(r'main\(\["([\w-]+)"', tool.read_text(encoding="utf-8"))
+    return ROOT / "neuclip_ds" / "cli" / f"{command[1].replace('-', '_')}.py" if command else tool
+
+
+def modules_of(program: Path) -> set[Path]:
+    """Return a program's module and those of the command line that it imports."""
+    found, new = set(), {program}
+    while new:
+        found |= new
+        names = {name for path in new for name in re.findall(r"from neuclip_ds\.cli\.(\w+) import", path.read_text())}
+        new = {ROOT / "neuclip_ds" / "cli" / f"{name}.py" for name in names} - found
+    return found
 
 
 def options_of(tool: Path) -> set[str]:
-    """What its parser takes, read from the source, as importing some tools takes seconds."""
-    calls = (node for node in ast.walk(ast.parse(tool.read_text(encoding="utf-8"))) if isinstance(node, ast.Call))
+    """Return the options that a tool's parser takes, read from the source, as importing some tools takes seconds."""
+    trees = (ast.parse(path.read_text(encoding="utf-8")) for path in modules_of(program_of(tool)))
+    calls = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Call))
     added = (call.args[0] for call in calls if getattr(call.func, "attr", "") == "add_argument")
-    return {str(name.value) for name in added if isinstance(name, ast.Constant)} | {"--help"}
+    names = {str(name.value) for name in added if isinstance(name, ast.Constant)}
+    return {with_dashes(name) for name in names if name.startswith("--")} | {"--help"}
 
 
+TRAIN_OPTIONS = {with_dashes(name) for name in option_names(TrainCommand)} | {"--help"}
 OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {"train.py": TRAIN_OPTIONS}
 for tool in ("profile_communication.py", "tune_engine.py", "benchmark_step.py", "plan.py"):
-    OPTIONS[tool] |= TRAIN_OPTIONS  # which they hand on
+    OPTIONS[tool] |= TRAIN_OPTIONS  # which they pass on
 
 
 def named_options(text: str) -> Iterator[str]:
@@ -92,10 +129,27 @@ def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path, caplog: p
 def test_links_of_the_readme_lead_somewhere() -> None:
     tokens = MarkdownIt("commonmark").enable("table").parse((ROOT / "README.md").read_text(encoding="utf-8"))
     children = [child for token in tokens for child in token.children or []]
-    links = {str(child.attrs.get("href") or child.attrs.get("src") or "") for child in children} - {""}
+    links = {str(child.attrs.get("href") or child.attrs.get("src") or "").split("#")[0] for child in children} - {""}
     local = {link for link in links if not link.startswith("https://")}
     assert {link for link in local if not (ROOT / link).exists()} == set()
-    assert {f"docs/{page.name}" for page in PAGES[1:] if page.name != "index.md"} <= local
+    assert {str(page.relative_to(ROOT)) for page in PAGES[1:] if page.name != "index.md"} <= local
+
+
+def test_every_page_says_which_kind_it_is() -> None:
+    pages = [page for page in PAGES[1:] if page.name != "index.md"]
+    heads = {str(page.relative_to(ROOT)): page.read_text(encoding="utf-8").split("\n\n")[1] for page in pages}
+    assert {page for page, head in heads.items() if not head.startswith(f"*{KINDS[page.split('/')[1]]}.* ")} == set()
+
+
+def test_pages_that_the_code_names_exist() -> None:
+    sources = [*TOOLS, *(ROOT / "neuclip_ds").rglob("*.*"), *(ROOT / "tests").rglob("*.py"), ROOT / "pyproject.toml"]
+    texts = ((path, path.read_text(encoding="utf-8")) for path in sources if path.suffix in (".py", ".yaml", ".toml"))
+    named = {(path.name, name) for path, text in texts for name in re.findall(r"\bdocs/[\w/-]+\.md", text)}
+    assert named
+    assert {(path, name) for path, name in named if not (ROOT / name).is_file()} == set()
+
+
+INSIDE = "|".join(path.name for path in (ROOT / "neuclip_ds").iterdir() if path.is_dir())
 
 
 def test_files_that_are_named_exist() -> None:
@@ -105,9 +159,7 @@ def test_files_that_are_named_exist() -> None:
         for path in re.findall(rf"(?<![\w./:{{-]){OUR_FOLDERS}[\w./*{{}},-]*", text)
     }
     inside = {
-        (page, f"neuclip_ds/{path}")
-        for page, text in CODE
-        for path in re.findall(r"^(?:data|models|objectives|state|distributed|evaluation|training)/[\w/]+\.py$", text)
+        (page, f"neuclip_ds/{path}") for page, text in CODE for path in re.findall(rf"^(?:{INSIDE})/[\w/]+\.py$", text)
     }
     assert len(names) > 50
     missing = {(page, name) for page, name in names | inside for path in braceexpand(name) if not any(ROOT.glob(path))}
@@ -133,10 +185,11 @@ def test_recipes_that_are_named_exist() -> None:
 
 def test_options_that_are_named_exist() -> None:
     explained = "--data.batchsize"  # as a typo
-    everywhere = PLACEHOLDERS.union(FOREIGN_OPTIONS, {explained}, *OPTIONS.values())
+    foreign = PLACEHOLDERS | FOREIGN_OPTIONS | {explained}
+    ours = set().union(*OPTIONS.values())
     named = {(page, option) for page, text in CODE for option in named_options(text)}
     assert len(named) > 100
-    assert {(page, option) for page, option in named if option not in everywhere} == set()
+    assert {(page, name) for page, name in named if name not in foreign and with_dashes(name) not in ours} == set()
 
 
 def test_dotted_names_are_options() -> None:
@@ -155,8 +208,8 @@ def test_dotted_names_are_options() -> None:
 def test_commands_are_those_that_the_programs_take(page: str, command: str) -> None:
     program, rest = re.findall(r"(?:^|[\s/])((?:train|tools/\w+)\.py)\s(.*)", command)[0]
     given = shlex.split(rest, comments=True)
-    names = {argument.split("=")[0] for argument in given if argument.startswith("--")}
-    assert names <= OPTIONS[Path(program).name] | PLACEHOLDERS, page
+    names = {argument.split("=")[0] for argument in given if argument.startswith("--")} - PLACEHOLDERS
+    assert {with_dashes(name) for name in names} <= OPTIONS[Path(program).name], page
     if program == "train.py" and given and not SKETCHES & set(given):
         assert parse(given).config.run.name, page
 
@@ -192,7 +245,8 @@ def words(text: str) -> set[str]:
 
 
 def test_messages_that_troubleshooting_explains_are_the_programs() -> None:
-    rows = re.findall(r"^\| (.*?) \|", (ROOT / "docs" / "troubleshooting.md").read_text(encoding="utf-8"), re.MULTILINE)
+    page = ROOT / "docs" / "how-to" / "troubleshooting.md"
+    rows = re.findall(r"^\| (.*?) \|", page.read_text(encoding="utf-8"), re.MULTILINE)
     spans = [span for row in rows for span in re.findall(r"`([^`]+)`", row) if len(span.split()) > 3]
     ours = [span for span in spans if not span.startswith(FOREIGN_MESSAGES)]
     assert len(ours) > 25
@@ -203,14 +257,84 @@ def test_messages_that_troubleshooting_explains_are_the_programs() -> None:
 
 @pytest.mark.parametrize("tool", TOOLS, ids=lambda tool: tool.stem)
 def test_a_tool_has_an_example_in_its_help_and_a_place_in_the_docs(tool: Path) -> None:
-    source = tool.read_text(encoding="utf-8")
+    program = program_of(tool)
+    source = program.read_text(encoding="utf-8")
     help_text = ast.get_docstring(ast.parse(source)) or ""
     assert "description=__doc__" in source and re.search(r"^Examples?:", help_text, re.MULTILINE)
-    examples = re.findall(rf"tools/{tool.name}[^\n]*(?:\n {{12,}}[^\n]*)*", help_text.split("Example")[-1])
-    assert examples and set(itertools.chain(*map(named_options, examples))) <= OPTIONS[tool.name]
+    name = rf"(?:tools/{tool.name}|neuclip(?:-ds|_ds) {program.stem.replace('_', '-')})"
+    examples = re.findall(rf"{name}[^\n]*(?:\n {{4,}}[^\n]*)*", help_text.split("Example")[-1])
+    assert examples and set(map(with_dashes, itertools.chain(*map(named_options, examples)))) <= OPTIONS[tool.name]
     assert any(f"tools/{tool.name}" in text for _, text in CODE)
 
 
-def test_the_help_of_train_has_an_example() -> None:
-    example = (_Invocation.__doc__ or "").split("Examples:")[1].split("train.py")[1].split(",")[0]
-    assert parse(example.split()).config.run.name == "demo"
+def test_every_command_is_a_file_in_the_checkout_too() -> None:
+    doors = {
+        name for tool in [*TOOLS, ROOT / "train.py"] for name in re.findall(r'main\(\["([\w-]+)"', tool.read_text())
+    }
+    assert doors == set(PROGRAMS)
+
+
+def test_commands_of_the_installed_program_exist() -> None:
+    named = {
+        name
+        for _, text in CODE
+        for name in re.findall(r"(?:neuclip-ds|-m neuclip_ds|--module neuclip_ds) ([a-z][\w-]*)", text)
+    }
+    assert named and named <= set(PROGRAMS)
+
+
+class Block(NamedTuple):
+    page: str
+    line: int
+    language: str
+    text: str
+    skipped: bool  # a comment before it gives the reason
+
+
+def blocks() -> Iterator[Block]:
+    for page in PAGES:
+        before = ""
+        for token in MarkdownIt("commonmark").enable("table").parse(page.read_text(encoding="utf-8")):
+            if token.type == "fence" and token.map is not None:
+                line = token.map[0] + 1
+                yield Block(str(page.relative_to(ROOT)), line, token.info, token.content, "<!-- not run: " in before)
+            before = token.content if token.type == "html_block" else ""
+
+
+# a block that begins with a file's name is a part of that file
+PYTHON = [b for b in blocks() if b.language == "python" and not (b.skipped or re.match(r"# [\w/]+\.py", b.text))]
+YAML = [block for block in blocks() if block.language == "yaml"]
+
+
+@pytest.fixture(scope="module")
+def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What readers have when they come to the code: exports, a picture, captions, shards in data/."""
+    folder = tmp_path_factory.mktemp("reader")
+    for name in ("portable", "mine"):
+        save_clip(folder / "exported" / name)
+    Image.new("RGB", (40, 30), "red").save(folder / "picture.jpg")
+    (folder / "captions.tsv").write_text("picture.jpg\ta red picture\n", encoding="utf-8")
+    demo_shards(folder / "data" / "rendered", 80)
+    return folder
+
+
+@pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
+def test_python_that_is_shown_runs(block: Block, readers_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    text = block.text.replace("/data/", f"{readers_folder}/data/")
+    if "neuclip_ds.training" in text:  # it takes over its process: ranks, signals, DeepSpeed
+        (readers_folder / "block.py").write_text(text, encoding="utf-8")
+        done = call(str(readers_folder / "block.py"), folder=readers_folder)
+        assert done.returncode == 0, done.stderr
+    else:
+        monkeypatch.chdir(readers_folder)
+        exec(compile(text, block.page, "exec"), {"__name__": "__main__"})
+
+
+@pytest.mark.parametrize("block", YAML, ids=lambda block: f"{block.page}:{block.line}")
+def test_recipes_that_are_shown_are_valid(block: Block, tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text(block.text, encoding="utf-8")
+    assert validate(load_recipe(str(tmp_path / "mine.yaml"))).data.train == "manifests/mine"
+
+
+def test_code_that_runs_is_found() -> None:
+    assert len(PYTHON) >= 4 and YAML

@@ -1,4 +1,4 @@
-"""The imports hold the architecture (docs/architecture.md): a package imports only packages of lower layers."""
+"""A package imports only packages of lower layers (docs/explanation/architecture.md)."""
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@
     amorlip       log g gathered in every step, and where the nets are fitted (every T_online = 8 steps)
 
 Only what travels is timed, not what is computed with it. Bytes are those of the ring algorithms. That results are the
-same is held by tests (docs/communication.md names them); for bf16 the difference is printed.
+same is held by tests (docs/reference/communication.md names them); for bf16 the difference is printed.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """

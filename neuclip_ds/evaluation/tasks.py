@@ -86,7 +86,7 @@ class TaskList(BaseModel):
         missing = [task for task in chosen if folders[task.key] is None]
         if len(missing) == len(chosen) or (names and missing):
             named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            raise UserError(f"Not found below {root}: {named}; docs/evaluation.md lists where to download them.")
+            raise UserError(f"Not found below {root}: {named}; docs/reference/evaluation.md lists where to get them.")
         if missing:
             log.warning("not found below %s, and skipped: %s", root, ", ".join(task.name for task in missing))
         return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]

@@ -18,7 +18,7 @@ class _ObjectiveConfig(Section):
     """The options that all methods share."""
 
     method: str = DEFAULT
-    """Method to train with: a name in the table of docs/methods.md."""
+    """Method to train with: a name in the table of docs/reference/methods.md."""
     eps: float = Field(1e-14, gt=0)
     """Added to every normaliser (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk: int | None = Field(None, ge=1)

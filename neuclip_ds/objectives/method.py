@@ -17,7 +17,7 @@ Options = Mapping[str, Any]
 
 
 class Search(NamedTuple):
-    """A method's part in the miniature study (docs/reproduction.md); names are dotted, below `objective.`."""
+    """A method's part in the miniature study (docs/reference/reproduction.md); names are dotted, below `objective.`."""
 
     fixed: Mapping[str, Any] = {}  # set in every run of the method
     # searched together with the learning rate: where tau starts, since rho moves nothing in a few hundred steps

@@ -1,7 +1,7 @@
 """Overrides of a DeepSpeed config worth a try, what was measured of them, and which are better; free of torch.
 
 `tools/tune_engine.py` runs them. Only keys that DeepSpeed reads in that stage and precision are tried; why the others
-do nothing is in docs/zero_settings.md.
+do nothing is in docs/reference/zero_settings.md.
 """
 
 from __future__ import annotations

@@ -10,6 +10,10 @@ from typing import Any
 import pytest
 from small_runs import call
 
+from neuclip_ds.checkpoint.saved_model import open_model
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
+
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run_of_0.1.tar.gz"
 OPTIONS = [  # of that run, with today's names
     *("demo", "--run.name=old", "--run.folder=runs", "--run.report=false", "--run.log_every=1"),
@@ -41,8 +45,8 @@ def test_it_resumes_to_the_losses_of_the_uninterrupted_run(folder: Path) -> None
     assert losses(folder / "runs/old/metrics.jsonl") == pytest.approx(losses(folder / "expected.jsonl"), rel=1e-4)
 
 
-def test_it_exports(folder: Path) -> None:
-    options = ("runs/old", "--format=open_clip", "--out=exported")
-    done = call("tools/export.py", *options, folder=folder)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert (folder / "exported" / "open_clip_config.json").is_file()
+def test_its_model_opens(folder: Path) -> None:
+    saved = open_model(str(folder / "runs/old"), Communicator())
+    assert saved.config is not None and saved.config.objective.section(NpnConfig).prototypes == 8
+    _, text = saved.model(None, saved.tokenizer(["a red cat", "a blue house"]))
+    assert text.shape == (2, 8)

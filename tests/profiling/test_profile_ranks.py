@@ -1,4 +1,4 @@
-"""Real steps under DeepSpeed on two gloo ranks: the profile's bytes are those that docs/methods.md predicts."""
+"""Real steps under DeepSpeed on two gloo ranks: they send the bytes of docs/reference/methods.md."""
 
 from __future__ import annotations
 
