@@ -41,9 +41,9 @@ def _run(arguments: Sequence[str]) -> None:
         return
     environment = read_environment()
     if invocation.dry_run:
-        from neuclip_ds.planning.dry_run import print_plan
+        from neuclip_ds.planning.dry_run import print_dry_run
 
-        print_plan(invocation.config, environment, invocation.hostfile, invocation.gpu_memory)
+        print_dry_run(invocation.config, environment, invocation.hostfile, invocation.gpu_memory)
         return
     # torch and deepspeed take seconds to import: only once the config is known to be sound
     from neuclip_ds.training.trainer import train

@@ -17,7 +17,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.planning.dry_run import print_plan
+from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import RECIPES, load_recipe, merge, parse, recipe_names
 
 FILES = sorted(RECIPES.rglob("*.yaml"))
@@ -150,7 +150,7 @@ def test_every_recipe_builds_its_objective(name: str) -> None:
 def test_models_are_the_published_ones(data: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The plan builds them on the meta device, then misses the data."""
     with pytest.raises(UserError, match="training data"):
-        print_plan(config_of(f"{data}_openclip"), RankEnvironment(0, 0, 1), None)
+        print_dry_run(config_of(f"{data}_openclip"), RankEnvironment(0, 0, 1), None)
     assert f"= {PARAMETERS[data]:,} parameters" in capsys.readouterr().out
 
 
@@ -230,6 +230,6 @@ def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
 def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config = parse(["vith14_tuneclip", f"--data.train={tmp_path}"]).config
     with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
-        print_plan(config, RankEnvironment(0, 0, 8), None)
+        print_dry_run(config, RankEnvironment(0, 0, 8), None)
     said = capsys.readouterr().out
     assert "632,076,800 + text 354,032,640 = 986,109,440 parameters" in said

@@ -71,7 +71,7 @@ class ZeroRules:
 
     @property
     def bucketed(self) -> bool:
-        """Whether gradients travel in buckets that the config sizes, beside the backward pass if it asks for that."""
+        """Whether gradients travel in buckets of the config's size, during the backward pass if it asks for that."""
         return self.wrapper in (Wrapper.ZERO_1_2, Wrapper.ZERO_3)
 
     @property

@@ -1,4 +1,4 @@
-"""Machines and networks by name, from machines.yaml, or as `tools/plan.py fit` has measured them."""
+"""Machines and networks by name, from machines.yaml, or as `tools/plan.py fit` measured them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _GB, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 class Machine(NamedTuple):
-    """What a rank computes with, and what connects ranks."""
+    """The hardware of a rank and the network between ranks."""
 
     compute: Compute
     network: Network
@@ -24,21 +24,21 @@ class Machine(NamedTuple):
 
 
 def find_machine(name: str, network: str) -> Machine:
-    """A machine of machines.yaml with one of its networks, or a fitted one: a JSON file, whose network is its own.
+    """Return a machine of machines.yaml with one of its networks, or one that was fitted, from its JSON file.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: no machine or network has that name.
     """
     path = Path(name)
     if path.suffix == ".json":
         if not path.is_file():
-            raise UserError(f"There is no machine file {path}; `tools/plan.py fit` writes one.")
+            raise UserError(f"There is no machine file {path}: write one with `tools/plan.py fit`.")
         compute, links = from_json(json.loads(path.read_text(encoding="utf-8")))
         return Machine(compute, links, None, measured=True)
     known = _known()
     for kind, asked in (("machines", name), ("networks", network)):
         if asked not in known[kind]:
-            raise UserError(f"There is no {asked} among the {kind}, which are {', '.join(known[kind])}.")
+            raise UserError(f"{asked} is none of the {kind} in machines.yaml: choose one of {', '.join(known[kind])}.")
     gpu, between, assumed = known["machines"][name], known["networks"][network], known["assumed"]
     compute = Compute(
         overhead=assumed["overhead_ms"] * 1e-3,

@@ -12,7 +12,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
-from neuclip_ds.planning.dry_run import print_plan, read_hostfile
+from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import parse, recipe_names
 
 ONE = RankEnvironment(0, 0, 1)
@@ -32,7 +32,7 @@ def test_every_recipe_on_eight_nodes(
     monkeypatch.setattr(memory, "count_activations", no_activations)
     config = parse([name, f"--data.train={tmp_path}/nothing"]).config
     with pytest.raises(UserError, match=r"nothing|no local folder, and the hub did not give it") as caught:
-        print_plan(config, ONE, ROOT / "hostfiles" / "8node")
+        print_dry_run(config, ONE, ROOT / "hostfiles" / "8node")
     said = capsys.readouterr().out
     assert f"method     {config.objective.method}" in said
     assert f"batch      {config.data.batch_size} = 64 ranks x {config.data.batch_size // 64}" in said
@@ -48,7 +48,7 @@ def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     monkeypatch.chdir(tmp_path)  # manifests of a dry run are kept in .cache
     write_pairs(tmp_path / "data", [10, 6])
     options = [f"--data.train={tmp_path}/data", "--data.batch_size=8", "--budget.epochs=3"]
-    print_plan(parse(["demo", *options]).config, ONE, None)
+    print_dry_run(parse(["demo", *options]).config, ONE, None)
     said = capsys.readouterr().out
     assert "16 samples in 2 shards, 0 incomplete" in said
     assert "6 (2 an epoch" in said
@@ -64,7 +64,7 @@ def test_steps_of_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         (["--recovery.mode=cached", "--recovery.cached_steps=7"], "7 steps with frozen weights (cached)"),
         (["--recovery.reuse=/runs/other"], "taken from /runs/other"),
     ):
-        print_plan(parse([*options, *own]).config, ONE, None)
+        print_dry_run(parse([*options, *own]).config, ONE, None)
         assert f"recovery   {wanted}" in capsys.readouterr().out
 
 
@@ -76,19 +76,19 @@ def test_what_fits_the_gpus(
     hostfile = ROOT / "hostfiles" / "1node8gpu"
     for gigabytes, words in [(80, "zero1_bf16 fits 8 x 80 GB"), (10, "zero1_bf16 does not fit 8 x 10 GB")]:
         with pytest.raises(UserError, match="nothing"):
-            print_plan(config, ONE, hostfile, gigabytes)
+            print_dry_run(config, ONE, hostfile, gigabytes)
         said = capsys.readouterr().out
         assert words in said
         assert f"smallest   zero{0 if gigabytes == 80 else 2}_bf16, " in said
     with pytest.raises(UserError, match="nothing"):
-        print_plan(config, ONE, hostfile, 1)
+        print_dry_run(config, ONE, hostfile, 1)
     assert "smallest   nothing fits; not even a micro-batch of 1" in capsys.readouterr().out
 
 
 def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(["demo", f"--data.train={tmp_path}/nothing"]).config
     with pytest.raises(UserError):
-        print_plan(config, RankEnvironment(1, 1, 2), None)
+        print_dry_run(config, RankEnvironment(1, 1, 2), None)
     assert capsys.readouterr().out == ""
 
 

@@ -24,7 +24,7 @@ from neuclip_ds.models.source import ModelSource, locate_model, open_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.planning.dry_run import print_plan
+from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
@@ -121,7 +121,7 @@ def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pyte
     FAMILIES[family](tmp_path)
     config = config_of(tmp_path)
     with pytest.raises(UserError, match="Name the training data"):
-        print_plan(config, RankEnvironment(0, 0, 2), None)
+        print_dry_run(config, RankEnvironment(0, 0, 2), None)
     said = capsys.readouterr().out
     source = open_source(config.model, locate_model(config.model))
     total = parameter_count(source.build(source.tokenizer(untrained)))
