@@ -98,8 +98,8 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
     problem = None
     if not _appears(folder / mark):
         problem = (
-            f"{folder.absolute()} is not rank 0's folder of that name: put --run.folder on a file system that all "
-            "nodes share, and start in the same folder on each."
+            f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
+            "--run.folder on a file system that they have in common, and start in the same folder on each."
         )
     communicator.agree(problem)
     communicator.on_rank_zero(lambda: (folder / mark).unlink())

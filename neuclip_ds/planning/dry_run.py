@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -17,8 +17,7 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.pretrained.base import CheckpointRef
-from neuclip_ds.models.source import ModelSource, locate_model, open_source
+from neuclip_ds.models.source import locate_model, open_source
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
@@ -51,17 +50,20 @@ def print_dry_run(
     if config.run.wandb is not None:
         require_wandb()
     problems: list[UserError] = []
-    model = _attempt(lambda: _model(config, engine), problems)
+    model = _attempt(lambda: _model(config, engine, world_size, gpu_memory), problems)
     manifest = _attempt(lambda: _manifest(config), problems)
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
-    unknown = f"model      {config.model.pretrained or config.model.vision.name}: see the error below"
-    lines += [*(model.lines if model else [unknown]), *_data_lines(config, manifest)]
-    if model:
-        lines += _traffic_lines(config, model.source.embed_dim, engine, world_size)
-        lines += _memory_lines(_memory_query(config, model, manifest, world_size, gpu_memory), gpu_memory)
+    if model is None:
+        lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
+        lines += _data_lines(config, manifest)
+    else:
+        query, model_lines = model
+        lines += [*model_lines, *_data_lines(config, manifest)]
+        lines += _traffic_lines(config, query.source.embed_dim, engine, world_size)
+        lines += _memory_lines(query._replace(samples=manifest.n if manifest else 0), gpu_memory)
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
@@ -99,15 +101,10 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return nodes
 
 
-class _Model(NamedTuple):
-    """The model of a config, and what is printed of it."""
-
-    source: ModelSource
-    place: CheckpointRef | None
-    lines: list[str]
-
-
-def _model(config: Config, engine: dict[str, Any]) -> _Model:
+def _model(
+    config: Config, engine: dict[str, Any], world_size: int, gpu_memory: float | None
+) -> tuple[MemoryQuery, list[str]]:
+    """Return the run to account for, and what is printed of its model."""
     place = locate_model(config.model, weights=False)
     source = open_source(config.model, place)
     stand_in: Any = StandInTokenizer(config.model.text)
@@ -120,7 +117,8 @@ def _model(config: Config, engine: dict[str, Any]) -> _Model:
         f"model      {source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
         f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
-    return _Model(source, place, lines)
+    device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+    return MemoryQuery(config, source, tokenizer, world_size, 0, device, place), lines
 
 
 class StandInTokenizer:
@@ -160,16 +158,6 @@ def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size:
     comm_dtype = resolve_comm_dtype(config, engine).itemsize
     features = (world_size - 1) * rank_batch * (2 * dim * comm_dtype + 8)
     return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
-
-
-def _memory_query(
-    config: Config, model: _Model, manifest: Manifest | None, world_size: int, gpu_memory: float | None
-) -> MemoryQuery:
-    stand_in: Any = StandInTokenizer(config.model.text)
-    tokenizer = model.source.tokenizer(lambda: stand_in)
-    device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
-    samples = manifest.n if manifest else 0
-    return MemoryQuery(config, model.source, tokenizer, world_size, samples, device, model.place)
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:

@@ -54,31 +54,22 @@ class Prediction(NamedTuple):
 
 def predict(
     config: Config,
-    model: CountedModel,
-    towers: Towers,
+    model: CountedModel,  # from `count_model`
+    towers: Towers,  # from `count_activated`
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
     build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
 ) -> Prediction:
-    """Return the cost of a config, whose batch is that of all ranks.
-
-    Args:
-        config: of the run.
-        model, towers: from `count_model` and `count_activated`.
-        machine: hardware and network.
-        nodes, ranks_per_node: of it.
-        around: assumptions about cluster, data and run.
-        build: as for `objective_calls`.
+    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `objective_calls`.
 
     Raises:
         UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
     """
-    cluster = Cluster(nodes, ranks_per_node, machine.network)
-    ranks = cluster.world_size
+    ranks = nodes * ranks_per_node
     work = step_work(config, model, ranks, build)
-    time = step_time(work, machine.compute, cluster)
+    time = step_time(work, machine.compute, Cluster(nodes, ranks_per_node, machine.network))
     speed = config.data.batch_size / time.total
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
     checkpoint = _checkpoint_bytes(config, model, around.samples)
