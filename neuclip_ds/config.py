@@ -62,7 +62,7 @@ class DataConfig(Section):
     zero_shot: str = "auto"
     """Zero-shot set in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next to `train`, empty is none."""
     evaluation_sets: Path | None = None
-    """Folder of DataComp's evaluation sets (docs/reference/evaluation.md) to score in each evaluation; none if absent."""
+    """Folder of DataComp's evaluation sets (docs/reference/evaluation.md) to score. By default none."""
     evaluation_tasks: list[str] = Field([])
     """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
     batch_size: int = Field(256, ge=2)

@@ -1,8 +1,8 @@
-"""Weights and optimizer state as fragments of flattened parameters, in files that any number of ranks can read.
+"""Weights and optimizer state as shards of flattened parameters, in files that any number of ranks can read.
 
-A folder that K ranks have written holds
+The folder of K ranks holds
 
-    fragments.RRRRR-of-KKKKK.safetensors    rank R's fragments, as in the keys below
+    fragments.RRRRR-of-KKKKK.safetensors    rank R's shards, with the keys below
     buffers.safetensors                     the module's persistent buffers, by name
     engine.json                             `format`, `save` (an identity, also in the metadata of the other files),
                                             `files` (K), `parameters` (name -> shape, in the module's order),
@@ -15,8 +15,8 @@ with the keys
     KIND/NAME/START-STOP      the same elements of an optimizer's tensor, such as KIND exp_avg
     KIND/NAME/scalar          a 0-dimensional tensor of the optimizer, such as KIND step; in rank 0's file alone
 
-The fragments of a parameter cover each of its elements once, over all files; alignment padding of the ranks' shards
-is in none. KIND holds no slash. A parameter without a KIND was not trained, or that optimizer has no such tensor.
+The shards of a parameter cover each of its elements once, over all files; alignment padding is in none. KIND
+holds no slash. A parameter without a KIND was not trained, or that optimizer has no such tensor.
 """
 
 from __future__ import annotations
@@ -40,39 +40,39 @@ WEIGHT = "weight"
 INDEX = "engine.json"
 BUFFERS = "buffers.safetensors"
 
-_MEND = "restore the folder, or delete the checkpoint to go on from an older one"
+_FIX = "restore the folder, or delete the checkpoint to resume from an older one"
 
 
 class StateShard(NamedTuple):
-    """What one key of a file names: elements [start, stop) of a parameter's tensor, or a 0-dimensional tensor."""
+    """The tensor of one key: elements [start, stop) of a parameter's tensor, or a 0-dimensional tensor."""
 
     kind: str
     name: str
     start: int
     stop: int
-    tensor: Tensor  # (stop - start,), or () for a scalar, whose start and stop say nothing
+    tensor: Tensor  # (stop - start,), or () for a scalar, whose start and stop mean nothing
 
     @property
     def key(self) -> str:
         return f"{self.kind}/{self.name}/" + (f"{self.start}-{self.stop}" if self.tensor.ndim else "scalar")
 
 
-def write_state_shards(folder: Path, rank: int, files: int, save: str, fragments: Sequence[StateShard]) -> None:
-    """Writes one rank's file, piece by piece.
+def write_state_shards(folder: Path, rank: int, files: int, save: str, shards: Sequence[StateShard]) -> None:
+    """Write one rank's file, shard by shard.
 
     Args:
         folder: where the files of all ranks go.
         rank: number of this file.
-        files: how many there will be.
+        files: number of all files.
         save: identity that all files of one save share.
-        fragments: this rank's.
+        shards: this rank's.
     """
-    tensors = {fragment.key: fragment.tensor for fragment in fragments}
+    tensors = {shard.key: shard.tensor for shard in shards}
     save_tensors(folder / _file_name(rank, files), tensors, {"format": FORMAT, "save": save})
 
 
 def write_buffers(folder: Path, save: str, buffers: Mapping[str, Tensor]) -> None:
-    """Writes buffers.safetensors."""
+    """Write buffers.safetensors."""
     there = {name: buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}
     save_file(there, folder / BUFFERS, {"format": FORMAT, "save": save})
 
@@ -85,7 +85,7 @@ def write_index(
     counters: Mapping[str, int],
     written_by: Mapping[str, Any],
 ) -> None:
-    """Writes engine.json; its entries are described above."""
+    """Write engine.json, with the entries above."""
     index = {
         "format": FORMAT,
         "save": save,
@@ -98,7 +98,7 @@ def write_index(
 
 
 class StateFiles:
-    """Reads what K ranks wrote, whatever the number of readers.
+    """Reader of what K ranks wrote, for any number of readers.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/engine"))
@@ -133,22 +133,22 @@ class StateFiles:
                 places.sort(key=lambda place: place[:2])
 
     def names(self) -> list[str]:
-        """The parameters, in the module's order."""
+        """Return the parameters' names in the module's order."""
         return list(self._shapes)
 
     def shape(self, name: str) -> torch.Size:
         return self._shapes[name]
 
     def kinds(self, name: str) -> list[str]:
-        """What there is of each element of a parameter: WEIGHT, and the optimizer's tensors if it was trained."""
+        """Return the kinds of tensors of a parameter: WEIGHT, and the optimizer's if it was trained."""
         return sorted(self._places[name])
 
     def scalars(self, name: str) -> dict[str, Tensor]:
-        """The optimizer's 0-dimensional tensors of a parameter, by kind."""
+        """Return the optimizer's 0-dimensional tensors of a parameter, by kind."""
         return dict(self._scalars[name])
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """(stop - start,) elements of a flattened parameter, by default all; only those are read from disk.
+        """Read (stop - start,) elements of a flattened parameter, by default all, and nothing else from disk.
 
         Raises:
             UserError: the files do not hold all of them.
@@ -164,16 +164,16 @@ class StateFiles:
             parts.append(file.get_slice(key)[low - first : high - first])
             filled = high
         if filled < stop:
-            raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_MEND}.")
+            raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_FIX}.")
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
     def weights(self) -> dict[str, Tensor]:
-        """All parameters in their shapes, float32 where they were trained, and all buffers, by name."""
+        """Return all parameters in their shapes, float32 where they were trained, and all buffers, by name."""
         parameters = {name: self.read(name, WEIGHT).view(shape) for name, shape in self._shapes.items()}
         return {**parameters, **self.buffers()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """The module's buffers, by name.
+        """Return the module's buffers by name.
 
         Raises:
             UserError: their file is missing, damaged or of another save.
@@ -183,13 +183,13 @@ class StateFiles:
 
     def _open(self, path: Path) -> Any:
         if not path.is_file():
-            raise UserError(f"{path} is missing; {_MEND}.")
+            raise UserError(f"{path} is missing; {_FIX}.")
         try:
             file = safe_open(path, framework="pt")
         except SafetensorError as error:
-            raise UserError(f"{path} is damaged ({error}); {_MEND}.") from error
+            raise UserError(f"{path} is damaged ({error}); {_FIX}.") from error
         if (file.metadata() or {}).get("save") != self._save:
-            raise UserError(f"{path} belongs to another checkpoint than {self.folder / INDEX}; {_MEND}.")
+            raise UserError(f"{path} belongs to another checkpoint than {self.folder / INDEX}; {_FIX}.")
         return file
 
     def _add(self, file: Any) -> None:
@@ -206,11 +206,11 @@ class StateFiles:
 def _read_index(folder: Path) -> dict[str, Any]:
     path = folder / INDEX
     if not path.is_file():
-        raise UserError(f"There is no {path}; restore the folder, or delete the checkpoint to go on from an older one.")
+        raise UserError(f"There is no {path}; {_FIX}.")
     try:
         index = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); {_MEND}.") from error
+        raise UserError(f"{path} is damaged ({error}); {_FIX}.") from error
     if not isinstance(index, dict) or index.get("format") != FORMAT:
         raise UserError(f"{path} is not of the format {FORMAT}; read it with the version of the program that wrote it.")
     return index

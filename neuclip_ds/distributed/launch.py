@@ -1,4 +1,4 @@
-"""From separate processes to ranks that work on the same run: they meet, are compared, and end together."""
+"""The launch: separate processes rendezvous, compare what they run, join one process group and end together."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ _SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that ano
 
 @contextmanager
 def connected(task: str) -> Iterator[Communicator]:
-    """The ranks of the launch, joined in a process group, which ends with the block.
+    """Join the ranks of the launch in a process group, which ends with the block.
 
     Args:
-        task: what all are to do, in lines such as a config's, which must be equal on all of them.
+        task: of all ranks, in lines such as a config's, which must be equal on all of them.
 
     Raises:
         UserError: ranks are missing, or run other code or another task.
     """
     complete_environment()
-    if "RANK" not in os.environ:  # of MPI's launchers, which say no address
+    if "RANK" not in os.environ:  # MPI's launchers set no address
         deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", _PORT)), verbose=False)
     environment = read_environment()
     _choose_device(environment.local_rank)
@@ -80,7 +80,7 @@ def leave() -> None:
 
 
 def _choose_device(local_rank: int) -> None:
-    """Each rank of a node takes a GPU of its own, before anything touches one."""
+    """Give each rank of a node a separate GPU, before anything touches one."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
         return
@@ -88,13 +88,13 @@ def _choose_device(local_rank: int) -> None:
     if local_rank >= count:
         raise UserError(
             f"{socket.gethostname()} shows {count} GPUs, too few for local rank {local_rank}: start as many ranks as "
-            "it has (slots of the hostfile), all of which see all of them (srun --gpus-per-node, not --gpus-per-task)."
+            "it has (slots of the hostfile), and let each see all of them (srun --gpus-per-node, not --gpus-per-task)."
         )
     accelerator.set_device(local_rank)
 
 
 def _facts(task: str) -> dict[str, str]:
-    """What must be equal on all ranks."""
+    """Return what must be equal on all ranks."""
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -104,13 +104,13 @@ def _facts(task: str) -> dict[str, str]:
 
 
 def check_shared(folder: Path, communicator: Communicator) -> None:
-    """Raises `UserError` on all ranks where the run's folder is not the same one on all nodes."""
+    """Raise `UserError` on all ranks unless the run's folder is the same on all nodes."""
     mark = communicator.on_rank_zero(lambda: _mark(folder))
     problem = None
     if not _appears(folder / mark):
         problem = (
-            f"{folder.absolute()} is another folder than rank 0's: all nodes must share it, so put --run.folder on a "
-            "file system that they have in common, and start in the same folder."
+            f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
+            "--run.folder on a file system that they have in common, and start in the same folder on each."
         )
     communicator.agree(problem)
     communicator.on_rank_zero(lambda: (folder / mark).unlink())

@@ -15,7 +15,7 @@ Groups = list[dict[str, Any]]
 
 
 def parameter_groups(module: nn.Module, weight_decay: float) -> Groups:
-    """Two groups: matrices and embeddings decay; gains, biases and other vectors do not."""
+    """Return two groups: matrices and embeddings decay; gains, biases and other vectors do not."""
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
     groups = [
         {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},

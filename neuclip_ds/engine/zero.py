@@ -6,7 +6,7 @@ config and needs neither torch nor DeepSpeed, the second from an engine that run
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
@@ -71,7 +71,7 @@ class ZeroRules:
 
     @property
     def bucketed(self) -> bool:
-        """Whether gradients travel in buckets that the config sizes, beside the backward pass if it asks for that."""
+        """Whether gradients travel in buckets of the config's size, during the backward pass if it asks for that."""
         return self.wrapper in (Wrapper.ZERO_1_2, Wrapper.ZERO_3)
 
     @property
@@ -143,13 +143,12 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
     names = {parameter: name for name, parameter in module.named_parameters()}
     if wrapper is Wrapper.ZERO_3:
         for group, master in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
-            offsets = [0, *accumulate(parameter.partition_numel() for parameter in group)]
-            for parameter, offset in zip(group, offsets[:-1], strict=True):
+            starts = _starts(parameter.partition_numel() for parameter in group)
+            for parameter, offset in zip(group, starts, strict=True):
                 yield _shard(names[parameter], parameter, master, offset, rank)
     elif wrapper is Wrapper.BF16:
         for group, master in zip(optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, strict=True):
-            offsets = [0, *accumulate(parameter.numel() for parameter in group)]
-            yield from _cut(group, offsets[:-1], master, rank, names)
+            yield from _cut(group, _starts(parameter.numel() for parameter in group), master, rank, names)
     elif wrapper is Wrapper.ZERO_1_2:
         groups, masters = optimizer.round_robin_bit16_groups, optimizer.single_partition_of_fp32_groups
         for group, starts, master in zip(groups, optimizer.round_robin_bit16_offsets, masters, strict=True):
@@ -205,10 +204,13 @@ def _wrapper_of(engine: Any) -> Wrapper:
 
 def _replicas(optimizer: Any, wrapper: Wrapper) -> Iterator[tuple[Any, Tensor]]:
     """Yield each parameter and its master without ZeRO."""
-    own = [group["params"] for group in optimizer.param_groups]
-    masters, groups = (optimizer.fp32_groups, optimizer.fp16_groups) if wrapper is Wrapper.UNFUSED else (own, own)
-    for group, of_group in zip(groups, masters, strict=True):
+    masters = [group["params"] for group in optimizer.param_groups]
+    for group, of_group in zip(optimizer.fp16_groups if wrapper is Wrapper.UNFUSED else masters, masters, strict=True):
         yield from zip(group, of_group, strict=True)
+
+
+def _starts(sizes: Iterable[int]) -> list[int]:
+    return [0, *accumulate(sizes)][:-1]
 
 
 def _whole(name: str, master: Tensor) -> Placement:

@@ -1,9 +1,9 @@
-"""What a forward and backward pass of the towers holds in memory, counted without memory and without a device.
+"""The memory of a forward and backward pass of the towers, counted without allocating it and without a device.
 
 The module runs on tensors that have shapes but no bytes (torch's FakeTensorMode), so that recomputation under
 activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch takes on a
-CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. What a kernel takes for itself is not
-seen.
+CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. What a kernel allocates inside is
+not counted.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from neuclip_ds.models.dual_encoder import DualEncoder
 class Activations(NamedTuple):
     """Bytes at the peak of one micro-batch, beyond weights and inputs."""
 
-    alone: int  # where the engine takes a gradient of weights away as soon as it is made
-    with_gradients: int  # where the gradients stay; they grow while activations go
+    alone: int  # where the engine moves a gradient of weights as soon as it is made
+    with_gradients: int  # where the gradients stay; they grow while activations shrink
 
 
 def count_activations(
     model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
 ) -> Activations:
-    """Runs forward and backward of one micro-batch.
+    """Run forward and backward of one micro-batch and count.
 
     Args:
-        model: on the meta device; of no use afterwards.
+        model: on the meta device; unusable afterwards.
         rows: of the micro-batch.
         image_size: side of the square images, pixels.
         context_length: tokens a row.
@@ -56,7 +56,7 @@ def count_activations(
 
 
 class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations make, until they are freed."""
+    """Counts the storages that operations allocate, until they are freed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -65,7 +65,7 @@ class _LiveBytes(TorchDispatchMode):
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def take_gradient(self, parameter: Tensor) -> None:
-        """Does as an engine that has its own place for gradients."""
+        """Act as an engine that keeps gradients elsewhere."""
         assert parameter.grad is not None
         self._gradients += parameter.grad.nbytes
         parameter.grad = None

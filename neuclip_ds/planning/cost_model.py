@@ -1,4 +1,4 @@
-"""How long a step takes on any number of nodes: latency and bandwidth of every collective, and the measured compute.
+"""The time of a step on any number of nodes: latency and bandwidth of every collective, and the measured compute.
 
     step = busy (1 + skew) + exposed communication
     busy = slowdown (overhead + sharing x sum over kinds of work / rate)
@@ -32,7 +32,7 @@ _FORWARD = 1 / 3  # of the towers' operations; the backward pass has twice as ma
 
 @dataclass(frozen=True)
 class Network:
-    """What carries messages; seconds and bytes a second, in one direction."""
+    """The network; seconds and bytes a second, in one direction."""
 
     start: float  # of a collective, whatever its size
     inner_latency: float  # of a message between two ranks of a node
@@ -56,7 +56,7 @@ class Cluster(NamedTuple):
 
 @dataclass(frozen=True)
 class Compute:
-    """What one rank computes, in units a second."""
+    """The computation rates of one rank, in units a second."""
 
     overhead: float  # seconds of a step that nothing below explains
     tower_rate: float  # floating-point operations of the towers
@@ -70,18 +70,18 @@ class Compute:
     overlaps_engine: bool = False  # whether DeepSpeed's collectives can run beside the backward pass
 
     def slowdown(self, ranks_per_node: int) -> float:
-        """Of everything, where ranks outnumber cores."""
+        """Return the factor on everything where ranks outnumber cores."""
         return 1.0 if self.cores is None else max(1.0, ranks_per_node / self.cores)
 
     def shared(self, ranks_per_node: int) -> float:
-        """The factor by which neighbours slow work down."""
+        """Return the factor by which neighbours slow work down."""
         if self.cores is None or self.cores == 1:
             return 1.0
         return 1 + self.sharing * (min(ranks_per_node, self.cores) - 1) / (self.cores - 1)
 
 
 class Work(NamedTuple):
-    """What a rank has to do in a step."""
+    """The work of a rank in a step."""
 
     tower_flops: float  # forward and backward
     image_share: float  # of them, in the image tower
@@ -96,7 +96,7 @@ class Work(NamedTuple):
 class StepTime(NamedTuple):
     """Seconds of a step."""
 
-    computation: float  # with everything else that a rank does by itself
+    computation: float  # with everything else that a rank does alone
     objective: float  # of it
     communication: float
     exposed: float  # of it, what no computation hides
@@ -108,7 +108,7 @@ class StepTime(NamedTuple):
 
 
 def collective_seconds(op: str, size: int, cluster: Cluster) -> float:
-    """Seconds of one collective; `op` and `size` as in `ring_bytes`."""
+    """Return the seconds of one collective; `op` and `size` as in `ring_bytes`."""
     ranks, network = cluster.world_size, cluster.network
     if ranks == 1:
         return 0.0
@@ -124,7 +124,7 @@ def collective_seconds(op: str, size: int, cluster: Cluster) -> float:
 
 
 def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
-    """Seconds of a step of that work."""
+    """Return the seconds of a step of that work."""
     slowdown = compute.slowdown(cluster.ranks_per_node)
     shared = slowdown * compute.shared(cluster.ranks_per_node)
     towers = shared * work.tower_flops / compute.tower_rate
@@ -149,7 +149,7 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
 
 
 def _window(call: Call) -> tuple[str, float]:
-    """Under what a collective travels, and how many of these calls: the last image features come when all is done."""
+    """Return the computation that hides a collective, and of how many calls: nothing hides the last features."""
     if call.purpose == "state":
         return "image tower", call.times
     if call.purpose == "features":
@@ -169,7 +169,7 @@ class Observation(NamedTuple):
 
 
 def fit(observations: Sequence[Observation], cores: int) -> tuple[Compute, Network]:
-    """Compute and network of the machine that was observed, by least squares of relative errors, none below zero.
+    """Return compute and network of the observed machine, by least squares of relative errors, none below zero.
 
     The network is fitted to the collectives' times. What it does not explain of the steps' times is fitted by the kinds
     of work, for each of a grid of values for sharing and skew.
@@ -188,7 +188,7 @@ def fit(observations: Sequence[Observation], cores: int) -> tuple[Compute, Netwo
 
 
 def _fit_work(observations: Sequence[Observation], shape: Compute, network: Network) -> tuple[Compute, float]:
-    """Overhead and rates for given sharing and skew, and the squares of the relative errors."""
+    """Return overhead and rates for given sharing and skew, and the squared relative errors."""
     rows, seconds = [], []
     for one in observations:
         exposed = step_time(one.work, shape, Cluster(1, one.world_size, network)).exposed
@@ -207,7 +207,7 @@ def _fit_work(observations: Sequence[Observation], shape: Compute, network: Netw
 
 
 def _fit_network(observations: Iterable[Observation], cores: int) -> Network:
-    """From the sum over a step's collectives: single ones scatter by a factor of ten."""
+    """Fit the network to the sum over a step's collectives: single ones scatter by a factor of ten."""
     rows, seconds = [], []
     for one in observations:
         if one.world_size == 1:
@@ -229,8 +229,7 @@ def _rate(seconds: float) -> float:
 
 
 def _nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) -> tuple[list[float], float]:
-    """Coefficients, none negative, with the least squares of row . coefficients - target, and these: all subsets are
-    tried."""
+    """Return the non-negative coefficients of least squares and the sum of squares; all subsets are tried."""
     matrix, wanted = torch.tensor(rows, dtype=torch.float64), torch.tensor(targets, dtype=torch.float64)
     columns = matrix.shape[1]
     unit = matrix.abs().amax(dim=0).clamp(min=torch.finfo(torch.float64).tiny)  # columns differ by 1e12
@@ -247,7 +246,7 @@ def _nonnegative_fit(rows: Sequence[Sequence[float]], targets: Sequence[float]) 
 
 
 def to_json(compute: Compute, network: Network) -> dict[str, Any]:
-    """A machine as JSON keeps it: infinite rates are left out."""
+    """Return a machine as JSON keeps it, without infinite rates."""
     return {
         name: {key: value for key, value in asdict(part).items() if value != math.inf}
         for name, part in (("compute", compute), ("network", network))
@@ -255,6 +254,6 @@ def to_json(compute: Compute, network: Network) -> dict[str, Any]:
 
 
 def from_json(machine: Mapping[str, Any]) -> tuple[Compute, Network]:
-    """The inverse of `to_json`."""
+    """Invert `to_json`."""
     rates = dict.fromkeys(_RATES, math.inf)
     return Compute(**{**rates, **machine["compute"]}), Network(**{"inner_bandwidth": math.inf, **machine["network"]})

@@ -18,7 +18,7 @@ Record = Mapping[str, Any]
 
 
 class Fitted(NamedTuple):
-    """A profiled configuration beside the model's answer; seconds a step."""
+    """A profiled configuration and its prediction; seconds a step."""
 
     name: str
     ranks: int
@@ -26,7 +26,7 @@ class Fitted(NamedTuple):
     predicted: float
     transfer: float  # of all collectives, measured without waiting
     predicted_transfer: float
-    same_collectives: bool  # each one's purpose, operation, size and number are the predicted
+    same_collectives: bool  # purpose, operation, size and number of each are as predicted
 
     @property
     def ratio(self) -> float:
@@ -34,7 +34,7 @@ class Fitted(NamedTuple):
 
 
 def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder: Path) -> str:
-    """fit.md, fit.html and fit.png in the folder; the text of fit.md."""
+    """Write fit.md, fit.html and fit.png into the folder and return the text of fit.md."""
     table = Table("Predicted and measured steps", ["profile", "ranks", "ms", "predicted", "ratio", "collectives, ms", "predicted", "same collectives"], [])  # fmt: skip  # noqa: E501
     for row in rows:
         times = (row.measured, row.predicted)
@@ -71,13 +71,13 @@ def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder
 
 
 def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> str:
-    """scale.md, scale.html and scale.png in the folder; the text of scale.md."""
+    """Write scale.md, scale.html and scale.png into the folder and return the text of scale.md."""
     header = ["method", "network", "nodes", "ranks", "batch", "ms", "computation", "objective", "communication",
-              "exposed", "samples/s", "MB received", "of it u, normalisers"]  # fmt: skip
+              "exposed", "samples/s", "MB received", "of which u, normalisers"]  # fmt: skip
     times = Table("A step, predicted", header, [])
     header = ["method", "network", "nodes", "memory of a rank, GB", "checkpoint, GB", "its time, s",
               "loading, MB/s of a node", "GPU hours of the run"]  # fmt: skip
-    costs = Table("What else it takes, predicted", header, [])
+    costs = Table("Other costs, predicted", header, [])
     for one in found:
         name = [one["method"], one["network"], str(one["nodes"])]
         milliseconds = [f"{1e3 * one[key]:,.1f}" for key in ("step", "computation")]
@@ -96,7 +96,7 @@ def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> s
 
 
 def _plot_scaling(found: Sequence[Record], path: Path) -> None:
-    """Time of a step, and samples a second of a rank against the fewest nodes, over nodes; a panel a network."""
+    """Plot over nodes, per network, the time of a step and a rank's samples a second relative to the fewest nodes."""
     networks = list(dict.fromkeys(one["network"] for one in found))
     figure, panels = plt.subplots(2, len(networks), figsize=(4.5 * len(networks), 7.5), squeeze=False, sharex=True)
     for column, network in enumerate(networks):

@@ -1,9 +1,10 @@
-"""`--dry-run`: checks everything that can be checked without training, and says what the run would cost."""
+"""The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,70 +17,71 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import CACHE, open_order, resolve
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
+T = TypeVar("T")
+
 
 def print_dry_run(
     config: Config, environment: RankEnvironment, hostfile: Path | None, gpu_memory: float | None = None
 ) -> None:
-    """Prints the plan on rank 0.
+    """Print the report of a dry run on rank 0.
 
     Args:
         config: the run's.
         environment: the ranks that run.
-        hostfile: plans for its nodes instead.
-        gpu_memory: GB of each rank's GPU, absent where it is not to be asked what fits.
+        hostfile: report on its nodes instead.
+        gpu_memory: GB of each rank's GPU, to report what fits.
 
     Raises:
         UserError: config, DeepSpeed JSON, hostfile or data cannot work.
     """
-    nodes = read_hostfile(hostfile) if hostfile else None
-    world_size = sum(nodes.values()) if nodes else environment.world_size
+    nodes = read_hostfile(hostfile) if hostfile else {}
+    world_size = sum(nodes.values()) or environment.world_size
     engine = load_engine_config(config, world_size)
     rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     if config.run.wandb is not None:
         require_wandb()
+    problems: list[UserError] = []
+    model = _attempt(lambda: _model(config, engine, world_size, gpu_memory), problems)
+    manifest = _attempt(lambda: _manifest(config), problems)
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
-    problems: list[UserError] = []
-    source, manifest = None, None
-    try:
-        place = locate_model(config.model, weights=False)
-        source = model_source(config.model, place)
-        lines += _model_lines(config, source, engine)
-    except UserError as error:
-        problems.append(error)
+    if model is None:
         lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
-    try:
-        manifest = _manifest(config)
-    except UserError as error:
-        problems.append(error)
-    lines += _data_lines(config, manifest)
-    if source is not None:
-        lines += _traffic_lines(config, source.embed_dim, engine, world_size)
-        stand_in: Any = StandInTokenizer(config.model.text)
-        device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
-        samples = manifest.n if manifest else 0
-        query = MemoryQuery(config, source, source.tokenizer(lambda: stand_in), world_size, samples, device, place)
-        lines += _memory_lines(query, gpu_memory)
+        lines += _data_lines(config, manifest)
+    else:
+        query, model_lines = model
+        lines += [*model_lines, *_data_lines(config, manifest)]
+        lines += _traffic_lines(config, query.source.embed_dim, engine, world_size)
+        lines += _memory_lines(query._replace(samples=manifest.n if manifest else 0), gpu_memory)
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
         raise problems[0]
 
 
+def _attempt(work: Callable[[], T], problems: list[UserError]) -> T | None:
+    """Return what `work` does, or None and note its problem."""
+    try:
+        return work()
+    except UserError as error:
+        problems.append(error)
+        return None
+
+
 def read_hostfile(path: Path) -> dict[str, int]:
-    """Node name -> slots, as DeepSpeed reads it.
+    """Return slots by node name, as DeepSpeed reads the file.
 
     Raises:
-        UserError: missing, or a line that is not `NAME slots=N`.
+        UserError: the file is missing, or a line is not `NAME slots=N`.
     """
     if not path.is_file():
         raise UserError(f"There is no hostfile {path}; hostfiles/ holds examples.")
@@ -97,21 +99,28 @@ def read_hostfile(path: Path) -> dict[str, int]:
     return nodes
 
 
-def _model_lines(config: Config, source: ModelSource, engine: dict[str, Any]) -> list[str]:
+def _model(
+    config: Config, engine: dict[str, Any], world_size: int, gpu_memory: float | None
+) -> tuple[MemoryQuery, list[str]]:
+    """Return the run to account for, and what is printed of its model."""
+    place = locate_model(config.model, weights=False)
+    source = model_source(config.model, place)
     stand_in: Any = StandInTokenizer(config.model.text)
     tokenizer = source.tokenizer(lambda: stand_in)
     with torch.device("meta"):
         model = source.build(tokenizer)
     image, text = parameter_count(model.vision), parameter_count(model.text)
     checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
-    return [
+    lines = [
         f"model      {source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
         f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
+    device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+    return MemoryQuery(config, source, tokenizer, world_size, 0, device, place), lines
 
 
 class StandInTokenizer:
-    """Stands for a tokenizer that is yet to be trained."""
+    """A tokenizer that is yet to be trained."""
 
     def __init__(self, text: TextConfig) -> None:
         self.vocab_size, self.context_length = text.vocab_size, text.context_length
@@ -127,12 +136,12 @@ def _manifest(config: Config) -> Manifest:
 
 def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     if manifest is None:
-        return [f"data       {config.data.train or 'not named'}: see the error below"]
+        return [f"data       {config.data.train or 'not set'}: see the error below"]
     order = open_order(config, manifest)
     start = DataPosition(0, 0, order.steps_per_epoch)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
-        f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.streams} slots)",
+        f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.streams} shard streams)",
     ]
     recovery = config.recovery
     if recovery.reuse is not None:
@@ -150,7 +159,7 @@ def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size:
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:
-    """The account, and the smallest ZeRO stage for GPUs of that size."""
+    """Return the memory account, and the smallest ZeRO stage for GPUs of that size."""
     towers = count_towers(query)
     found = account(query, towers)
     where = "GPU" if query.device == "cuda" else "CPU"

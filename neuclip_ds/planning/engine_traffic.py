@@ -6,7 +6,7 @@ reduction may be split into buckets; its bytes do not depend on that.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -61,11 +61,15 @@ def engine_calls(
     if world_size == 1:
         return []
     rules = ZeroRules.of(engine)
-    clips = engine.get("gradient_clipping", 0) > 0
-    weights = _gathers(rules, shapes, world_size, micro_batches)
-    norms = _norms(rules, shapes, world_size, clips)
-    ratios = _trust_ratios(rules, shapes, world_size) if optimizer == "lamb" else ()
-    return [*_reductions(rules, shapes, world_size, micro_batches), *weights, *norms, *ratios]
+    calls = [
+        *_reductions(rules, shapes, world_size, micro_batches),
+        *_gathers(rules, shapes, world_size, micro_batches),
+    ]
+    calls += _norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0)
+    if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, for each step that gets matrices
+        steps = rules.optimizer_steps([shapes.matrices], world_size)
+        calls += [Call("optimizer", "all_reduce", 2 * _FLOAT * sum(map(len, parts))) for parts in steps]
+    return calls
 
 
 def _reductions(rules: ZeroRules, shapes: TrainedShapes, world_size: int, micro_batches: int) -> Iterator[Call]:
@@ -114,14 +118,6 @@ def _norms(rules: ZeroRules, shapes: TrainedShapes, world_size: int, clips: bool
         yield Call(_NORM, "all_reduce", size, len(rules.optimizer_steps(shapes.groups, world_size)))
     elif rules.wrapper is Wrapper.NONE and clips:  # nothing else asks for the norm
         yield Call(_NORM, "all_reduce", _FLOAT)
-
-
-def _trust_ratios(rules: ZeroRules, shapes: TrainedShapes, world_size: int) -> Iterable[Call]:
-    """Yield LAMB's squared norms of matrices and their updates, for each step on a part that has any."""
-    if rules.stage == 0 or not shapes.matrices:
-        return
-    for parts in rules.optimizer_steps([shapes.matrices], world_size):
-        yield Call("optimizer", "all_reduce", 2 * _FLOAT * sum(map(len, parts)))
 
 
 def _padded_groups(shapes: TrainedShapes, world_size: int) -> Sequence[int]:

@@ -15,7 +15,7 @@ _GB, _TERA, _MICRO = 1e9, 1e12, 1e-6
 
 
 class Machine(NamedTuple):
-    """What a rank computes with, and what connects ranks."""
+    """The hardware of a rank and the network between ranks."""
 
     compute: Compute
     network: Network
@@ -24,10 +24,10 @@ class Machine(NamedTuple):
 
 
 def find_machine(name: str, network: str) -> Machine:
-    """A machine of machines.yaml with one of its networks, or a fitted one: a JSON file, whose network is its own.
+    """Return a machine of machines.yaml with one of its networks, or one that was fitted, from its JSON file.
 
     Raises:
-        UserError: there is none of that name.
+        UserError: no machine or network has that name.
     """
     path = Path(name)
     if path.suffix == ".json":
@@ -38,7 +38,7 @@ def find_machine(name: str, network: str) -> Machine:
     known = _known()
     for kind, asked in (("machines", name), ("networks", network)):
         if asked not in known[kind]:
-            raise UserError(f"There is no {asked} among the {kind}, which are {', '.join(known[kind])}.")
+            raise UserError(f"{asked} is none of the {kind} in machines.yaml: choose one of {', '.join(known[kind])}.")
     gpu, between, assumed = known["machines"][name], known["networks"][network], known["assumed"]
     compute = Compute(
         overhead=assumed["overhead_ms"] * 1e-3,

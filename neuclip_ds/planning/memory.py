@@ -1,4 +1,4 @@
-"""The memory account of a run: what one rank holds, part by part, before anything is allocated.
+"""The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
 and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries,
@@ -39,7 +39,7 @@ class MemoryAccount:
     engine: EngineMemory
     activations: Activations
     batch: int  # pixels and tokens
-    features: int  # own and gathered, and their gradients
+    features: int  # local and gathered, and their gradients
     similarities: int  # of this rank's rows against the batch, kept and worked on
     objective: int  # u, individual temperatures, NPN or amortisation nets
     objective_host: int
@@ -47,7 +47,7 @@ class MemoryAccount:
 
     @property
     def standing(self) -> int:
-        """What is there all the time."""
+        """Bytes that are there all the time."""
         return self.engine.weights + self.engine.gradients + self.engine.optimizer + self.objective + self.batch
 
     @property
@@ -74,15 +74,15 @@ class MemoryAccount:
 
     @property
     def host(self) -> int:
-        """Bytes of offloaded parts at their peak, for one rank."""
+        """Bytes of offloaded parts at their peak."""
         return self.engine.host + self.engine.host_update + self.objective_host
 
     def fits(self, gigabytes: float) -> bool:
-        """Whether the peak leaves a tenth of a GPU of that size free."""
+        """Return whether the peak leaves a tenth of a GPU of that size free."""
         return self.peak <= _USABLE * gigabytes * 1e9
 
     def lines(self) -> list[str]:
-        """A table of the parts, in MB."""
+        """Return a table of the parts, in MB."""
         engine = self.engine
         parts = {
             "weights": (engine.weights, 0),
@@ -109,7 +109,7 @@ def _on_host(size: int) -> str:
 
 
 class MemoryQuery(NamedTuple):
-    """What is accounted for."""
+    """The run to account for."""
 
     config: Config
     source: ModelSource
@@ -121,14 +121,14 @@ class MemoryQuery(NamedTuple):
 
 
 class Towers(NamedTuple):
-    """What depends on the model and the micro-batch, and takes seconds to find."""
+    """The part that depends on the model and the micro-batch, and takes seconds to count."""
 
     parameters: Parameters
     activations: Activations
 
 
 def count_towers(query: MemoryQuery) -> Towers:
-    """Parameters and activations, counted on tensors without memory."""
+    """Count parameters and activations on tensors without memory."""
     config = query.config
     source = model_source(config.model, query.place)
     with torch.device("meta"):
@@ -140,7 +140,7 @@ def count_towers(query: MemoryQuery) -> Towers:
 
 
 def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
-    """The account of a run as its config says.
+    """Return the memory account of a run.
 
     Raises:
         UserError: config or DeepSpeed JSON cannot work.
@@ -162,7 +162,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """The first of ds_configs/ in the run's precision, by stage and then with offload, that fits GPUs of that size."""
+    """Return the first of ds_configs/ in the run's precision, by stage, then with offload, that fits such GPUs."""
     precision = "bf16" if is_bf16(load_engine_config(query.config, query.world_size)) else "fp32"
     names = [f"zero{stage}_{precision}" for stage in range(4)]
     if precision == "bf16":
@@ -175,7 +175,7 @@ def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> 
 
 
 def advice(query: MemoryQuery, gigabytes: float) -> str:
-    """What would make a run fit that fits with no stage, as options of the command line."""
+    """Return command-line options that make a run fit which fits with no stage."""
     for remedy in _remedies(query):
         changed = _changed(query, remedy)
         found = smallest_that_fits(changed, count_towers(changed), gigabytes)
@@ -186,7 +186,7 @@ def advice(query: MemoryQuery, gigabytes: float) -> str:
 
 
 def _remedies(query: MemoryQuery) -> Iterator[dict[str, Any]]:
-    """Options to change: checkpointing first, which costs a third, then ever smaller micro-batches with it."""
+    """Yield options to change: checkpointing first, which costs a third, then ever smaller micro-batches too."""
     recompute = {"model.activation_checkpointing": True}
     if not query.config.model.activation_checkpointing:
         yield recompute
@@ -208,7 +208,7 @@ def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
 
 
 def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
-    """Own features and gradients of both towers in float32, gathered ones in float32 and as they travelled."""
+    """Return bytes of local features and gradients in float32, and gathered ones in float32 and as sent."""
     config, dim = query.config, query.source.embed_dim
     comm_dtype = resolve_comm_dtype(config, engine).itemsize
     batch = config.data.batch_size
@@ -216,7 +216,7 @@ def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
 
 
 def _similarities(query: MemoryQuery) -> int:
-    """Kept between the two passes over the pairs where they fit the budget, and the blocks that are worked on."""
+    """Return bytes kept between the two passes over the pairs, where they fit the budget, and of the blocks in work."""
     objective, batch = query.config.objective, query.config.data.batch_size
     rows = batch // query.world_size
     kept = 4 * rows * (2 * batch - rows)
@@ -229,7 +229,7 @@ def _similarities(query: MemoryQuery) -> int:
 
 
 def objective_state(query: MemoryQuery) -> tuple[int, int]:
-    """Bytes on the device and on the host of what the objective keeps, by building it without memory."""
+    """Return bytes on the device and on the host of the objective's state, by building it without memory."""
     with FakeTensorMode():
         ranks = cast(Communicator, _Ranks(query.world_size, torch.device("cpu")))
         context = Context(query.source.embed_dim, max(1, query.samples), ranks)
@@ -244,7 +244,7 @@ def objective_state(query: MemoryQuery) -> tuple[int, int]:
 
 
 class _Ranks(NamedTuple):
-    """Stands for the communicator of ranks that do not run."""
+    """The communicator of ranks that do not run."""
 
     world_size: int
     device: torch.device

@@ -1,8 +1,8 @@
-"""What an objective costs a rank at any size: its collectives and its floating-point operations.
+"""The cost of an objective for a rank at any size: its collectives and its floating-point operations.
 
 Nothing here knows a method. The objective itself runs on a few rows of a `SimulatedRank`, at several sizes, and what it
 sends and computes is carried over: the size of a collective is bilinear in rows and width, the operations are a
-polynomial of low degree in rows, width and prototypes. So a method that is added to the table needs no line here.
+polynomial of low degree in rows, width and prototypes. So a new method needs no line here.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _PRODUCTS = {*flop_registry, *_IN_PLACE}
 
 
 class ObjectiveWork(NamedTuple):
-    """What a rank computes in a step."""
+    """The computation of a rank in a step."""
 
     flops: float  # of matrix products
     elements: float  # that all other operations write, which memory's speed limits
 
 
 class _Seen(NamedTuple):
-    """What a run of `online_every` steps has shown."""
+    """Counts of a run of `online_every` steps."""
 
     calls: list[Call]
     flops: float  # a step
@@ -65,7 +65,7 @@ def objective_calls(
     micro_batches: int = 1,
     build: Build = build_objective,
 ) -> list[Call]:
-    """The collectives of an average step.
+    """Return the collectives of an average step.
 
     Args:
         config: of the run.
@@ -95,7 +95,7 @@ def objective_calls(
 def objective_work(
     config: Config, world_size: int, rows: int, dim: int, comm_dtype: torch.dtype, build: Build = build_objective
 ) -> ObjectiveWork:
-    """Operations of an average step; arguments as for `objective_calls`.
+    """Return the operations of an average step; arguments as for `objective_calls`.
 
     Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
     """
@@ -111,7 +111,7 @@ def objective_work(
 
 
 def _terms(b: float, d: float, c: float) -> list[float]:
-    """Pairs, networks, features, prototypes and weights, and what each of their rows takes."""
+    """Return the terms of pairs, networks, features, prototypes and weights, and of their rows."""
     return [b * b * d, b * c * d, b * d * d, b * b, b * d, b * c, c * d, d * d, b, d, c, 1.0]
 
 
@@ -125,7 +125,7 @@ def _run(
     build: Build,
     columns: int = 1,
 ) -> _Seen:
-    """Steps of the objective on `rows` rows a rank, with `columns` prototypes a rank."""
+    """Run steps of the objective on `rows` rows and `columns` prototypes a rank."""
     small = config.model_copy(deep=True)
     small.objective.section(NpnConfig).prototypes = columns * world_size
     rank = SimulatedRank(world_size)
@@ -135,7 +135,7 @@ def _run(
     index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
     steps = config.objective.section(AmortizedConfig).online_every
     elements = _Elements()
-    with _unheard(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
+    with _muted(), FlopCounterMode(display=False, custom_mapping=_IN_PLACE) as counter, elements:
         for number in range(_WARM_UP + steps):
             if number == _WARM_UP:
                 rank.calls.clear()
@@ -171,8 +171,8 @@ class _Elements(TorchDispatchMode):
 
 
 @contextmanager
-def _unheard() -> Iterator[None]:
-    """Without the log of the objective, whose warnings about noise would mislead."""
+def _muted() -> Iterator[None]:
+    """Mute the objective's log, whose warnings about random features would mislead."""
     log = logging.getLogger("neuclip_ds.objectives")
     level = log.level
     log.setLevel(logging.ERROR)

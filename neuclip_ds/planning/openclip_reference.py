@@ -1,4 +1,4 @@
-"""OpenCLIP's loss in OpenCLIP's own communication scheme, to measure the closed form against; no method to train with.
+"""OpenCLIP's loss in OpenCLIP's own communication scheme, a baseline for the closed form, not a method to train with.
 
 Features are gathered with gradient (`--gather-with-grad`), so that autograd sends a reduce-scatter of (B, d) back for
 images and one for texts. With a local loss (`--local-loss`) a rank contrasts its own rows with all columns, without it
@@ -55,16 +55,18 @@ class OpenClipReference(NoState):
         self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> None:
-        """The gather needs its gradient: features travel when all are there."""
+        """Start nothing: the gather needs its gradient, so features travel when all are there."""
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Gradient of the global loss; updates the temperature.
+        """Return the gradient of the global loss; update the temperature.
 
         Raises:
-            ValueError: a row does not count, for which this scheme has no provision.
+            ValueError: a row is invalid, which this scheme cannot skip.
         """
         if not bool(features.valid.all()):
-            raise ValueError("OpenCLIP's scheme has no empty rows: give it batches whose samples are all valid")
+            raise ValueError(
+                "OpenCLIP's scheme cannot skip invalid samples: give it batches whose samples are all valid."
+            )
         tau = self._temperature.tau
         with torch.enable_grad():
             leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
@@ -81,7 +83,7 @@ class OpenClipReference(NoState):
         return FeatureGradients(image, text, mean_loss, metrics)
 
     def _loss(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        """Of this rank: its rows, or the whole batch's."""
+        """Return this rank's loss: of its rows, or of the whole batch."""
         all_image, all_text = (
             _GatherWithGradient.apply(x.to(self._comm_dtype), self._communicator).to(x.dtype) for x in (image, text)
         )
@@ -105,4 +107,3 @@ REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {
     "openclip_reference": functools.partial(OpenClipReference, local_loss=True),
     "openclip_reference_full": functools.partial(OpenClipReference, local_loss=False),
 }
-"""What is measured and planned beside the methods."""

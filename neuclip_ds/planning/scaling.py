@@ -1,4 +1,4 @@
-"""What a run costs on any number of nodes, by the cost model: time, memory, traffic, checkpoints, GPU hours."""
+"""The cost of a run on any number of nodes, by the cost model: time, memory, traffic, checkpoints, GPU hours."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _CHECKPOINTED = 12  # bytes a parameter: float32 master and AdamW's moments
 
 
 class ClusterAssumptions(NamedTuple):
-    """What the config does not say."""
+    """Assumptions that a config does not hold."""
 
     samples: int  # n of the data set
     sample_bytes: float  # of an image and its caption in a shard
@@ -32,7 +32,7 @@ class ClusterAssumptions(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """One configuration, per step unless it says otherwise."""
+    """The cost of a configuration, per step where nothing else is noted."""
 
     nodes: int
     ranks: int
@@ -54,35 +54,25 @@ class Prediction(NamedTuple):
 
 def predict(
     config: Config,
-    model: CountedModel,
-    towers: Towers,
+    model: CountedModel,  # from `count_model`
+    towers: Towers,  # from `count_activated`
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
     build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
 ) -> Prediction:
-    """The cost of a config, whose batch is that of all ranks.
-
-    Args:
-        config: of the run.
-        model, towers: from `count_model` and `count_activated`.
-        machine: that runs.
-        nodes, ranks_per_node: of it.
-        around: what the config does not say.
-        build: as for `objective_calls`.
+    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `objective_calls`.
 
     Raises:
         UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
     """
-    cluster = Cluster(nodes, ranks_per_node, machine.network)
-    ranks = cluster.world_size
+    ranks = nodes * ranks_per_node
     work = step_work(config, model, ranks, build)
-    time = step_time(work, machine.compute, cluster)
+    time = step_time(work, machine.compute, Cluster(nodes, ranks_per_node, machine.network))
     speed = config.data.batch_size / time.total
-    received = {call: call.times * ring_bytes(call.op, call.size, ranks) for call in work.calls}
-    # whatever the ranks, a checkpoint holds a row of a table and what is replicated once
-    checkpoint = _CHECKPOINTED * model.shapes.total + sum(objective_state(_memory_query(config, 1, around.samples)))
+    received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
+    checkpoint = _checkpoint_bytes(config, model, around.samples)
     return Prediction(
         nodes=nodes,
         ranks=ranks,
@@ -93,8 +83,8 @@ def predict(
         communication=time.communication,
         exposed=time.exposed,
         samples_per_second=speed,
-        received=round(sum(received.values())),
-        per_sample_received=round(sum(size for call, size in received.items() if call.purpose in _PER_SAMPLE)),
+        received=round(sum(size for _, size in received)),
+        per_sample_received=round(sum(size for purpose, size in received if purpose in _PER_SAMPLE)),
         memory=account(_memory_query(config, ranks, around.samples), towers).peak,
         checkpoint=checkpoint,
         checkpoint_seconds=checkpoint / (nodes * around.disk),
@@ -103,8 +93,13 @@ def predict(
     )
 
 
+def _checkpoint_bytes(config: Config, model: CountedModel, samples: int) -> int:
+    """Return the size of a checkpoint, which holds each row of a table and what is replicated once."""
+    return _CHECKPOINTED * model.shapes.total + sum(objective_state(_memory_query(config, 1, samples)))
+
+
 def count_activated(config: Config, ranks: int) -> Towers:
-    """What `predict` takes for `towers`: a function of the model and the micro-batch alone."""
+    """Return `towers` for `predict`: a function of the model and the micro-batch alone."""
     return count_towers(_memory_query(config, ranks, samples=0))
 
 

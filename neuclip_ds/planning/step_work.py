@@ -1,4 +1,4 @@
-"""What a rank has to do in a step of a config, for the cost model: counted without memory, data or other ranks."""
+"""The work of a rank in a step of a config, for the cost model: counted without memory, data or other ranks."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from neuclip_ds.planning.objective_cost import objective_calls, objective_work
 
 
 class CountedModel(NamedTuple):
-    """What the towers are and do, whatever the batch."""
+    """Sizes and operations of the towers, whatever the batch."""
 
     shapes: TrainedShapes
     dim: int  # d of the features
@@ -31,7 +31,7 @@ class CountedModel(NamedTuple):
 
 
 def count_model(config: Config) -> CountedModel:
-    """Builds the config's model on the meta device.
+    """Count the config's model on the meta device.
 
     Raises:
         UserError: its checkpoint cannot be found.
@@ -46,7 +46,7 @@ def count_model(config: Config) -> CountedModel:
 
 
 def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
-    """Of one image and of one caption through their towers; a backward pass takes twice those."""
+    """Return the operations of one image and of one caption; a backward pass takes twice those."""
     with torch.device("meta"):
         model = source.build(tokenizer)
         size = source.preprocessing.size
@@ -66,7 +66,7 @@ def step_work(
     world_size: int,
     build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
 ) -> Work:
-    """The work of one rank of `world_size`; `build` as for `objective_calls`.
+    """Return the work of one rank of `world_size`; `build` as for `objective_calls`.
 
     A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
     the forward pass runs once more for each.
