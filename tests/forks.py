@@ -49,6 +49,7 @@ def _begin(work: Callable[..., None], args: tuple[Any, ...], variables: dict[str
     os.environ.update(variables)
     if folder is not None:
         os.chdir(folder)
+    multiprocessing.set_start_method("fork", force=True)  # the platform's default, and not the server's
     np.random.seed()  # as `random` does by itself in a fork
     work(*args)
 
@@ -56,7 +57,10 @@ def _begin(work: Callable[..., None], args: tuple[Any, ...], variables: dict[str
 def kill(process: BaseProcess) -> None:
     """End a process and all that it has started."""
     if process.exitcode is None and process.pid is not None:
-        os.killpg(process.pid, signal.SIGKILL)
+        try:
+            os.killpg(process.pid, signal.SIGKILL)
+        except ProcessLookupError:  # it leads no session yet, or has just ended
+            process.kill()
     process.join()
 
 
