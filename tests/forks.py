@@ -25,7 +25,9 @@ import numpy as np
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def fork(work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None) -> BaseProcess:
+def fork(
+    work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
+) -> BaseProcess:
     """Start `work(*args)`, a module's function, in a session of its own with these environment variables alone."""
     _start_server()
     process = _CONTEXT.Process(target=_begin, args=(work, args, dict(variables), folder))

@@ -60,7 +60,9 @@ def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -
         for program in programs:
             program.kill()
     code = max((one.returncode for one in done), key=abs)
-    return CompletedProcess(done[0].args, code, "".join(one.stdout for one in done), "".join(one.stderr for one in done))
+    return CompletedProcess(
+        done[0].args, code, "".join(one.stdout for one in done), "".join(one.stderr for one in done)
+    )
 
 
 def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:

@@ -96,7 +96,8 @@ def test_every_stage_and_precision(stage: int, precision: str, method: str, shar
 
 def test_sigterm_saves_and_exits(shards: Path, tmp_path: Path) -> None:
     endless = command(shards, tmp_path, "asked", "--budget.steps=100000", "--run.checkpoint_every=100000")
-    process = subprocess.Popen([sys.executable, ROOT / endless[0], *endless[1:]], env=environment(), stderr=subprocess.PIPE, text=True)
+    command_line = [sys.executable, str(ROOT / endless[0]), *endless[1:]]
+    process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "asked" / "metrics.jsonl"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
