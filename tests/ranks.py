@@ -4,32 +4,67 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
+import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from forks import fork, kill
 
 from neuclip_ds.distributed.communicator import Communicator
 
+_LIMIT = 300.0  # seconds
+
 
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(communicator, *args)` on each rank; the ranks' results in rank order. Work must be a module's function."""
+    """`work(communicator, *args)` on each rank; the ranks' results in rank order. Work must be a module's function.
+
+    Raises:
+        RuntimeError: a rank failed, which ends the others, or took too long.
+    """
+    # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
+    common = {**os.environ, "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(_rank, (world_size, folder, work, args), nprocs=world_size)
+        processes = []
+        try:
+            for rank in range(world_size):
+                variables = {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+                processes.append(fork(_rank, rank, world_size, folder, work, args, variables=variables))
+            _join(processes)
+        finally:
+            for process in processes:
+                kill(process)
+        failures = [path.read_text() for path in Path(folder).glob("*.txt")]
+        if failures or any(process.exitcode for process in processes):
+            codes = [process.exitcode for process in processes]
+            raise RuntimeError("\n".join([f"the ranks' exit codes are {codes}", *failures]))
         return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+
+
+def _join(processes: list[Any]) -> None:
+    """Wait for the good end of all, or for the first that fails."""
+    deadline = time.monotonic() + _LIMIT
+    running = {process.sentinel: process for process in processes}
+    while running:
+        ended = wait(list(running), deadline - time.monotonic())
+        if not ended or any(running.pop(sentinel).exitcode for sentinel in ended):
+            return
 
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank), GLOO_SOCKET_IFNAME="lo")
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
-    torch.save(work(Communicator(), *args), Path(folder) / f"{rank}.pt")
+    try:
+        torch.save(work(Communicator(), *args), Path(folder) / f"{rank}.pt")
+    except BaseException:
+        Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
+        raise
     dist.barrier()
     dist.destroy_process_group()

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
+import socket
 from pathlib import Path
+from subprocess import CompletedProcess
+
+from forks import Program
 
 from neuclip_ds.data.demo import make_demo_data
 
@@ -38,13 +40,29 @@ def environment() -> dict[str, str]:
     return {**kept, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
 
 
-def call(
-    tool: str, *options: str, folder: Path | None = None, ranks: int | None = None
-) -> subprocess.CompletedProcess[str]:
-    """A tool by its path in the repository, in a working folder, on its own or as so many ranks."""
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"] if ranks else []
-    command = [sys.executable, *launcher, str(ROOT / tool), *options]
-    return subprocess.run(command, env=environment(), cwd=folder, capture_output=True, text=True, timeout=240)
+def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -> list[Program]:
+    """A tool by its path in the repository, in a working folder: as no launcher starts it, or as so many ranks."""
+    variables = [environment()]
+    if ranks > 1:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            where = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1]), "WORLD_SIZE": str(ranks)}
+        variables = [{**environment(), **where, "RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(ranks)]
+    return [Program(ROOT / tool, *options, variables=own, folder=folder) for own in variables]
+
+
+def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -> CompletedProcess[str]:
+    """How a tool ends, and what all its ranks print."""
+    programs = start(tool, *options, folder=folder, ranks=ranks)
+    try:
+        done = [program.wait() for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+    code = max((one.returncode for one in done), key=abs)
+    return CompletedProcess(
+        done[0].args, code, "".join(one.stdout for one in done), "".join(one.stderr for one in done)
+    )
 
 
 def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
@@ -53,9 +71,7 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
     return folder / "train"
 
 
-def train(
-    runs: Path, data: str, steps: int, *options: str, ranks: int | None = None
-) -> subprocess.CompletedProcess[str]:
+def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
     """train.py, for some steps of a run named `run` in the folder `runs`."""
     where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
     return call("train.py", *_TINY, *where, *options, ranks=ranks)

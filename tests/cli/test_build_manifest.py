@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, environment
+from small_runs import ROOT, call, environment
 from tars import write_pairs
 
 from neuclip_ds.data.build import build_manifest
@@ -27,8 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(*options: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    call = [*launcher, *TOOL, *options]
-    return subprocess.run(call, env=environment(), capture_output=True, text=True, timeout=120)
+    if not launcher:
+        return call("tools/build_manifest.py", *options)
+    command = [*launcher, *TOOL, *options]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 def without_checksums(folder: Path) -> list[object]:
@@ -61,8 +63,8 @@ def test_mpi_ranks(folder, tmp_path, ranks):
 def test_killed_in_the_middle(folder, tmp_path):
     """A pipe that never ends holds the build up behind the other shards' results."""
     sources = [str(folder), f"pipe:while [ ! -e {tmp_path}/go ]; do sleep 0.05; done; cat {folder}/00000.tar"]
-    call = [*TOOL, str(tmp_path / "m"), *sources, "--processes", "1"]
-    process = subprocess.Popen(call, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
+    command = [*TOOL, str(tmp_path / "m"), *sources, "--processes", "1"]
+    process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
     work = tmp_path / "m" / ".building"
     limit = time.monotonic() + 60
     while len(list(work.glob("group-*.json"))) < 5 and time.monotonic() < limit:

@@ -9,40 +9,39 @@ import sys
 from pathlib import Path
 
 import pytest
+from small_runs import ROOT, SMALL, call, environment
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(options: list[str], ranks: int, folder: Path) -> tuple[int, str]:
-    env = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
-    env.update(OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT), PATH=f"{Path(sys.executable).parent}:{env['PATH']}")
-    call = [sys.executable, str(ROOT / "train.py")]
-    if ranks > 1:
-        port = str(29600 + os.getpid() % 300)
-        call = [str(Path(sys.executable).parent / "deepspeed"), "--num_accelerators", str(ranks)]
-        call += ["--master_port", port, str(ROOT / "train.py")]
-    done = subprocess.run(
-        [*call, *options, f"--run.folder={folder}/runs"],
-        env=env,
-        capture_output=True,
-        text=True,
-        timeout=90,
-        cwd=folder,
-    )
-    return done.returncode, done.stdout + done.stderr
+BIN = Path(sys.executable).parent
 
 
 def check(options: list[str], ranks: int, folder: Path, *words: str) -> None:
-    code, said = run(options, ranks, folder)
-    assert code == 2, said
+    done = call("train.py", *options, f"--run.folder={folder}/runs", folder=folder, ranks=ranks)
+    says(done, *words)
+
+
+def says(done: subprocess.CompletedProcess[str], *words: str) -> None:
+    said = done.stdout + done.stderr
+    assert done.returncode == 2, said
     assert "Traceback" not in said
     (line,) = [line for line in said.splitlines() if "error: " in line and "neuclip" not in line.split("error: ")[0]]
     for word in words:
         assert word in line
 
 
+def as_process(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Its end in an interpreter of its own, as a shell starts it."""
+    variables = {**environment(), "PATH": f"{BIN}:{os.environ['PATH']}"}
+    command = (*command, f"--run.folder={folder}/runs")
+    return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=90)
+
+
+def test_a_process_of_its_own(tmp_path: Path) -> None:
+    options = ["demo", "--data.btach_size=3"]
+    done = as_process(sys.executable, str(ROOT / "train.py"), *options, folder=tmp_path)
+    says(done, "did you mean --data.batch-size")
+
+
 CONFIG = [
-    (["demo", "--data.btach_size=3"], "did you mean --data.batch-size"),
     (["dem"], "did you mean demo"),
     (["demo", "--optimizer.lr=fast"], "optimizer.lr='fast'"),
     (["demo", "--objective.method=neuclp"], "did you mean neuclip"),
@@ -99,7 +98,7 @@ def test_shards_without_captions(tmp_path: Path) -> None:
 
 
 def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
-    """The second of two ranks finds an image of the zero-shot set that is none."""
+    """By DeepSpeed's launcher: the second of two ranks finds an image of the zero-shot set that is none."""
     import webdataset as wds
 
     from neuclip_ds.data.demo import make_demo_data
@@ -112,5 +111,7 @@ def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
     with wds.TarWriter(str(tar)) as out:
         for sample in samples:
             out.write(sample)
-    options = ["demo", f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--budget.steps=1"]
-    check(options, 2, tmp_path, "rank 1 on ", "0.tar", samples[1]["__key__"], "cannot be decoded")
+    options = ["demo", *SMALL, f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--budget.steps=1"]
+    launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(29600 + os.getpid() % 300)]
+    done = as_process(str(BIN / launcher[0]), *launcher[1:], str(ROOT / "train.py"), *options, folder=tmp_path)
+    says(done, "rank 1 on ", "0.tar", samples[1]["__key__"], "cannot be decoded")

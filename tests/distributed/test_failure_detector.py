@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import signal
 import socket
@@ -14,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch.distributed as dist
+from forks import fork
 
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.failure_detector import FailureDetector
@@ -103,11 +103,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 
 def ends(folder: Path, work: str) -> Ends:
     """Return the exit codes of all ranks and what each one logged."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", "neuclip_ds.distributed.failure_detector"])
-    processes = [context.Process(target=one_rank, args=(rank, str(folder), work)) for rank in range(RANKS)]
-    for process in processes:
-        process.start()
+    processes = [fork(one_rank, rank, str(folder), work, variables=os.environ) for rank in range(RANKS)]
     for process in processes:
         process.join(40)
         process.kill()

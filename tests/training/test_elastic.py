@@ -2,11 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -15,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards
+from small_runs import SMALL, demo_shards, start
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.reporting.sample_log import read_samples
 
-ROOT = Path(__file__).parents[2]
 PAIRS, BATCH = 300, 32
 EPOCH = 10  # steps: the last batch has 20 empty rows
 TINY = [
@@ -48,56 +42,41 @@ class Launch:
     """One start of a run: train.py once a rank, as a launcher would call it."""
 
     def __init__(self, ranks: int, options: Sequence[str], folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
-        common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
-        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        call = [sys.executable, str(ROOT / "train.py"), "demo", *TINY, *options, f"--run.folder={folder.parent}"]
         self.metrics = folder / "metrics.jsonl"
-        self.said = folder.with_suffix(f".{time.monotonic_ns()}.txt")
-        with self.said.open("w") as said:
-            self.processes = [
-                subprocess.Popen(
-                    [*call, f"--run.name={folder.name}"],
-                    env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
-                    stdout=said,
-                    stderr=said,
-                    start_new_session=True,
-                )
-                for rank in range(ranks)
-            ]
+        where = [f"--run.folder={folder.parent}", f"--run.name={folder.name}"]
+        self.programs = start("train.py", "demo", *TINY, *options, *where, ranks=ranks)
 
     def end(self) -> str:
         """Waits for all ranks and a good end; what they said."""
         try:
-            codes = [process.wait(timeout=240) for process in self.processes]
+            codes = [program.wait().returncode for program in self.programs]
         finally:
             self.kill()
-        assert codes == [0] * len(codes), self.said.read_text()
-        return self.said.read_text()
+        assert codes == [0] * len(codes), self.said()
+        return self.said()
+
+    def said(self) -> str:
+        return "".join(err for _, err in (program.printed() for program in self.programs))
 
     def reach(self, step: int) -> None:
         """Waits until the metrics show that a step is done."""
         limit = time.monotonic() + 240
         while f'"step": {step},' not in (self.metrics.read_text() if self.metrics.is_file() else ""):
-            assert all(process.poll() is None for process in self.processes), self.said.read_text()
+            assert all(program.running for program in self.programs), self.said()
             assert time.monotonic() < limit, "too slow"
             time.sleep(0.002)
 
     def stop(self, step: int) -> str:
         """SIGTERM to the first rank after a step; what the run said."""
         self.reach(step)
-        self.processes[0].send_signal(signal.SIGTERM)
+        self.programs[0].terminate()
         said = self.end()
         assert "stopped after step" in said
         return said
 
     def kill(self) -> None:
-        for process in self.processes:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
+        for program in self.programs:
+            program.kill()
 
 
 def options(shards: Path, steps: int, *more: str) -> list[str]:

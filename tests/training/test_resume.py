@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -13,9 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, environment
+from small_runs import ROOT, SMALL, call, demo_shards, environment, start
 
-ROOT = Path(__file__).parents[2]
 TINY = [
     "--data.batch_size=32",
     "--data.workers=1",
@@ -35,28 +33,24 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
-    call = [sys.executable, str(ROOT / "train.py"), "demo", f"--data.train={shards}", f"--run.folder={runs}"]
-    return [*call, f"--run.name={name}", *TINY, *options]
+    where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={name}"]
+    return ["train.py", "demo", *where, *TINY, *options]
 
 
-def complete(call: list[str]) -> str:
-    done = subprocess.run(call, env=environment(), capture_output=True, text=True, timeout=240)
+def complete(command: list[str]) -> None:
+    done = call(*command)
     assert done.returncode == 0, done.stdout + done.stderr
-    return done.stderr
 
 
-def kill_after(call: list[str], metrics: Path, steps: int) -> None:
-    """Starts the command in a group of its own and kills that group once `steps` steps have been logged."""
-    process = subprocess.Popen(
-        call, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, start_new_session=True
-    )
+def kill_after(command: list[str], metrics: Path, steps: int) -> None:
+    """Starts the command and kills it with its workers once `steps` steps have been logged."""
+    (program,) = start(*command)
     limit = time.monotonic() + 120
-    while time.monotonic() < limit and process.poll() is None:
+    while time.monotonic() < limit and program.running:
         if metrics.is_file() and metrics.read_text().count("\n") >= steps:
             break
         time.sleep(0.005)
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    program.kill()
 
 
 def final_state(run: Path) -> dict[str, object]:
@@ -75,10 +69,10 @@ def final_state(run: Path) -> dict[str, object]:
 
 def compare(shards: Path, runs: Path, *options: str) -> None:
     complete(command(shards, runs, "whole", *options))
-    call = command(shards, runs, "broken", *options)
+    broken_off = command(shards, runs, "broken", *options)
     for steps in (6, 10):
-        kill_after(call, runs / "broken" / "metrics.jsonl", steps)
-    complete(call)
+        kill_after(broken_off, runs / "broken" / "metrics.jsonl", steps)
+    complete(broken_off)
     whole, broken = final_state(runs / "whole"), final_state(runs / "broken")
     assert len(whole["metrics"]) == 15  # type: ignore[arg-type]
     assert whole.keys() == broken.keys()
@@ -101,8 +95,9 @@ def test_every_stage_and_precision(stage: int, precision: str, method: str, shar
 
 
 def test_sigterm_saves_and_exits(shards: Path, tmp_path: Path) -> None:
-    call = command(shards, tmp_path, "asked", "--budget.steps=100000", "--run.checkpoint_every=100000")
-    process = subprocess.Popen(call, env=environment(), stderr=subprocess.PIPE, text=True)
+    endless = command(shards, tmp_path, "asked", "--budget.steps=100000", "--run.checkpoint_every=100000")
+    command_line = [sys.executable, str(ROOT / endless[0]), *endless[1:]]
+    process = subprocess.Popen(command_line, env=environment(), stderr=subprocess.PIPE, text=True)
     metrics = tmp_path / "asked" / "metrics.jsonl"
     limit = time.monotonic() + 120
     while time.monotonic() < limit and not (metrics.is_file() and metrics.read_text().count("\n") >= 2):
@@ -117,8 +112,7 @@ def test_sigterm_saves_and_exits(shards: Path, tmp_path: Path) -> None:
 
 def test_a_checkpoint_of_other_data_is_refused(shards: Path, tmp_path: Path) -> None:
     complete(command(shards, tmp_path, "run", "--budget.steps=2"))
-    changed = command(shards, tmp_path, "run", "--budget.steps=3", "--run.seed=5")
-    done = subprocess.run(changed, env=environment(), capture_output=True, text=True, timeout=120)
+    done = call(*command(shards, tmp_path, "run", "--budget.steps=3", "--run.seed=5"))
     assert done.returncode == 2
     assert "seed=0, but this run has seed=5" in done.stderr
     assert "Traceback" not in done.stderr

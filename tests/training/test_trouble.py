@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+from forks import Program
 from small_runs import ROOT, SMALL, demo_shards, environment
 
 STAND_IN = ROOT / "tests" / "reporting" / "wandb_stand_in.py"
@@ -24,11 +23,8 @@ def test_a_diverged_run_names_the_step_and_its_samples(tmp_path: Path) -> None:
     command = [*("demo", *SMALL, f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={data}")]
     command += ["--data.batch_size=8", "--data.workers=0", "--data.val=", "--data.zero_shot=", "--budget.steps=50"]
     command += ["--run.sample_log=true", "--run.log_every=1", "--run.wandb=clip", "--optimizer.lr=1e30"]
-    ended = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *command, "--optimizer.warmup_steps=1"],
-        env={**environment(), "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}", "WANDB_CALLS": str(tmp_path / "calls")},
-        capture_output=True, text=True, timeout=240,
-    )  # fmt: skip
+    variables = {**environment(), "PYTHONPATH": f"{ROOT}:{tmp_path / 'site'}", "WANDB_CALLS": str(tmp_path / "calls")}
+    ended = Program(ROOT / "train.py", *command, "--optimizer.warmup_steps=1", variables=variables).wait()
     assert ended.returncode == 1, ended.stderr
     *_, event = lines(tmp_path / "run" / "events.jsonl")
     assert event["kind"] == "diverged"
