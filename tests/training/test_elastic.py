@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards
+from small_runs import SMALL, demo_shards, read_options
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
@@ -53,7 +53,13 @@ class Launch:
             port = probe.getsockname()[1]
         common = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "WORLD_SIZE": str(ranks)}
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-        call = [sys.executable, str(ROOT / "train.py"), "demo", *TINY, *options, f"--run.folder={folder.parent}"]
+        call = [
+            sys.executable,
+            str(ROOT / "train.py"),
+            "demo",
+            *read_options([*TINY, *options]),
+            f"--run.folder={folder.parent}",
+        ]
         self.metrics = folder / "metrics.jsonl"
         self.said = folder.with_suffix(f".{time.monotonic_ns()}.txt")
         with self.said.open("w") as said:

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, environment
+from small_runs import SMALL, demo_shards, environment, read_options
 
 ROOT = Path(__file__).parents[2]
 TINY = [
@@ -36,7 +36,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
     call = [sys.executable, str(ROOT / "train.py"), "demo", f"--data.train={shards}", f"--run.folder={runs}"]
-    return [*call, f"--run.name={name}", *TINY, *options]
+    return [*call, f"--run.name={name}", *read_options([*TINY, *options])]
 
 
 def complete(call: list[str]) -> str:
