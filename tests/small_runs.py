@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 
 from forks import Program
 
 from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.objectives import METHODS
 
 ROOT = Path(__file__).parents[1]
 SMALL = [  # and without a report, whose plots take longer than the training
@@ -32,6 +34,13 @@ _TINY = [
     "--data.val=",
     "--data.zero_shot=",
 ]
+
+
+def read_options(options: Sequence[str]) -> list[str]:
+    """The options of a demo run without those that its method does not read."""
+    chosen = [option.partition("=")[2] for option in options if option.startswith("--objective.method=")]
+    method = METHODS[chosen[-1] if chosen else "neuclip"]
+    return [option for option in options if method.reads(option.removeprefix("--"))]
 
 
 def environment() -> dict[str, str]:

@@ -17,11 +17,13 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
+from neuclip_ds.objectives.methods import method_of
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.methods.tuneclip import HingeConfig
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
+from neuclip_ds.section import merge
 
 FILES = sorted(RECIPES.rglob("*.yaml"))
 
@@ -159,7 +161,7 @@ def test_models_are_the_published_ones(data: str, capsys: pytest.CaptureFixture[
 
 @pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(RECIPES)))
 def test_a_recipe_names_its_source_and_repeats_nothing(path: Path) -> None:
-    """A value that an included part has already set stands in that part only."""
+    """A value that an included part, or a published recipe's method, has already set stands there only."""
     text = path.read_text(encoding="utf-8")
     assert text.startswith("# "), "the first line says what it is and where it comes from"
     tree = yaml.safe_load(text)
@@ -167,6 +169,9 @@ def test_a_recipe_names_its_source_and_repeats_nothing(path: Path) -> None:
     for part in tree.pop("include", []):
         included = override(included, load_recipe(part, beside=path.parent))
     before = dict(leaves(included))
+    if path.stem in PUBLISHED:
+        method = method_of(override(included, tree)["objective"])
+        before = dict(leaves(merge({"objective": merge(method.defaults, method.starts)}, included)))
     repeated = [key for key, value in leaves(tree) if key in before and before[key] == value]
     assert not repeated
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, start
+from small_runs import SMALL, demo_shards, read_options, start
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
@@ -44,7 +44,7 @@ class Launch:
     def __init__(self, ranks: int, options: Sequence[str], folder: Path) -> None:
         self.metrics = folder / "metrics.jsonl"
         where = [f"--run.folder={folder.parent}", f"--run.name={folder.name}"]
-        self.programs = start("train.py", "demo", *TINY, *options, *where, ranks=ranks)
+        self.programs = start("train.py", "demo", *read_options([*TINY, *options]), *where, ranks=ranks)
 
     def end(self) -> str:
         """Waits for all ranks and a good end; what they said."""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ROOT, SMALL, call, demo_shards, environment, start
+from small_runs import ROOT, SMALL, call, demo_shards, environment, read_options, start
 
 TINY = [
     "--data.batch_size=32",
@@ -34,7 +34,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
     where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={name}"]
-    return ["train.py", "demo", *where, *TINY, *options]
+    return ["train.py", "demo", *where, *read_options([*TINY, *options])]
 
 
 def complete(command: list[str]) -> None:
