@@ -12,10 +12,10 @@ demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
 
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 test-all: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile -m "not gpu"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu"
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

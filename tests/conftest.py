@@ -1,5 +1,6 @@
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 # before torch, DeepSpeed and others are imported, which read them then; processes that tests start inherit them
@@ -12,6 +13,18 @@ HERE = Path(__file__).parent
 # tests share helpers such as `ranks` and `oracle`
 sys.path[:0] = [str(HERE / folder) for folder in ("evaluation", "models/pretrained", "data", "objectives", ".")]
 
+import pytest  # noqa: E402
 import torch  # noqa: E402
 
 torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def quick_meta_models() -> Iterator[None]:
+    """Draws no weights on the meta device, which has no room for them: that takes a second a model."""
+    import timm.layers.weight_init as init
+
+    draw = init._trunc_normal_
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(init, "_trunc_normal_", lambda weight, *args: weight if weight.is_meta else draw(weight, *args))
+        yield

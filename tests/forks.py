@@ -15,6 +15,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Callable, Mapping
+from multiprocessing.context import ForkServerContext
 from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -25,24 +26,27 @@ import numpy as np
 _CONTEXT = multiprocessing.get_context("forkserver")
 
 
-def fork(
-    work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
-) -> BaseProcess:
-    """Start `work(*args)`, a module's function, in a session of its own with these environment variables alone."""
-    _start_server()
-    process = _CONTEXT.Process(target=_begin, args=(work, args, dict(variables), folder))
-    process.start()
-    return process
+def context() -> ForkServerContext:
+    """Return what starts processes by the server, which this call starts where it does not run yet.
 
-
-def _start_server() -> None:
-    """Start the server where it does not run yet; it imports the module `warm`."""
+    Its `Process` keeps this process's environment of that moment; `fork` gives each its own.
+    """
     here = Path(__file__).parent
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), before])
     _CONTEXT.set_forkserver_preload(["warm"])
     ensure_running()
     os.environ["PYTHONPATH"] = before
+    return _CONTEXT
+
+
+def fork(
+    work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
+) -> BaseProcess:
+    """Start `work(*args)`, a module's function, in a session of its own with these environment variables alone."""
+    process = context().Process(target=_begin, args=(work, args, dict(variables), folder))
+    process.start()
+    return process
 
 
 def _begin(work: Callable[..., None], args: tuple[Any, ...], variables: dict[str, str], folder: Path | None) -> None:

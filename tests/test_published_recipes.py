@@ -25,6 +25,7 @@ from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 from neuclip_ds.section import merge
 
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
 FILES = sorted(RECIPES.rglob("*.yaml"))
 
 # FastCLIP Table 7, NeuCLIP Tables 2 and 3: batch, epochs or steps, lr, decay, warm-up, Adam's betas and eps, u's eps

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import threading
 import time
 from pathlib import Path
 
+import forks
 import pytest
 from servers import Files, files_server
 
@@ -16,7 +16,6 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.errors import UserError
 
 SIZE = 10_000
-SPAWN = multiprocessing.get_context("spawn")  # fsspec does not stand a fork after its first use
 
 
 @pytest.fixture
@@ -154,8 +153,9 @@ def visit(cache: ShardCache, urls: list[str], barrier) -> None:
 
 
 def in_processes(visits: list[tuple[ShardCache, list[str]]]) -> None:
-    barrier = SPAWN.Barrier(len(visits))
-    processes = [SPAWN.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
+    context = forks.context()  # of a server that has not used fsspec, which does not stand a fork after its first use
+    barrier = context.Barrier(len(visits))
+    processes = [context.Process(target=visit, args=(*arguments, barrier)) for arguments in visits]
     for process in processes:
         process.start()
     for process in processes:
@@ -178,7 +178,7 @@ def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
 
     def watch() -> None:
         nonlocal most
-        while not over.is_set():
+        while not over.wait(0.001):  # a fetch takes five times as long
             most = max(most, size_of(tmp_path))
 
     watcher = threading.Thread(target=watch)
@@ -196,7 +196,7 @@ def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
     """The killed process holds a lock, space and a partial file; the cache has room for one shard only."""
     http.gate.clear()
     cache = cache_in(tmp_path, 1, timeout=60)
-    process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))
     process.start()
     wait_for_a_part(tmp_path)
     process.kill()
@@ -210,7 +210,7 @@ def test_a_killed_process_leaves_the_cache_usable(http, tmp_path, wanted):
 
 def test_waiting_for_another_process_has_a_limit(http, tmp_path):
     http.gate.clear()
-    process = SPAWN.Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
+    process = forks.context().Process(target=cache_in(tmp_path, 1, timeout=60).path, args=(url(http, 5), SIZE))
     process.start()
     wait_for_a_part(tmp_path)
     impatient = cache_in(tmp_path, 1, timeout=0.02)
@@ -231,7 +231,7 @@ def test_waiting_for_another_process_has_a_limit(http, tmp_path):
 def test_what_a_killed_run_has_left_is_cleared_by_the_next(http, tmp_path):
     cache = cache_in(tmp_path, 3)
     http.gate.clear()
-    process = SPAWN.Process(target=cache.path, args=(url(http, 5), SIZE))
+    process = forks.context().Process(target=cache.path, args=(url(http, 5), SIZE))
     process.start()
     wait_for_a_part(tmp_path)
     assert len(left_over(tmp_path)) == 2

@@ -15,6 +15,7 @@ from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import parse, recipe_names
 
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ONE = RankEnvironment(0, 0, 1)
 ROOT = Path(__file__).parents[2]
 

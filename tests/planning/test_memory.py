@@ -24,6 +24,7 @@ from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_m
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.recipe import parse
 
+pytestmark = pytest.mark.usefixtures("quick_meta_models")
 WIDTH, LAYERS = 256, 6
 ENGINES = [f"zero{stage}_{precision}" for precision in ("fp32", "bf16") for stage in range(4)]
 OFFLOADS = ["zero2_bf16_offload", "zero3_bf16_offload"]
