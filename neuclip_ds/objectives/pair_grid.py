@@ -90,7 +90,7 @@ class PairGrid:
         return x.diagonal(offset=block.rows.start - block.local.start)
 
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
-        """Return the feature gradient of a function of the similarities: this rank's (local, d) rows for images and texts.
+        """Return the feature gradient of a function of the similarities: (local, d) rows for images and texts.
 
         Args:
             weight: the (rows, columns) derivative by each similarity of a block.

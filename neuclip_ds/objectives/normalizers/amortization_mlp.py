@@ -2,8 +2,8 @@
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
-The paper has a "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are views
-of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
+The paper has a "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are
+views of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
 """
 
 from __future__ import annotations
