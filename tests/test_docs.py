@@ -333,7 +333,7 @@ def test_python_that_is_shown_runs(block: Block, readers_folder: Path, monkeypat
 @pytest.mark.parametrize("block", YAML, ids=lambda block: f"{block.page}:{block.line}")
 def test_recipes_that_are_shown_are_valid(block: Block, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block.text, encoding="utf-8")
-    assert validate(load_recipe(str(tmp_path / "mine.yaml"))).data.train == "manifests/mine"
+    validate(load_recipe(str(tmp_path / "mine.yaml")))
 
 
 def test_code_that_runs_is_found() -> None:
