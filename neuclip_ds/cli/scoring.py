@@ -17,8 +17,7 @@ from neuclip_ds.data.transforms import eval_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.encoding import encoder_of
+from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
@@ -105,7 +104,7 @@ def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> S
         encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
     )
     transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
-    return Suite(encoder, transform, communicator, scoring.workers)
+    return Suite(encoder, transform, scoring.workers)
 
 
 def _compare_size(task: Task, folder: Path) -> None:
@@ -126,7 +125,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
     transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
-    shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
+    shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
 
