@@ -9,7 +9,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
@@ -51,7 +51,7 @@ class Evaluator:
         """
         self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
         self._communicator = communicator
-        self._transform = eval_transform(preprocessing.size, preprocessing.squash)
+        self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         options = config.data
         val = find_split(options.val, "val", options.train)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
