@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.optimizers import build_optimizer
