@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 class AmortizedConfig(Section):
+    follows_epochs = True
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortisation MLP as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
