@@ -2,8 +2,9 @@
 
     L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
 
-A pair's derivative needs nothing but its own similarity, so each block is visited once. Pairs of own images with other
-ranks' texts count for the loss; pairs of own texts with other ranks' images, which those ranks count, for the gradient.
+A pair's derivative needs only its own similarity, so each block is visited once. Pairs of local images with other
+ranks' texts count for the loss; pairs of local texts with other ranks' images only for the gradient, since those ranks
+count their loss.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def by_group(results: Results, kind: str) -> dict[str, list[Mapping[str, float]]
 
 
 def tables(results: Results) -> list[Table]:
-    """What the study found, in the order of the papers' claims."""
+    """Return the study's tables, in the order of the papers' claims."""
     finals = by_group(results, "final")
     ranked = sorted(finals, key=lambda name: -summarize(map(mean_recall, finals[name])).mean)
     quality = Table("Methods, held-out test pairs", ["method", "mean recall %", *_COLUMNS], [])

@@ -8,16 +8,12 @@ In the common gradient w_i = exp(s_ii/tau)/lambda_i. normalizers/amortized.py ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class AmortizedConfig(Section):

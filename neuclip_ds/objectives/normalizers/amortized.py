@@ -5,7 +5,7 @@ With L = 1/tau and c the weight of the positive, an anchor's partition function 
     C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
 Stage I fits the online net's log lambda_i to log Z_i, Z_i = (1 - beta_t) C_i + beta_t lambda'_i, where lambda' is the
-target net as the epoch before left it. The target net is a moving average of the online net; both start anew each
+target net as the epoch before left it. The target net is a moving average of the online net; both restart each
 epoch. Stage II gives encoders and temperature the gradient, with lambda and the leading tau constant, of
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
@@ -135,7 +135,7 @@ class AmortizedNormalizer(NoState):
         return self._estimate(batch, positive, tau, log_total[:, batch.local], log_lambda, error)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) beside g_i."""
+        """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
