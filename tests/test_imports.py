@@ -19,7 +19,7 @@ LAYERS: list[set[str]] = [
     {"objectives"},
     {"config"},
     {"recipe", "models"},
-    {"evaluation", "reporting"},
+    {"evaluation", "loss", "reporting"},
     {"profiling", "engine"},
     {"checkpoint"},
     {"training"},

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.errors import UserError
 
 
 class FeatureGather:
@@ -132,6 +133,17 @@ class GatheredFeatures:
     def size(self) -> int:
         """B, the number of rows that count."""
         return self.index.shape[0]
+
+    def require_pairs(self, step: int) -> None:
+        """
+        Raises:
+            UserError: fewer than two rows count, so that no anchor has a negative.
+        """
+        if self.size < 2:
+            raise UserError(
+                f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
+                "contrast needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+            )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
         """(c, local) values of this rank's valid rows -> (c, B) of all ranks'."""

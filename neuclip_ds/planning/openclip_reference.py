@@ -49,7 +49,7 @@ class OpenClipReference(NoState):
             local_loss: whether a rank computes its own rows of the loss only.
         """
         self._communicator = context.communicator
-        self._comm_dtype = comm_dtype
+        self.comm_dtype = comm_dtype
         self._local_loss = local_loss
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
         self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
@@ -85,7 +85,7 @@ class OpenClipReference(NoState):
     def _loss(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
         """Return this rank's loss: of its rows, or of the whole batch."""
         all_image, all_text = (
-            _GatherWithGradient.apply(x.to(self._comm_dtype), self._communicator).to(x.dtype) for x in (image, text)
+            _GatherWithGradient.apply(x.to(self.comm_dtype), self._communicator).to(x.dtype) for x in (image, text)
         )
         labels = torch.arange(len(all_image), device=image.device)
         if self._local_loss:

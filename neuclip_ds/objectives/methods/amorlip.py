@@ -17,6 +17,7 @@ from neuclip_ds.section import Section
 
 
 class AmortizedConfig(Section):
+    follows_epochs = True
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortisation MLP as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
