@@ -321,7 +321,7 @@ def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("block", PYTHON, ids=lambda block: f"{block.page}:{block.line}")
 def test_python_that_is_shown_runs(block: Block, readers_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = block.text.replace("/data/", f"{readers_folder}/data/")
-    if "neuclip_ds.training" in text:  # it takes over its process: ranks, signals, DeepSpeed
+    if "neuclip_ds.train" in text:  # it takes over its process: ranks, signals, DeepSpeed
         (readers_folder / "block.py").write_text(text, encoding="utf-8")
         done = call(str(readers_folder / "block.py"), folder=readers_folder)
         assert done.returncode == 0, done.stderr
