@@ -33,7 +33,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -43,9 +43,12 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.dataset import iter_captions
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.planning.memory import MemoryQuery
+from neuclip_ds.planning.synthetic_profile import first_prediction
 from neuclip_ds.recipe import dump, parse_for
 from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
 
@@ -87,6 +90,11 @@ class Setting(NamedTuple):
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
         return parse_for(method, [self.recipe, *own, *self.overrides, *more])
+
+    def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
+        """Run a program to its end in a new folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        start(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
 
     def write(self, name: str, method: str | None = None, *more: str) -> Path:
         """Write the config to a file and return its path."""
@@ -183,7 +191,9 @@ def programs(setting: Setting) -> list[Program]:
     alike = ["--random"] if setting.source == RANDOM else []
     listed = []
     for method in asked.methods:
-        warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
+        # NeuCLIP's network predicts before anything counts
+        predicts = first_prediction(setting.config(f"--objective.method={method}"))
+        warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
         path = write_config(setting, ours(method), method, warmup)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
     path = write_config(setting, "peers", asked.methods[0], asked.warmup)
@@ -195,15 +205,6 @@ def programs(setting: Setting) -> list[Program]:
     return listed
 
 
-def warmup_of(config: Config, asked: argparse.Namespace) -> int:
-    """NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes."""
-    uses_network = "npn" in find_method(config.objective.method).sections
-    until = (
-        math.ceil(config.objective.section(NpnConfig).prototypes / config.data.batch_size) + 1 if uses_network else 0
-    )
-    return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
-
-
 def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
     asked = setting.arguments
     steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
@@ -211,11 +212,10 @@ def write_config(setting: Setting, program: str, method: str, warmup: int) -> st
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Samples a second of one turn; of the folder that it leaves only output and points are kept."""
+    """Return samples a second of one turn; of the folder that it leaves only output and points are kept."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
-    shutil.rmtree(folder, ignore_errors=True)
     config, *options = program.options
-    start(program.script, [config, str(folder), *options], setting.ranks, folder, setting.threads)
+    setting.start(program.script, folder, config, *options)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.batch)
 
@@ -226,14 +226,9 @@ def as_name(program: str) -> str:
 
 def print_sizes(out: Path, setting: Setting) -> None:
     """How many parameters the two kinds of towers have."""
-    from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
-    from neuclip_ds.planning.dry_run import StandInTokenizer
-
-    model = setting.config().model
-    model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
-    stand_in: Any = StandInTokenizer(model.text)
-    with torch.device("meta"):
-        count = parameter_count(build_dual_encoder(model, stand_in))
+    config = setting.config()
+    config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
+    count = parameter_count(MemoryQuery(config, 1).build())
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
@@ -267,20 +262,18 @@ def step_seconds(setting: Setting) -> float:
     steps = 1 + asked.share_steps
     path = setting.write("towers", "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1")
     folder = asked.out / "towers"
-    shutil.rmtree(folder, ignore_errors=True)
     said(f"{steps} steps of {setting.rows} pairs")
-    start(PEERS / "ours.py", [str(path), str(folder), "--random"], setting.ranks, folder, setting.threads)
+    setting.start(PEERS / "ours.py", folder, str(path), "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
     """By method, of a step of the objective alone on each rank."""
-    asked = setting.arguments
     path = setting.write("objective")
     folder = path.with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
-    options = [str(path), str(folder), f"--repeats={asked.repeats}", "--methods", *_METHODS_OF_SHARES]
-    start(PEERS / "objective_alone.py", options, setting.ranks, folder, setting.threads)
+    options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
+    setting.start(PEERS / "ours.py", folder, str(path), *options)
     found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
     return found
 

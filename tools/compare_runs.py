@@ -1,7 +1,4 @@
-"""`neuclip-ds compare` as a file.
-
-Example: python tools/compare_runs.py runs/dfn14m_neuclip runs/dfn14m_openclip --out runs/comparison
-"""
+"""`neuclip-ds compare` as a file; `--help` has examples."""
 
 import sys
 

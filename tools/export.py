@@ -1,7 +1,4 @@
-"""`neuclip-ds export` as a file.
-
-Example: python tools/export.py runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
-"""
+"""`neuclip-ds export` as a file; `--help` has examples."""
 
 import sys
 

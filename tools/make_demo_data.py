@@ -1,7 +1,4 @@
-"""`neuclip-ds make-demo-data` as a file.
-
-Example: python tools/make_demo_data.py /tmp/demo --pairs 5000
-"""
+"""`neuclip-ds make-demo-data` as a file; `--help` has examples."""
 
 import sys
 

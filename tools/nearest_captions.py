@@ -1,7 +1,4 @@
-"""`neuclip-ds nearest-captions` as a file.
-
-Example: python tools/nearest_captions.py runs/vitb32_tuneclip --set /data/evalsets/wds_flickr30k --out nearest.html
-"""
+"""`neuclip-ds nearest-captions` as a file; `--help` has examples."""
 
 import sys
 

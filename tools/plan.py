@@ -1,7 +1,4 @@
-"""`neuclip-ds plan` as a file.
-
-Example: python tools/plan.py scale dfn192m_neuclip --nodes 1 8 64 --rows 640
-"""
+"""`neuclip-ds plan` as a file; `--help` has examples."""
 
 import sys
 

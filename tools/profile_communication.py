@@ -1,7 +1,4 @@
-"""`neuclip-ds profile` as a file.
-
-Example: python tools/profile_communication.py --methods openclip neuclip --recipe miniature --out runs/profile
-"""
+"""`neuclip-ds profile` as a file; `--help` has examples."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""`neuclip-ds reproduce` as a file.
-
-Example: python tools/reproduce.py methods demo:train --out runs/reproduction
-"""
+"""`neuclip-ds reproduce` as a file; `--help` has examples."""
 
 import sys
 

@@ -1,7 +1,4 @@
-"""`neuclip-ds tune-deepspeed` as a file.
-
-Example: python tools/tune_engine.py --engine zero2_bf16 --recipe miniature --rows 16 --write mine.json
-"""
+"""`neuclip-ds tune-deepspeed` as a file; `--help` has examples."""
 
 import sys
 

@@ -6,12 +6,12 @@ import argparse
 import json
 from collections.abc import Sequence
 
-from neuclip_ds.config import Config
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_report import write_scaling
 from neuclip_ds.planning.machines import find_machine, network_names
-from neuclip_ds.planning.memory import Towers
+from neuclip_ds.planning.memory import MemoryQuery, Towers, count_towers
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.scaling import ClusterAssumptions, count_activated, predict
+from neuclip_ds.planning.scaling import ClusterAssumptions, predict
 from neuclip_ds.planning.step_work import count_model
 from neuclip_ds.recipe import parse, parse_for
 
@@ -29,12 +29,14 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         for method in methods:
             for nodes in arguments.nodes:
                 ranks = nodes * arguments.gpus
-                config = _config(arguments, overrides, method, ranks)
+                rows = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
+                known = None if method in REFERENCES else method
+                config = parse_for(known, [arguments.recipe, *rows, *overrides])
                 model, micro = model or count_model(config), config.micro_batch(ranks)
                 if micro not in towers:
-                    towers[micro] = count_activated(config, ranks)
-                build = {"build": REFERENCES[method]} if method in REFERENCES else {}
-                predicted = predict(config, model, towers[micro], machine, nodes, arguments.gpus, around, **build)
+                    towers[micro] = count_towers(MemoryQuery(config, ranks))
+                build = REFERENCES.get(method, build_objective)
+                predicted = predict(config, model, towers[micro], machine, nodes, arguments.gpus, around, build)
                 found.append({"method": method, "network": network, **predicted._asdict()})
                 print(f"{method}, {network}, {nodes} nodes: {1e3 * predicted.step:.1f} ms a step", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
@@ -48,8 +50,3 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     }
     (arguments.out / "scale.json").write_text(json.dumps({**described, "predicted": found}, indent=1), encoding="utf-8")
     print(write_scaling(found, described, arguments.out))
-
-
-def _config(arguments: argparse.Namespace, overrides: Sequence[str], method: str, ranks: int) -> Config:
-    ours = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
-    return parse_for(None if method in REFERENCES else method, [arguments.recipe, *ours, *overrides])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import re
 import socket
 import sys
@@ -60,11 +59,6 @@ class Parser(argparse.ArgumentParser):
 class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaultsHelpFormatter):
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
-
-
-def rank_environment(ranks: int) -> dict[str, str]:
-    """Return the environment of one of `ranks` processes that share this machine's cores."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
 
 
 def _with_dashes(argument: str) -> str:

@@ -119,18 +119,12 @@ def export(run_folder: Path, model: Path) -> None:
 
 def differences_of_recoveries(plan: cold_start.Plan, seeds: int) -> list[dict[str, float]]:
     """Return how the cached recovery differs from the full one, a row per seed."""
-    found = []
-    for seed in range(1, seeds + 1):
-        pair = [
-            max(complete_checkpoints(plan.runs / f"recover/{name}/seed{seed}/recovery/checkpoints"))
-            for name in (cold_start.FULL, cold_start.CACHED)
-        ]
-        difference = recovery_difference(*pair)
-        row = {key: value for key, value in difference._asdict().items() if key != "moments"}
-        for kind, moment in difference.moments.items():
-            row.update({f"{kind} {key}": value for key, value in moment._asdict().items()})
-        found.append(row)
-    return found
+    folders = [plan.runs / "recover" / name for name in (cold_start.FULL, cold_start.CACHED)]
+    pairs = (
+        [max(complete_checkpoints(folder / f"seed{seed}/recovery/checkpoints")) for folder in folders]
+        for seed in range(1, seeds + 1)
+    )
+    return [recovery_difference(*pair) for pair in pairs]
 
 
 def run(runner: Runner, jobs: list[study.Job], title: str) -> dict[str, dict[str, float]]:

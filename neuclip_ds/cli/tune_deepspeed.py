@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -28,7 +29,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.cli.program import Parser, rank_environment
+from neuclip_ds.cli.program import Parser
 from neuclip_ds.config import Config
 from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
@@ -101,11 +102,11 @@ def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         chosen = choose(together[1:], together[0])
         tables.append(table(together, together[0], "The better settings together, measured again"))
         found["together"] = together
-    write_page(tables, [], arguments.out / "tuning", f"Settings of {config.deepspeed}")
+    text = write_page(tables, {}, arguments.out / "tuning", f"Settings of {config.deepspeed}")
     rows = {part: [{**asdict(one), "name": one.name} for one in ones] for part, ones in found.items()}
     summary = {"engine": config.deepspeed, "ranks": arguments.ranks, "chosen": chosen.name, **rows}
     (arguments.out / "tuning.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    print((arguments.out / "tuning.md").read_text(encoding="utf-8"))
+    print(text)
     print(f"Better than the base beyond the spread: {chosen.name if chosen.overrides else 'nothing'}.")
     if arguments.write:
         written = apply_overrides(trial.base, chosen.overrides)
@@ -153,9 +154,10 @@ def start(one: Measurement, number: int, parent: Path, trial: Trial) -> None:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     shared = {"WORLD_SIZE": str(asked.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // asked.ranks))}
     ranks = []
     for rank in range(asked.ranks):
-        environment = {**rank_environment(asked.ranks), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        environment = {**threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"output_{rank}.txt").open("w") as output:
             command = [sys.executable, "-m", "neuclip_ds", "tune-deepspeed", *own]
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))

@@ -6,13 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+from matplotlib.figure import Figure
 
 from neuclip_ds.planning.cost_model import Compute, Network
 from neuclip_ds.reporting.page import Table, write_page
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Record = Mapping[str, Any]
 
@@ -54,7 +51,8 @@ def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder
         ["a message, ms", f"{1e3 * network.inner_latency:.3f}"],
         ["bandwidth, MB/s", f"{network.inner_bandwidth / 1e6:,.0f}"],
     ])  # fmt: skip
-    figure, axes = plt.subplots(figsize=(6, 6))
+    figure = Figure(figsize=(6, 6), layout="tight")
+    axes = figure.subplots()
     for ranks in sorted({row.ranks for row in rows}):
         own = [row for row in rows if row.ranks == ranks]
         axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], label=f"{ranks} ranks")
@@ -63,11 +61,8 @@ def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="model, ms (dotted: 25 % off)")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "fit.png", dpi=110)
-    plt.close(figure)
-    write_page([table, machine], ["fit.png"], folder / "fit", "The cost model and the profiled steps")
-    return (folder / "fit.md").read_text(encoding="utf-8")
+    heading = "The cost model and the profiled steps"
+    return write_page([table, machine], {"fit.png": figure}, folder / "fit", heading)
 
 
 def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> str:
@@ -90,15 +85,15 @@ def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> s
         rest = [f"{one['checkpoint_seconds']:,.1f}", f"{one['loading'] / 1e6:,.0f}", f"{one['gpu_hours']:,.0f}"]
         costs.rows.append([*name, *gigabytes, *rest])
     facts = Table("For", ["what", "value"], [[str(key), str(value)] for key, value in described.items()])
-    _plot_scaling(found, folder / "scale.png")
-    write_page([facts, times, costs], ["scale.png"], folder / "scale", "The cost model's predictions")
-    return (folder / "scale.md").read_text(encoding="utf-8")
+    figures = {"scale.png": _plot_scaling(found)}
+    return write_page([facts, times, costs], figures, folder / "scale", "The cost model's predictions")
 
 
-def _plot_scaling(found: Sequence[Record], path: Path) -> None:
+def _plot_scaling(found: Sequence[Record]) -> Figure:
     """Plot over nodes, per network, the time of a step and a rank's samples a second relative to the fewest nodes."""
     networks = list(dict.fromkeys(one["network"] for one in found))
-    figure, panels = plt.subplots(2, len(networks), figsize=(4.5 * len(networks), 7.5), squeeze=False, sharex=True)
+    figure = Figure(figsize=(4.5 * len(networks), 7.5), layout="tight")
+    panels = figure.subplots(2, len(networks), squeeze=False, sharex=True)
     for column, network in enumerate(networks):
         for method in dict.fromkeys(one["method"] for one in found):
             own = [one for one in found if (one["network"], one["method"]) == (network, method)]
@@ -109,6 +104,4 @@ def _plot_scaling(found: Sequence[Record], path: Path) -> None:
         panels[0][column].set(title=network, xscale="log", ylabel="ms a step (model)")
         panels[1][column].set(xlabel="nodes", ylabel="efficiency against the fewest nodes (model)", ylim=(0, 1.05))
     panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure

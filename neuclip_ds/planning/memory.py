@@ -8,23 +8,24 @@ loader processes) is not in it.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from neuclip_ds.config import Config
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
-from neuclip_ds.models.pretrained.base import CheckpointRef
-from neuclip_ds.models.source import ModelSource, model_source
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
+from neuclip_ds.planning.simulated_rank import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
@@ -108,16 +109,36 @@ def _on_host(size: int) -> str:
     return f"  and {size / 1e6:,.1f} on the host" if size else ""
 
 
-class MemoryQuery(NamedTuple):
-    """The run to account for."""
+class StandInTokenizer:
+    """A tokenizer that is yet to be trained."""
+
+    def __init__(self, text: TextConfig) -> None:
+        self.vocab_size, self.context_length = text.vocab_size, text.context_length
+        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
+
+
+@dataclass(frozen=True)
+class MemoryQuery:
+    """The run to account for; its model is found when it is first needed."""
 
     config: Config
-    source: ModelSource
-    tokenizer: ModelTokenizer
     world_size: int
-    samples: int  # n of the data set, 0 where it is not known
-    device: str  # `cuda` or `cpu`
-    place: CheckpointRef | None = None  # of a checkpoint
+    samples: int = 0  # n of the data set, 0 where it is not known
+    device: str = "cuda"  # or `cpu`
+
+    @cached_property
+    def source(self) -> ModelSource:
+        return model_source(self.config.model, locate_model(self.config.model, weights=False))
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        stand_in: Any = StandInTokenizer(self.config.model.text)
+        return self.source.tokenizer(lambda: stand_in)
+
+    def build(self) -> DualEncoder:
+        """Build the towers without memory."""
+        with torch.device("meta"):
+            return self.source.build(self.tokenizer)
 
 
 class Towers(NamedTuple):
@@ -129,13 +150,10 @@ class Towers(NamedTuple):
 
 def count_towers(query: MemoryQuery) -> Towers:
     """Count parameters and activations on tensors without memory."""
-    config = query.config
-    source = model_source(config.model, query.place)
-    with torch.device("meta"):
-        model = source.build(query.tokenizer)
+    model = query.build()
     parameters = Parameters.of(model)
-    dtype = towers_dtype(load_engine_config(config, query.world_size))
-    rows, pixels = config.micro_batch(query.world_size), source.preprocessing.size
+    dtype = towers_dtype(load_engine_config(query.config, query.world_size))
+    rows, pixels = query.config.micro_batch(query.world_size), query.source.preprocessing.size
     return Towers(parameters, count_activations(model, rows, pixels, query.tokenizer.context_length, dtype))
 
 
@@ -200,11 +218,8 @@ def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
     config = query.config.model_copy(deep=True)
     for name, value in options.items():
         *sections, key = name.split(".")
-        section: Any = config
-        for part in sections:
-            section = getattr(section, part)
-        setattr(section, key, value)
-    return query._replace(config=config)
+        setattr(reduce(getattr, sections, config), key, value)
+    return replace(query, config=config)
 
 
 def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
@@ -231,8 +246,7 @@ def _similarities(query: MemoryQuery) -> int:
 def objective_state(query: MemoryQuery) -> tuple[int, int]:
     """Return bytes on the device and on the host of the objective's state, by building it without memory."""
     with FakeTensorMode():
-        ranks = cast(Communicator, _Ranks(query.world_size, torch.device("cpu")))
-        context = Context(query.source.embed_dim, max(1, query.samples), ranks)
+        context = Context(query.source.embed_dim, max(1, query.samples), SimulatedRank(query.world_size))
         objective = build_objective(query.config, context, torch.float32)
         tables = [table.tensors.values() for table in objective.row_tables().values()]
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tables]
@@ -241,11 +255,3 @@ def objective_state(query: MemoryQuery) -> tuple[int, int]:
         return sum(sizes) + replicated, 0
     on_host = sum(size for size in sizes if size > MAX_DEVICE_BYTES)
     return sum(sizes) - on_host + replicated, on_host
-
-
-class _Ranks(NamedTuple):
-    """The communicator of ranks that do not run."""
-
-    world_size: int
-    device: torch.device
-    rank: int = 0

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
-
-import torch
+from typing import NamedTuple
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.ring import ring_bytes
-from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.planning.cost_model import Cluster, step_time
-from neuclip_ds.planning.dry_run import StandInTokenizer
 from neuclip_ds.planning.machines import Machine
-from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers, objective_state
+from neuclip_ds.planning.memory import MemoryQuery, Towers, account, objective_state
+from neuclip_ds.planning.objective_cost import Build
 from neuclip_ds.planning.step_work import CountedModel, step_work
 
 _PER_SAMPLE = ("normalizer", "state", "temperature")  # purposes of the statistics of samples
@@ -55,14 +50,14 @@ class Prediction(NamedTuple):
 def predict(
     config: Config,
     model: CountedModel,  # from `count_model`
-    towers: Towers,  # from `count_activated`
+    towers: Towers,  # from `count_towers`, of the model and the micro-batch alone
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
-    build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
+    build: Build = build_objective,
 ) -> Prediction:
-    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `objective_calls`.
+    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `ObjectiveQuery`.
 
     Raises:
         UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
@@ -72,7 +67,8 @@ def predict(
     time = step_time(work, machine.compute, Cluster(nodes, ranks_per_node, machine.network))
     speed = config.data.batch_size / time.total
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
-    checkpoint = _checkpoint_bytes(config, model, around.samples)
+    # each row of a table and what is replicated is written once
+    checkpoint = _CHECKPOINTED * model.shapes.total + sum(objective_state(MemoryQuery(config, 1, around.samples)))
     return Prediction(
         nodes=nodes,
         ranks=ranks,
@@ -85,26 +81,9 @@ def predict(
         samples_per_second=speed,
         received=round(sum(size for _, size in received)),
         per_sample_received=round(sum(size for purpose, size in received if purpose in _PER_SAMPLE)),
-        memory=account(_memory_query(config, ranks, around.samples), towers).peak,
+        memory=account(MemoryQuery(config, ranks, around.samples), towers).peak,
         checkpoint=checkpoint,
         checkpoint_seconds=checkpoint / (nodes * around.disk),
         loading=speed * around.sample_bytes / nodes,
         gpu_hours=around.seen / speed * ranks / 3600,
     )
-
-
-def _checkpoint_bytes(config: Config, model: CountedModel, samples: int) -> int:
-    """Return the size of a checkpoint, which holds each row of a table and what is replicated once."""
-    return _CHECKPOINTED * model.shapes.total + sum(objective_state(_memory_query(config, 1, samples)))
-
-
-def count_activated(config: Config, ranks: int) -> Towers:
-    """Return `towers` for `predict`: a function of the model and the micro-batch alone."""
-    return count_towers(_memory_query(config, ranks, samples=0))
-
-
-def _memory_query(config: Config, ranks: int, samples: int) -> MemoryQuery:
-    place = locate_model(config.model, weights=False)
-    source = model_source(config.model, place)
-    stand_in: Any = StandInTokenizer(config.model.text)
-    return MemoryQuery(config, source, source.tokenizer(lambda: stand_in), ranks, samples, "cuda", place)

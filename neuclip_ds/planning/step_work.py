@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
@@ -12,13 +11,11 @@ from neuclip_ds.config import Config
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.zero import ZeroRules
-from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.planning.cost_model import Work
-from neuclip_ds.planning.dry_run import StandInTokenizer
 from neuclip_ds.planning.engine_traffic import TrainedShapes, engine_calls
-from neuclip_ds.planning.objective_cost import objective_calls, objective_work
+from neuclip_ds.planning.memory import MemoryQuery
+from neuclip_ds.planning.objective_cost import Build, ObjectiveQuery, objective_calls, objective_work
 
 
 class CountedModel(NamedTuple):
@@ -36,23 +33,17 @@ def count_model(config: Config) -> CountedModel:
     Raises:
         UserError: its checkpoint cannot be found.
     """
-    source = model_source(config.model, locate_model(config.model, weights=False))
-    stand_in: Any = StandInTokenizer(config.model.text)
-    tokenizer = source.tokenizer(lambda: stand_in)
-    image, text = forward_flops(source, tokenizer)
-    with torch.device("meta"):
-        model = source.build(tokenizer)
-    return CountedModel(TrainedShapes.of(model), source.embed_dim, image, text)
+    query = MemoryQuery(config, 1)
+    return CountedModel(TrainedShapes.of(query.build()), query.source.embed_dim, *forward_flops(query))
 
 
-def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
+def forward_flops(query: MemoryQuery) -> tuple[float, float]:
     """Return the operations of one image and of one caption; a backward pass takes twice those."""
+    model, size = query.build(), query.source.preprocessing.size
+    found = []
     with torch.device("meta"):
-        model = source.build(tokenizer)
-        size = source.preprocessing.size
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)
-        tokens = torch.empty(1, tokenizer.context_length, dtype=torch.int64)
-        found = []
+        tokens = torch.empty(1, query.tokenizer.context_length, dtype=torch.int64)
         for inputs in ((image, None), (None, tokens)):
             with FlopCounterMode(display=False) as counter, torch.no_grad():
                 model(*inputs)
@@ -60,13 +51,8 @@ def forward_flops(source: ModelSource, tokenizer: Any) -> tuple[float, float]:
     return found[0], found[1]
 
 
-def step_work(
-    config: Config,
-    model: CountedModel,
-    world_size: int,
-    build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
-) -> Work:
-    """Return the work of one rank of `world_size`; `build` as for `objective_calls`.
+def step_work(config: Config, model: CountedModel, world_size: int, build: Build = build_objective) -> Work:
+    """Return the work of one rank of `world_size`; `build` as for `ObjectiveQuery`.
 
     A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
     the forward pass runs once more for each.
@@ -76,8 +62,8 @@ def step_work(
     rules = ZeroRules.of(engine)
     comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
     passes = 3 + (pieces > 1) + config.model.activation_checkpointing
-    objective = objective_work(config, world_size, rows, model.dim, comm_dtype, build)
-    calls = objective_calls(config, world_size, rows, model.dim, comm_dtype, pieces, build) if world_size > 1 else []
+    query = ObjectiveQuery(config, world_size, rows, model.dim, comm_dtype, pieces, build)
+    objective, calls = objective_work(query), objective_calls(query) if world_size > 1 else []
     return Work(
         tower_flops=passes * rows * (model.image_flops + model.text_flops),
         image_share=model.image_flops / (model.image_flops + model.text_flops),

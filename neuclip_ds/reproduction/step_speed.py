@@ -32,28 +32,36 @@ class Program(NamedTuple):
     absent: str = ""  # why it cannot run here; empty where it can
 
 
-def start(script: Path, options: Sequence[str], ranks: int, folder: Path, threads: int) -> None:
-    """Runs a script as so many ranks of this machine to its end; its output goes to FOLDER/output.txt.
+def start(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
+    """Run a program as ranks of this machine, which share its cores, to its end; its output goes to FOLDER/output.txt.
+
+    Args:
+        name: of the program in the error.
+        program: a script, or `-m` and a module, and its arguments.
+        ranks: their number.
+        folder: to create.
+        threads: of each rank.
 
     Raises:
         UserError: it failed; shows the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    default = str(max(1, (os.cpu_count() or 1) // ranks))
     # the loopback interface by name: gloo may otherwise look up the machine's name at length
-    surroundings = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    surroundings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": default, **os.environ}
     paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    surroundings |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    surroundings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
+    surroundings |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     path = folder / _OUTPUT
     with path.open("w") as output:
-        code = subprocess.run(
-            [sys.executable, *launcher, str(script), *options], env=surroundings, stdout=output, stderr=output
-        ).returncode
+        call = [sys.executable, *launcher, *program]
+        code = subprocess.run(call, env=surroundings, stdout=output, stderr=output).returncode
     if code:
         rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
         lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
         end = "\n".join(lines[-_SHOWN:])
-        raise UserError(f"{script.name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
+        raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
