@@ -21,10 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.manifest import Manifest
@@ -78,18 +75,9 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     scan = ScanOptions(
         tuple(options.captions), not options.no_checksum, options.verify, tuple(options.uids), options.uid_key
     )
-    bar = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*bar, console=Console(stderr=True)) as progress:
-        task = progress.add_task("")
-        manifest = write_manifest(
-            options.folder,
-            paths,
-            executor,
-            scan,
-            samples=options.samples,
-            update=options.update,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    kept = {"samples": options.samples, "update": options.update}
+    with progress_bar("shards") as on_progress:
+        manifest = write_manifest(options.folder, paths, executor, scan, **kept, on_progress=on_progress)
     print(_summary(options.folder, manifest, time.monotonic() - began))
 
 

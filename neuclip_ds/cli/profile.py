@@ -17,6 +17,7 @@ Example:
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,21 +59,19 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         parse_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
-    for world_size in arguments.world_sizes:
-        for stage in arguments.stages:
-            for method in arguments.methods:
-                folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
-                own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
-                own += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
-                call = ["-m", "neuclip_ds", "profile", "--worker", *own, *overrides]
-                start(f"{method} with ZeRO {stage}", call, world_size, folder)
-                found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
-                seconds = found[-1]["seconds"]
-                print(
-                    f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
-                    f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
-                    flush=True,
-                )
+    for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
+        folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
+        own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
+        own += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        call = ["-m", "neuclip_ds", "profile", "--worker", *own, *overrides]
+        start(f"{method} with ZeRO {stage}", call, world_size, folder)
+        found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
+        seconds = found[-1]["seconds"]
+        print(
+            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
+            f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+            flush=True,
+        )
     (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
     print(write(found, arguments.out, "Communication of a training step"))
     print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders next to it.")

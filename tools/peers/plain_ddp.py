@@ -79,6 +79,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     groups = parameter_groups(towers, constants.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
     _, loss_of = peer_loss(Communicator(device))
+    loaded: Iterator[tuple[Tensor, Tensor]]
     if arguments.random:
         loaded = itertools.repeat(random_pair(config, config.rank_batch(environment.world_size)))
     else:
