@@ -25,7 +25,7 @@ from torch.multiprocessing import ProcessRaisedException
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
-from neuclip_ds.planning.step_work import forward_flops
+from neuclip_ds.planning.scaling import forward_flops
 from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps
 from neuclip_ds.recipe import dump, load_recipe, override, validate
 

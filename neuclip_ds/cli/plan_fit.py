@@ -9,11 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.planning.cost_model import Cluster, Observation, fit, step_time, to_json
+from neuclip_ds.planning.cost_model import Call, Cluster, Observation, fit, step_time, to_json
 from neuclip_ds.planning.cost_report import Fitted, write_fit
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.simulated_rank import Call
-from neuclip_ds.planning.step_work import count_model, step_work
+from neuclip_ds.planning.scaling import count_model, step_work
 from neuclip_ds.planning.synthetic_profile import CONFIG
 from neuclip_ds.profiling.recorder import BREAKDOWN
 from neuclip_ds.recipe import parse

@@ -11,8 +11,7 @@ from neuclip_ds.planning.cost_report import write_scaling
 from neuclip_ds.planning.machines import find_machine, network_names
 from neuclip_ds.planning.memory import MemoryQuery, Towers, count_towers
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.scaling import ClusterAssumptions, predict
-from neuclip_ds.planning.step_work import count_model
+from neuclip_ds.planning.scaling import ClusterAssumptions, count_model, predict
 from neuclip_ds.recipe import parse, parse_for
 
 

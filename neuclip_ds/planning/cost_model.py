@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.ring import ring_bytes
-from neuclip_ds.planning.simulated_rank import Call
 
 _RATES = ("tower_rate", "objective_rate", "element_rate", "update_rate", "hook_rate")
 _GRID = [number / 20 for number in range(21)]  # of sharing and skew
@@ -40,6 +39,15 @@ class Network:
     latency: float = 0.0  # of a message between nodes
     bandwidth: float = math.inf  # of a node, all its adapters together
     trees: bool = False  # whether small all-reduces go along trees, as NCCL's do
+
+
+class Call(NamedTuple):
+    """Equal collectives of a step."""
+
+    purpose: str
+    op: str  # as in `ring_bytes`
+    size: int  # bytes that a rank puts in
+    times: float = 1.0  # a step, on average
 
 
 class Cluster(NamedTuple):

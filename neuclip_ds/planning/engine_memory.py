@@ -69,14 +69,11 @@ def engine_memory(
         accumulates: whether a step has several backward passes.
     """
     case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates)
-    accounts = {
-        Wrapper.NONE: case.replicated,
-        Wrapper.UNFUSED: case.replicated,
-        Wrapper.BF16: case.flat_gradients,
-        Wrapper.ZERO_1_2: case.partitioned,
-        Wrapper.ZERO_3: case.stage3,
-    }
-    return accounts[case.rules.wrapper]()
+    if case.rules.wrapper is Wrapper.ZERO_3:
+        return case.stage3()
+    if case.rules.wrapper is Wrapper.ZERO_1_2:
+        return case.partitioned()
+    return case.flat_gradients() if case.rules.wrapper is Wrapper.BF16 else case.replicated()
 
 
 class _Case:

@@ -13,7 +13,7 @@ from torch import nn
 
 from neuclip_ds.engine.optimizers import parameter_groups
 from neuclip_ds.engine.zero import Wrapper, ZeroRules
-from neuclip_ds.planning.simulated_rank import Call
+from neuclip_ds.planning.cost_model import Call
 
 _REDUCE, _GATHER, _NORM = "gradient reduce", "parameter gather", "norm and overflow"
 _ALIGNMENT = 2  # elements to which a rank's part of a group is rounded up

@@ -25,7 +25,7 @@ from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
-from neuclip_ds.planning.simulated_rank import SimulatedRank
+from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
@@ -55,17 +55,15 @@ class MemoryAccount:
     def moments(self) -> dict[str, int]:
         """Bytes on the device at the three moments that can be the peak."""
         engine, activations = self.engine, self.activations
-        towers = activations.with_gradients
+        always = self.standing + self.features
+        towers = activations.with_gradients if engine.growing else activations.alone
+        at_objective = self.similarities + activations.alone
         if self.two_passes:  # the gradients of the first micro-batches are there
-            towers = activations.alone + engine.growing
-        elif not engine.growing:
-            towers = activations.alone
-        grown = engine.growing
-        at_objective = self.similarities + (0 if self.two_passes else activations.alone)
+            towers, at_objective = activations.alone + engine.growing, self.similarities
         return {
-            "towers": self.standing + self.features + engine.working + towers,
-            "objective": self.standing + self.features + at_objective,
-            "update": self.standing + self.features + grown + engine.update,
+            "in the towers": always + engine.working + towers,
+            "in the objective": always + at_objective,
+            "in the update": always + engine.growing + engine.update,
         }
 
     @property
@@ -98,11 +96,8 @@ class MemoryAccount:
             "reduction, optimizer's step": (engine.update, engine.host_update),
         }
         rows = [f"  {name:<28}{device / 1e6:>12,.1f}" + _on_host(host) for name, (device, host) in parts.items()]
-        moment = max(self.moments, key=lambda name: self.moments[name])
-        return [*rows, f"  {'peak, ' + _MOMENTS[moment]:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
-
-
-_MOMENTS = {"towers": "in the towers", "objective": "in the objective", "update": "in the update"}
+        moment = max(self.moments, key=self.moments.__getitem__)
+        return [*rows, f"  {'peak, ' + moment:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
 
 
 def _on_host(size: int) -> str:
@@ -165,13 +160,15 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     """
     config, world_size = query.config, query.world_size
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    batch = config.data.batch_size
     engine = load_engine_config(config, world_size)
     on_device, on_host = objective_state(query)
     return MemoryAccount(
         engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
         activations=towers.activations,
         batch=rows * (3 * query.source.preprocessing.size**2 + 8 * query.tokenizer.context_length),
-        features=_features(query, engine),
+        # local ones and gradients in float32, and gathered ones in float32 and as sent
+        features=2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, engine).itemsize) * batch),
         similarities=_similarities(query),
         objective=on_device,
         objective_host=on_host,
@@ -220,14 +217,6 @@ def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
         *sections, key = name.split(".")
         setattr(reduce(getattr, sections, config), key, value)
     return replace(query, config=config)
-
-
-def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
-    """Return bytes of local features and gradients in float32, and gathered ones in float32 and as sent."""
-    config, dim = query.config, query.source.embed_dim
-    comm_dtype = resolve_comm_dtype(config, engine).itemsize
-    batch = config.data.batch_size
-    return 2 * dim * (2 * 4 * (batch // query.world_size) + (4 + comm_dtype) * batch)
 
 
 def _similarities(query: MemoryQuery) -> int:

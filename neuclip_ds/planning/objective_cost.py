@@ -14,18 +14,20 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.planning.simulated_rank import Call, SimulatedRank
+from neuclip_ds.planning.cost_model import Call
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
 _WARM_UP = 2  # steps; by then NeuCLIP has drawn its prototypes
@@ -39,6 +41,29 @@ def _addmm_flops(total: torch.Size, left: torch.Size, right: torch.Size, **_: ob
 _IN_PLACE = {torch.ops.aten.addmm_: _addmm_flops}  # which torch's counter leaves out
 _BY_ROWS = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2}  # place of what is written
 _PRODUCTS = {*flop_registry, *_IN_PLACE}
+
+
+class SimulatedRank(Communicator):
+    """Rank 0 of `world_size` ranks that all hold the same numbers.
+
+    Attributes:
+        calls: the collectives so far, in order.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size = 0, world_size
+        self.calls: list[Call] = []
+
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], Any]) -> Pending:
+        self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
+        if op == "all_gather":
+            result.copy_(torch.cat([x] * self.world_size))
+        elif op == "all_reduce":
+            result.mul_(self.world_size)
+        else:
+            result.copy_(x[: len(result)] * self.world_size)
+        return Pending(result)
 
 
 class ObjectiveWork(NamedTuple):

@@ -13,9 +13,8 @@ from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.planning.objective_cost import ObjectiveQuery, _run, objective_calls, objective_work
+from neuclip_ds.planning.objective_cost import ObjectiveQuery, SimulatedRank, _run, objective_calls, objective_work
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.simulated_rank import SimulatedRank
 from neuclip_ds.recipe import override, validate
 
 RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
