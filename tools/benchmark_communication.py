@@ -13,8 +13,6 @@ same is held by tests (docs/reference/communication.md names them); for bf16 the
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import time

@@ -8,8 +8,6 @@ output says so (`make peers` installs it).
 Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts raw loader resume --repeats 5
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools

@@ -10,8 +10,6 @@ Examples:
     python tools/benchmark_memory.py --models vith14 --micro 32 64 128 --checkpointing on --tflops 989
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

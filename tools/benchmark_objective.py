@@ -6,8 +6,6 @@ open_clip_torch is installed its own `ClipLoss` is taken. Both run in the same p
 Example: python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -21,8 +21,6 @@ Examples:
         --model.compile=true
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json

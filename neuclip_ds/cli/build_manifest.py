@@ -10,8 +10,6 @@ The same command resumes a build that was interrupted. New shards always get new
 statistics of a run stay valid when its data grows.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time

@@ -1,7 +1,5 @@
 """`neuclip-ds COMMAND`: import the command that is named, and no other, and run it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys

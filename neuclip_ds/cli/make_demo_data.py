@@ -4,8 +4,6 @@ Example:
   neuclip-ds make-demo-data /tmp/demo --pairs 5000
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence

@@ -16,8 +16,6 @@ Examples:
     --machine h100 --networks infiniband ethernet --samples 1e9 --out runs/scaling
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`neuclip-ds plan fit`: the cost model fitted to profiled steps."""
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Sequence

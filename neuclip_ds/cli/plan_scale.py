@@ -1,7 +1,5 @@
 """`neuclip-ds plan scale`: what a recipe costs on more nodes."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Sequence

@@ -14,8 +14,6 @@ Example:
     --recipe miniature --rows 128 --out runs/profile
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What all commands share: their parser, and the end of a program with one sentence and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import logging
 import re

@@ -1,7 +1,5 @@
 """`neuclip-ds reproduce`: the two studies, from jobs to their reports."""
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import json

@@ -1,7 +1,5 @@
 """Score a saved model on the tasks that are on disk; tasks that have a score are not scored again."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time

@@ -1,7 +1,5 @@
 """`neuclip-ds train --help`: the everyday options; `--help all` or `--help SECTION` lists the others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import textwrap

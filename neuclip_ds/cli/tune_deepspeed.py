@@ -14,8 +14,6 @@ Example:
     --out runs/tuning --write mine.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """`neuclip-ds tune-deepspeed`: one rank of one start of a variant."""
 
-from __future__ import annotations
-
 import json
 import resource
 import time

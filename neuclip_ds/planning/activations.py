@@ -6,8 +6,6 @@ CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. Wh
 not counted.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple

@@ -11,8 +11,6 @@ collective that may travel while the rank computes, what exceeds that computatio
 arithmetic; `neuclip-ds plan fit` measures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass

@@ -1,7 +1,5 @@
 """Tables and charts of the cost model: how well it fits, and what it predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple

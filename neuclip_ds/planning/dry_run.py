@@ -1,7 +1,5 @@
 """The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

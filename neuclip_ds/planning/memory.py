@@ -5,8 +5,6 @@ and the last reduction with the optimizer's step. What lies outside torch's allo
 loader processes) is not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, reduce

@@ -5,8 +5,6 @@ sends and computes is carried over: the size of a collective is bilinear in rows
 polynomial of low degree in rows, width and prototypes. So a new method needs no line here.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

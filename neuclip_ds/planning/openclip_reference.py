@@ -5,8 +5,6 @@ images and one for texts. With a local loss (`--local-loss`) a rank contrasts it
 every rank computes the whole (B, B) loss. Gradients and temperature are those of the method `openclip`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 

@@ -3,8 +3,6 @@
 A rank's work in a step is counted without memory, data or other ranks.
 """
 
-from __future__ import annotations
-
 from typing import NamedTuple
 
 import torch

@@ -3,8 +3,6 @@
 Everything from the towers on is that of a run; there is no loader, so a step does not include its time.
 """
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -19,8 +19,6 @@ wait, so the shortest duration of a collective over ranks is its transfer time.
     ranks                 for each rank and step its seconds by COLUMNS
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable, Sequence

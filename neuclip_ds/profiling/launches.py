@@ -5,8 +5,6 @@ of its threads, in the order of the launches; NCCL as a kernel `nccl...`, which 
 runtime call that started it, inside the operator. An execution without a launch is kept as a launch by itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Report of one or several breakdowns: report.md, report.html and chart.png."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

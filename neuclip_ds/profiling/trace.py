@@ -5,8 +5,6 @@ is that of the `Communicator` call around its launch. A collective without one i
 the phase of the step and the operation.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging

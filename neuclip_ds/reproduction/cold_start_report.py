@@ -1,7 +1,5 @@
 """The cold-start study's tables and curves: tuneclip.md, tuneclip.html and tuneclip.png."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path

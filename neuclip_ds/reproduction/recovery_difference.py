@@ -1,7 +1,5 @@
 """How far two recoveries of the same weights are from each other: in u, and in the optimizer's moments."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Tables and plots of a study, from the results of its runs: report.html, report.md and PNG files."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import defaultdict

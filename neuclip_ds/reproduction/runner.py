@@ -1,7 +1,5 @@
 """Runs a study's jobs as processes of `neuclip-ds train`, some at a time, and reads what they leave."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Nothing is built into a program to time it: each keeps its loss at regular steps
 its speed, with all that happens in between.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

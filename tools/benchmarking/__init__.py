@@ -1,7 +1,5 @@
 """What the benchmarks share: ranks of this machine, work in turns, peak memory, and inputs made of noise."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -6,8 +6,6 @@ of its loader; on CPUs its DistributedDataParallel, which it gives a device, whi
 webdataset 1.0 leaves out its marks at the end of shards, which open_clip, made for 0.2, stumbles over.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json

@@ -5,8 +5,6 @@ each method the seconds of the slowest rank. On a CPU the time is that of the pr
 can be measured: waiting for other ranks is not in it, the transport of features is.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import statistics

@@ -3,8 +3,6 @@
 The towers are this project's; webdataset loads as in open_clip: torchvision's transforms on PIL images, float32 pixels.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
