@@ -29,7 +29,6 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -63,7 +62,6 @@ class Setting(NamedTuple):
     """What all programs are told at one number of ranks."""
 
     arguments: argparse.Namespace
-    overrides: Sequence[str]
     recipe: str
     ranks: int
     rows: int  # pairs of a rank
@@ -87,18 +85,19 @@ class Setting(NamedTuple):
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return parse_for(method, [self.recipe, *own, *self.overrides, *more])
+        return parse_for(method, [self.recipe, *own, *asked.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new folder."""
         shutil.rmtree(folder, ignore_errors=True)
         start(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
 
-    def write(self, name: str, method: str | None = None, *more: str) -> Path:
-        """Write the config to a file and return its path."""
-        path: Path = self.arguments.out / f"{name}_{self.ranks}ranks.yaml"
-        path.write_text(dump(self.config(method, *more)), encoding="utf-8")
-        return path
+    def write(self, name: str, warmup: int = 0, method: str | None = None, *more: str) -> str:
+        """Write the config of a run with so many steps that do not count to a file and return its path."""
+        steps = warmup + self.arguments.steps + self.arguments.log_every  # a point of open_clip's comes a step late
+        path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
+        path.write_text(dump(self.config(method, f"--budget.steps={steps}", *more)), encoding="utf-8")
+        return str(path)
 
 
 def main() -> None:
@@ -123,11 +122,11 @@ def main() -> None:
     parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch ({_PAPER_BATCH})")
     parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
-    arguments, overrides = parser.parse_known_args()
-    exit_on_mistake(lambda: measure(arguments, overrides))
+    arguments, arguments.overrides = parser.parse_known_args()
+    exit_on_mistake(lambda: measure(arguments))
 
 
-def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def measure(arguments: argparse.Namespace) -> None:
     for method in arguments.methods:
         find_method(method)
     arguments.out = arguments.out.resolve()
@@ -137,22 +136,22 @@ def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"{platform.machine()}, {device}, torch {torch.__version__}, {arguments.precision}, {load}", flush=True)
     if "speed" in arguments.parts:
         for source in arguments.data:
-            compare(arguments, overrides, source)
+            compare(arguments, source)
     if "shares" in arguments.parts:
-        print_shares(arguments, overrides)
+        print_shares(arguments)
 
 
-def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> None:
+def compare(arguments: argparse.Namespace, source: str) -> None:
     """Prints the table of one data source."""
     if source != RANDOM:
         demo = source.startswith("demo:")
         source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
-    tokenizer = None if source == RANDOM else make_tokenizer(arguments, overrides, source)
+    tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
     found: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
         threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
-        setting = Setting(arguments, overrides, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+        setting = Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
         listed = programs(setting)
         speeds: dict[str, list[float]] = {program.name: [] for program in listed}
         absent.update({program.name: program.absent for program in listed})
@@ -168,9 +167,9 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str
     print_sizes(arguments.out, setting)
 
 
-def make_tokenizer(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> tuple[Path, int] | None:
+def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
     """One for all programs, trained on the captions; None where the recipe names its own."""
-    text = parse_for(None, [arguments.recipe, *overrides]).model.text
+    text = parse_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer is not None:
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
@@ -192,21 +191,15 @@ def programs(setting: Setting) -> list[Program]:
         # NeuCLIP's network predicts before anything counts
         predicts = first_prediction(setting.config(f"--objective.method={method}"))
         warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-        path = write_config(setting, ours(method), method, warmup)
+        path = setting.write(ours(method), warmup, method)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
-    path = write_config(setting, "peers", asked.methods[0], asked.warmup)
+    path = setting.write("peers", asked.warmup, asked.methods[0])
     theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
     listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
     listed.append(Program("open_clip", PEERS / "open_clip_program.py", theirs, "train/loss", asked.warmup, absent))
     return listed
-
-
-def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
-    asked = setting.arguments
-    steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
-    return str(setting.write(as_name(program), method, f"--budget.steps={steps}"))
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
@@ -232,11 +225,11 @@ def print_sizes(out: Path, setting: Setting) -> None:
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
 
 
-def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def print_shares(arguments: argparse.Namespace) -> None:
     """Prints the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
     threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
-    small = Setting(arguments, overrides, arguments.share_model, 1, arguments.share_rows, threads)
+    small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.section(NpnConfig)
@@ -258,20 +251,22 @@ def step_seconds(setting: Setting) -> float:
     """Of a pair in whole steps of OpenCLIP's method."""
     asked = setting.arguments
     steps = 1 + asked.share_steps
-    path = setting.write("towers", "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1")
+    path = setting.write(
+        "towers", 0, None, "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1"
+    )
     folder = asked.out / "towers"
     said(f"{steps} steps of {setting.rows} pairs")
-    setting.start(PEERS / "ours.py", folder, str(path), "--random")
+    setting.start(PEERS / "ours.py", folder, path, "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
     """By method, of a step of the objective alone on each rank."""
     path = setting.write("objective")
-    folder = path.with_suffix("")
+    folder = Path(path).with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
-    setting.start(PEERS / "ours.py", folder, str(path), *options)
+    setting.start(PEERS / "ours.py", folder, path, *options)
     found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
     return found
 

@@ -1,7 +1,4 @@
-"""`neuclip-ds build-manifest` as a file.
-
-Example: mpirun -n 64 python tools/build_manifest.py manifests/pool /pool/*.tar
-"""
+"""`neuclip-ds build-manifest` as a file; `--help` has examples."""
 
 import sys
 

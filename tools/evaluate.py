@@ -1,7 +1,4 @@
-"""`neuclip-ds evaluate` as a file.
-
-Example: deepspeed tools/evaluate.py runs/cc3m_neuclip --data /data/evalsets
-"""
+"""`neuclip-ds evaluate` as a file; `--help` has examples."""
 
 import sys
 

@@ -2,11 +2,12 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_model import Call, Cluster, Observation, fit, step_time, to_json
 from neuclip_ds.planning.cost_report import Fitted, write_fit
 from neuclip_ds.planning.openclip_reference import REFERENCES
@@ -25,21 +26,16 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
     paths = sorted(path for folder in folders for path in folder.rglob(BREAKDOWN))
     if not paths:
         raise UserError("There is no breakdown.json in these folders; `neuclip-ds profile` writes them.")
-    names, observations, exact = [], [], []
-    for path in paths:
-        found, predicted = json.loads(path.read_text(encoding="utf-8")), observe(path)
-        names.append(
-            f"{found['method']}, ZeRO {found['zero_stage']}, {found['precision']}, batch {found['batch_size']}"
-        )
-        observations.append(predicted)
-        alone = predicted.world_size == 1  # DeepSpeed then calls collectives that carry nothing
-        calls = [call for call, _ in predicted.transfers]
-        exact.append(alone or _counted(calls) == _counted(predicted.work.calls))
+    profiles = {path: json.loads(path.read_text(encoding="utf-8")) for path in paths}
+    observations = [observe(path, found) for path, found in profiles.items()]
     compute, network = fit(observations, cores)
     rows = []
-    for name, one, same in zip(names, observations, exact, strict=True):
+    for found, one in zip(profiles.values(), observations, strict=True):
         time = step_time(one.work, compute, Cluster(1, one.world_size, network))
         transfer = sum(call.times * seconds for call, seconds in one.transfers)
+        alone = one.world_size == 1  # DeepSpeed then calls collectives that carry nothing
+        same = alone or _counted(call for call, _ in one.transfers) == _counted(one.work.calls)
+        name = f"{found['method']}, ZeRO {found['zero_stage']}, {found['precision']}, batch {found['batch_size']}"
         rows.append(Fitted(name, one.world_size, one.total, time.total, transfer, time.communication, same))
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.json").write_text(json.dumps(to_json(compute, network), indent=1), encoding="utf-8")
@@ -47,20 +43,18 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
     print(f"The machine is {out}/machine.json.")
 
 
-def observe(path: Path) -> Observation:
+def observe(path: Path, found: Mapping[str, Any]) -> Observation:
     """Return a profiled configuration with the work that is predicted for it."""
-    found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     config = parse([str(path.with_name(CONFIG))]).config
-    build = {"build": REFERENCES[found["method"]]} if found["method"] in REFERENCES else {}
     transfers = [
         (Call(one["purpose"], one["op"], one["size"], one["calls"]), one["transfer_seconds"] / one["calls"])
         for one in found["collectives"]
     ]
-    work = step_work(config, count_model(config), found["world_size"], **build)
+    work = step_work(config, count_model(config), found["world_size"], REFERENCES.get(found["method"], build_objective))
     return Observation(work, found["world_size"], found["seconds"]["total"]["mean"], transfers)
 
 
-def _counted(calls: Sequence[Call]) -> dict[tuple[str, str, int], float]:
+def _counted(calls: Iterable[Call]) -> dict[tuple[str, str, int], float]:
     """Return the number of calls per step by purpose, operation and size."""
     found: defaultdict[tuple[str, str, int], float] = defaultdict(float)
     for call in calls:

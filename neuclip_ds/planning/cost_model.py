@@ -13,8 +13,8 @@ arithmetic; `neuclip-ds plan fit` measures.
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
@@ -181,15 +181,10 @@ def fit(observations: Sequence[Observation], cores: int) -> tuple[Compute, Netwo
     of work, for each of a grid of values for sharing and skew.
     """
     network = _fit_network(observations, cores)
-    best, least = None, math.inf
-    for sharing in _GRID:
-        for skew in _GRID:
-            # towers without end hide all that they can hide
-            shape = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, skew, cores, sharing)
-            found, error = _fit_work(observations, shape, network)
-            if error < least:
-                best, least = found, error
-    assert best is not None
+    # towers without end hide all that they can hide
+    endless = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, cores=cores)
+    shapes = (replace(endless, sharing=sharing, skew=skew) for sharing, skew in product(_GRID, _GRID))
+    best, _ = min((_fit_work(observations, shape, network) for shape in shapes), key=lambda found: found[1])
     return best, network
 
 
@@ -207,9 +202,8 @@ def _fit_work(observations: Sequence[Observation], shape: Compute, network: Netw
         rows.append([part / one.total for part in (slowdown, *(shared * kind for kind in kinds))])
         seconds.append(1 - exposed / one.total)
     found, error = _nonnegative_fit(rows, seconds)
-    overhead, (tower, product, element, update, hook) = found[0], map(_rate, found[1:])
-    rates = Compute(overhead, tower, product, element, update, hook, shape.skew, shape.cores, shape.sharing)
-    return rates, error
+    rates: dict[str, Any] = dict(zip(_RATES, map(_rate, found[1:]), strict=True))
+    return replace(shape, overhead=found[0], **rates), error
 
 
 def _fit_network(observations: Iterable[Observation], cores: int) -> Network:

@@ -58,7 +58,9 @@ def print_dry_run(
     else:
         query, model_lines = model
         lines += [*model_lines, *_data_lines(config, manifest)]
-        lines += _traffic_lines(config, query.source.embed_dim, engine, world_size)
+        sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
+        features = (world_size - 1) * rank_batch * sent / 1e6
+        lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
         lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory)
     if environment.rank == 0:
         print("\n".join(lines))
@@ -135,13 +137,6 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     elif recovery.mode != "none":
         lines.append(f"recovery   {start.end(recovery_budget(recovery)):,} steps with frozen weights ({recovery.mode})")
     return lines
-
-
-def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size: int) -> list[str]:
-    rank_batch = config.data.batch_size // world_size
-    comm_dtype = resolve_comm_dtype(config, engine).itemsize
-    features = (world_size - 1) * rank_batch * (2 * dim * comm_dtype + 8)
-    return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:
