@@ -92,9 +92,8 @@ class Setting(NamedTuple):
         shutil.rmtree(folder, ignore_errors=True)
         start(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
 
-    def write(self, name: str, warmup: int = 0, method: str | None = None, *more: str) -> str:
-        """Write the config of a run with so many steps that do not count to a file and return its path."""
-        steps = warmup + self.arguments.steps + self.arguments.log_every  # a point of open_clip's comes a step late
+    def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
+        """Write the config of a run of so many steps to a file and return its path."""
         path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
         path.write_text(dump(self.config(method, f"--budget.steps={steps}", *more)), encoding="utf-8")
         return str(path)
@@ -122,7 +121,8 @@ def main() -> None:
     parser.add_argument("--paper-batch", type=int, default=_PAPER_BATCH, help=f"global batch ({_PAPER_BATCH})")
     parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
-    arguments, arguments.overrides = parser.parse_known_args()
+    arguments, overrides = parser.parse_known_args()
+    arguments.overrides = overrides
     exit_on_mistake(lambda: measure(arguments))
 
 
@@ -185,15 +185,16 @@ def ours(method: str) -> str:
 def programs(setting: Setting) -> list[Program]:
     """In the order in which they take turns; their configs are written beside their folders."""
     asked = setting.arguments
+    steps = asked.steps + asked.log_every  # a point of open_clip's comes a step late
     alike = ["--random"] if setting.source == RANDOM else []
     listed = []
     for method in asked.methods:
         # NeuCLIP's network predicts before anything counts
         predicts = first_prediction(setting.config(f"--objective.method={method}"))
         warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-        path = setting.write(ours(method), warmup, method)
+        path = setting.write(ours(method), warmup + steps, method)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
-    path = setting.write("peers", asked.warmup, asked.methods[0])
+    path = setting.write("peers", asked.warmup + steps, asked.methods[0])
     theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
     listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
@@ -251,9 +252,7 @@ def step_seconds(setting: Setting) -> float:
     """Of a pair in whole steps of OpenCLIP's method."""
     asked = setting.arguments
     steps = 1 + asked.share_steps
-    path = setting.write(
-        "towers", 0, None, "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1"
-    )
+    path = setting.write("towers", steps, None, "--objective.method=openclip", "--run.log_every=1")
     folder = asked.out / "towers"
     said(f"{steps} steps of {setting.rows} pairs")
     setting.start(PEERS / "ours.py", folder, path, "--random")
@@ -262,7 +261,7 @@ def step_seconds(setting: Setting) -> float:
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
     """By method, of a step of the objective alone on each rank."""
-    path = setting.write("objective")
+    path = setting.write("objective", 1)
     folder = Path(path).with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
     options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
