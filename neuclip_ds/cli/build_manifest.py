@@ -30,13 +30,6 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPI
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = _parser().parse(arguments)
-    with _workers(options.processes) as executor:
-        if executor is not None:  # None on MPI's other ranks, once the work is done
-            _build(options, executor)
-
-
-def _parser() -> Parser:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest, or the one to --update")
     parser.add_argument(
@@ -50,7 +43,10 @@ def _parser() -> Parser:
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
-    return parser
+    options = parser.parse(arguments)
+    with _workers(options.processes) as executor:
+        if executor is not None:  # None on MPI's other ranks, once the work is done
+            _build(options, executor)
 
 
 @contextmanager

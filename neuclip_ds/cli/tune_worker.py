@@ -23,7 +23,7 @@ def measure_start(folder: Path, config: Config, timed: int) -> None:
     """Time steps; save the weights and a profile in the first round, the base's weights in the second as well."""
     first_round, base = folder.name == "0", folder.parent.name == "00"
     with connected(dump(config)) as communicator:
-        steps = SyntheticSteps(config, communicator)
+        steps, on_gpu = SyntheticSteps(config, communicator), communicator.device.type == "cuda"
 
         def save(name: str) -> None:
             communicator.on_rank_zero((folder / name).mkdir)
@@ -35,17 +35,21 @@ def measure_start(folder: Path, config: Config, timed: int) -> None:
             communicator.barrier()
             began = time.perf_counter()
             steps.run(number, batch)
-            if communicator.device.type == "cuda":
+            if on_gpu:
                 torch.cuda.synchronize()
             return time.perf_counter() - began
 
         if first_round and base:
             save(START)
         seconds = [run(number) for number in range(_WARM + timed)][_WARM:]
-        ranks = communicator.gather_objects((seconds, _peak_memory(communicator.device)))
+        # bytes of tensors on a GPU, of the whole process on a CPU
+        peak = (
+            torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        )
+        ranks = communicator.gather_objects((seconds, peak))
         if communicator.rank == 0:
             slowest = [max(of_ranks) for of_ranks in zip(*(of_rank for of_rank, _ in ranks), strict=True)]
-            times = {"seconds": slowest, "peak": max(peak for _, peak in ranks)}
+            times = {"seconds": slowest, "peak": max(of_rank[1] for of_rank in ranks)}
             (folder / TIMES).write_text(json.dumps(times), encoding="utf-8")
         if first_round or (folder.name == "1" and base):
             save(END)
@@ -54,10 +58,3 @@ def measure_start(folder: Path, config: Config, timed: int) -> None:
                 for number in range(_WARM + timed, _WARM + timed + _PROFILED + 1):
                     with recorder.step():
                         run(number)
-
-
-def _peak_memory(device: torch.device) -> int:
-    """Return bytes: of tensors on a GPU, of the whole process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -26,7 +26,8 @@ def times(breakdowns: Sequence[Breakdown]) -> Table:
     """Return the table of times as in FastCLIP's Tables 15-22, a row per breakdown."""
     table = Table("Time of a step, ms (mean and deviation over steps)", [*_LABELS.values(), "steps", *_HEADINGS], [])
     for found in breakdowns:
-        cells = [_milliseconds(found["seconds"][column]) for column in COLUMNS]
+        seconds = [found["seconds"][column] for column in COLUMNS]
+        cells = [f"{1e3 * of['mean']:.1f} ± {1e3 * of['deviation']:.1f}" for of in seconds]
         table.rows.append([*_labels(found), str(found["steps"]), *cells])
     return table
 
@@ -47,10 +48,6 @@ def traffic(breakdowns: Sequence[Breakdown]) -> Table:
 
 def _labels(found: Breakdown) -> list[str]:
     return [str(found.get(label, "-")) for label in _LABELS]
-
-
-def _milliseconds(seconds: Mapping[str, float]) -> str:
-    return f"{1e3 * seconds['mean']:.1f} ± {1e3 * seconds['deviation']:.1f}"
 
 
 def _plot(breakdowns: Sequence[Breakdown]) -> Figure:

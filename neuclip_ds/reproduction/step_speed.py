@@ -103,12 +103,9 @@ def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mappin
             if not turns:
                 cells = [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
             else:
-                ratios = [_ratio(speeds[reference], turns) for reference in references]
+                pairs = [zip(speeds[reference], turns, strict=True) for reference in references]
+                ratios = [statistics.median(ours / its for ours, its in of_turns) for of_turns in pairs]
                 spread = f"{min(turns):,.1f} - {max(turns):,.1f}"
                 cells = [f"{statistics.median(turns):,.1f}", spread, *(f"{ratio:.2f}" for ratio in ratios)]
             lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
     return lines
-
-
-def _ratio(ours: Sequence[float], its: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, its, strict=True))
