@@ -40,14 +40,7 @@ class Scoring(NamedTuple):
 
 
 def score(name: str, scoring: Scoring) -> str:
-    """Score a model on all ranks of the launch.
-
-    Args:
-        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
-        scoring: the tasks, and how to score them.
-
-    Returns:
-        On rank 0 the summary, which is also written to the results folder.
+    """Score a model, as `open_model` takes it, on all ranks of the launch; return the summary on rank 0.
 
     Raises:
         UserError: the model, the data or the results folder cannot be used.

@@ -43,9 +43,8 @@ def measure_start(folder: Path, config: Config, timed: int) -> None:
             save(START)
         seconds = [run(number) for number in range(_WARM + timed)][_WARM:]
         # bytes of tensors on a GPU, of the whole process on a CPU
-        peak = (
-            torch.cuda.max_memory_allocated() if on_gpu else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        )
+        resident = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        peak = torch.cuda.max_memory_allocated() if on_gpu else resident
         ranks = communicator.gather_objects((seconds, peak))
         if communicator.rank == 0:
             slowest = [max(of_ranks) for of_ranks in zip(*(of_rank for of_rank, _ in ranks), strict=True)]

@@ -30,11 +30,7 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    Args:
-        config: the run's.
-        environment: the ranks that run.
-        hostfile: report on its nodes instead.
-        gpu_memory: GB of each rank's GPU, to report what fits.
+    It is that of the ranks that run, or of a hostfile's nodes, and with `gpu_memory`, GB of a rank, of what fits.
 
     Raises:
         UserError: config, DeepSpeed JSON, hostfile or data cannot work.

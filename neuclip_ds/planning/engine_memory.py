@@ -58,15 +58,9 @@ class EngineMemory:
 def engine_memory(
     engine: dict[str, Any], optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
 ) -> EngineMemory:
-    """Return the memory account of an engine.
+    """Return the memory account of an engine, on `cuda` or `cpu`, where untouched pages take no memory.
 
-    Args:
-        engine: DeepSpeed's config.
-        optimizer: its name.
-        parameters: of the module.
-        world_size: ranks over which ZeRO partitions.
-        device: `cuda` or `cpu`, where untouched pages take no memory.
-        accumulates: whether a step has several backward passes.
+    Whether a step `accumulates` is whether it has several backward passes.
     """
     case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates)
     if case.rules.wrapper is Wrapper.ZERO_3:

@@ -56,16 +56,9 @@ def openclip_loss(
 
 
 class OpenClipReference(NoState):
-    """Feature gradients by autograd through the gather."""
+    """Feature gradients by autograd through the gather; a rank computes the whole loss, or its rows (`local_loss`)."""
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype, local_loss: bool) -> None:
-        """
-        Args:
-            config: as for a method.
-            context: width, data set size, ranks.
-            comm_dtype: precision in which features and their gradients travel.
-            local_loss: whether a rank computes its own rows of the loss only.
-        """
         self._communicator = context.communicator
         self._comm_dtype = comm_dtype
         self._local_loss = local_loss

@@ -88,14 +88,7 @@ class SyntheticSteps:
 def run_synthetic_profile(
     config: Config, communicator: Communicator, folder: Path, name: str, build: Build = build_objective
 ) -> None:
-    """Profile `run.profile_steps` steps after `run.profile_after` others, into `folder`.
-
-    Args:
-        config: of the run; `data.train` is not read.
-        communicator: its ranks.
-        folder: as for `Recorder`.
-        name: of the objective, in tables.
-        build: the objective.
+    """Profile `run.profile_steps` steps after `run.profile_after` others, into `folder`, under `name` in its tables.
 
     Raises:
         UserError: the model is a pretrained one, or the config contradicts itself.

@@ -23,15 +23,7 @@ def write(
     folder: Path,
     heading: str,
 ) -> None:
-    """Write the study's page.
-
-    Args:
-        curves: evaluations by step.
-        searched: variant -> learning rate -> mean recall on the validation split.
-        recoveries: how the ways to recover differ.
-        folder: where to write.
-        heading: of the page.
-    """
+    """Write the study's page: curves, the search's mean recall by learning rate, and how the ways to recover differ."""
     header = ["variant", *(f"lr {lr:g}" for lr in LEARNING_RATES)]
     rows = [[name, *(f"{scores[lr]:.2f}" for lr in LEARNING_RATES)] for name, scores in searched.items()]
     search = Table("Search on the validation split (seed 0), mean recall %", header, rows)

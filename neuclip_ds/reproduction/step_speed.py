@@ -33,12 +33,7 @@ class Program(NamedTuple):
 def start(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
     """Run a program as ranks of this machine, which share its cores, to its end; its output goes to FOLDER/output.txt.
 
-    Args:
-        name: of the program in the error.
-        program: a script, or `-m` and a module, and its arguments.
-        ranks: their number.
-        folder: to create.
-        threads: of each rank.
+    A program is a script, or `-m` and a module, with its arguments. Errors call it `name`.
 
     Raises:
         UserError: it failed; shows the end of its output.
@@ -63,13 +58,7 @@ def start(name: str, program: Sequence[str], ranks: int, folder: Path, threads: 
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
-    """Speed between the first point of at least `warmup` steps and the last one.
-
-    Args:
-        folder: of the event files.
-        tag: of the scalar.
-        warmup: steps that do not count.
-        batch: pairs of a step.
+    """Return the speed between the first point of a scalar from step `warmup` on and the last one.
 
     Raises:
         UserError: there are not two such points.
@@ -89,12 +78,9 @@ Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its turns; non
 
 
 def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
-    """Lines of a Markdown table; a ratio is the median of those of the turns, in each of which all programs ran.
+    """Return lines of a Markdown table of the speeds by number of ranks, with `references` divided by each program.
 
-    Args:
-        found: number of ranks -> speeds.
-        references: programs whose speed is divided by each program's.
-        absent: why a program has none.
+    A ratio is the median of those of the turns, in each of which all programs ran.
     """
     head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
