@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -12,6 +12,7 @@ class Section(BaseModel):
     """Base of all sections: unknown keys are errors, and the string under a field is its help text."""
 
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True, validate_default=True)
+    follows_epochs: ClassVar[bool] = False  # whether it holds schedules by epochs of the data
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -19,11 +19,11 @@ LAYERS: list[set[str]] = [
     {"objectives"},
     {"config"},
     {"recipe", "models"},
-    {"evaluation", "reporting"},
+    {"evaluation", "loss", "reporting"},
     {"profiling", "engine"},
     {"checkpoint"},
     {"training"},
-    {"planning", "reproduction"},
+    {"api", "planning", "reproduction"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

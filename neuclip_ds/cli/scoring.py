@@ -11,12 +11,11 @@ from typing import NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
-from neuclip_ds.data.transforms import ImageTransform, eval_transform
+from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.encoding import encoder_of
+from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
@@ -62,7 +61,7 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
     results = Results(folder, identity) if communicator.rank == 0 else None
     encoder, transform = _encoder(saved, communicator, max(1, scoring.batch_size), getattr(torch, scoring.precision))
-    suite = Suite(encoder, transform, communicator, scoring.workers)
+    suite = Suite(encoder, transform, scoring.workers)
     for task, place in found:
         if task.key in done:
             log.info("%s: has a score in %s", task.name, folder)
@@ -85,10 +84,10 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
 
 def _encoder(
     saved: SavedModel, communicator: Communicator, rows: int, dtype: torch.dtype = torch.float32
-) -> tuple[BatchEncoder, ImageTransform]:
+) -> tuple[BatchEncoder, EvalTransform]:
     """Return the model's encoder of so many rows at once, and its transform of images."""
     encode = encoder_of(saved.model.to(communicator.device, dtype), communicator.device)
-    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
+    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
     return BatchEncoder(encode, saved.tokenizer, communicator, rows), transform
 
 
@@ -108,7 +107,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
     encoder, transform = _encoder(saved, communicator, 64)
-    shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
+    shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
 

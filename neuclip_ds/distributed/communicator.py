@@ -24,6 +24,7 @@ from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
+ProcessGroup = dist.ProcessGroup
 
 
 @dataclass
@@ -73,10 +74,11 @@ class Communicator:
         traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
     """
 
-    def __init__(self, device: torch.device | str = "cpu") -> None:
+    def __init__(self, device: torch.device | str = "cpu", group: ProcessGroup | None = None) -> None:
         connected = dist.is_available() and dist.is_initialized()
-        self.rank: int = dist.get_rank() if connected else 0
-        self.world_size: int = dist.get_world_size() if connected else 1
+        self._group = group
+        self.rank: int = dist.get_rank(group) if connected else 0
+        self.world_size: int = dist.get_world_size(group) if connected else 1
         self.device = torch.device(device)
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -90,7 +92,9 @@ class Communicator:
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        launch = functools.partial(dist.all_gather_into_tensor, result, x.contiguous(), async_op=True)
+        launch = functools.partial(
+            dist.all_gather_into_tensor, result, x.contiguous(), group=self._group, async_op=True
+        )
         return self._begin("all_gather", x, purpose, result, launch)
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
@@ -102,7 +106,13 @@ class Communicator:
         if self.world_size == 1:
             return Pending(x)
         result = x.clone(memory_format=torch.contiguous_format)
-        return self._begin("all_reduce", x, purpose, result, functools.partial(dist.all_reduce, result, async_op=True))
+        return self._begin(
+            "all_reduce",
+            x,
+            purpose,
+            result,
+            functools.partial(dist.all_reduce, result, group=self._group, async_op=True),
+        )
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
         """Sum (K b, ...) over ranks and return this rank's rows (b, ...)."""
@@ -115,14 +125,14 @@ class Communicator:
         if x.shape[0] % self.world_size:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        launch = functools.partial(dist.reduce_scatter_tensor, result, x.contiguous(), async_op=True)
+        launch = functools.partial(dist.reduce_scatter_tensor, result, x.contiguous(), group=self._group, async_op=True)
         return self._begin("reduce_scatter", x, purpose, result, launch)
 
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
             with purpose_range("control"):
-                dist.barrier()
+                dist.barrier(group=self._group)
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
         """Run `work` on rank 0 and return its (picklable) result on all ranks.
@@ -138,7 +148,7 @@ class Communicator:
             except UserError as error:
                 outcome = [error]
         with purpose_range("control"):
-            dist.broadcast_object_list(outcome, src=0)
+            dist.broadcast_object_list(outcome, group=self._group, group_src=0)
         if isinstance(outcome[0], UserError):
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
@@ -149,7 +159,7 @@ class Communicator:
         if self.world_size > 1:
             found = [None] * self.world_size
             with purpose_range("control"):
-                dist.all_gather_object(found, x)
+                dist.all_gather_object(found, x, group=self._group)
         return found
 
     def agree(self, problem: str | None) -> None:

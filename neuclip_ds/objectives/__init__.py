@@ -22,7 +22,7 @@ class _AdamOptions(Protocol):
 
 
 class _RunOptions(Protocol):
-    """What an objective needs of a run's config."""
+    """The parts of a run's config that an objective needs."""
 
     @property
     def objective(self) -> ObjectiveConfig: ...

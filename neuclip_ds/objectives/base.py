@@ -11,6 +11,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
@@ -26,6 +27,7 @@ class Step(NamedTuple):
     lr: float  # the encoders' learning rate of this step
     peak_lr: float  # and its largest value
     progress: float = 0.0  # share of the run that is done, in [0, 1)
+    learn: bool = True  # False reports the loss, and leaves normaliser and temperature as they are
 
 
 class FeatureGradients(NamedTuple):
@@ -48,16 +50,19 @@ class Context(NamedTuple):
     bias: float | None = -10.0  # of SigLIP's logits, likewise
     comm_dtype: torch.dtype = torch.float32  # precision in which features travel
     adam: AdamSettings = AdamSettings()  # of the temperature
+    own_optimizers: bool = True  # False leaves gradients in `.grad` of `parameters()` for the caller's optimizer
 
 
 class Stateful(Protocol):
-    """State that a checkpoint saves: equal on all ranks, or partitioned by rows."""
+    """State that a checkpoint saves: equal on all ranks, or partitioned by rows; and what of it is trained."""
 
     def replicated_state(self) -> dict[str, Tensor]: ...
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None: ...
 
     def row_tables(self) -> dict[str, RowTable]: ...
+
+    def parameters(self) -> dict[str, Parameter]: ...
 
 
 class PerSample(Protocol):
@@ -81,6 +86,9 @@ class NoState:
         """Load nothing: there is no replicated state."""
 
     def row_tables(self) -> dict[str, RowTable]:
+        return {}
+
+    def parameters(self) -> dict[str, Parameter]:
         return {}
 
 
@@ -126,7 +134,12 @@ class Objective(Stateful, Protocol):
     """Function from this rank's features to the gradient of the global loss with respect to them.
 
     Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
+
+    Attributes:
+        comm_dtype: precision in which features travel between ranks.
     """
+
+    comm_dtype: torch.dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
         """Return what gathers the features of these rows ((b,) int64, (b,) bool) piece by piece, for `Features.gather`;

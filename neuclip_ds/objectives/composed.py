@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
@@ -58,10 +58,10 @@ class ContrastiveObjective:
         self._scale = scale
         self._config = config
         self._communicator = context.communicator
-        self._comm_dtype = context.comm_dtype
+        self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self._comm_dtype, self._prefetch)
+        return FeatureGather(index, valid, self._communicator, self.comm_dtype, self._prefetch)
 
     def _prefetch(self, padded_index: Tensor) -> None:
         self._temperature.prefetch(padded_index)
@@ -74,12 +74,8 @@ class ContrastiveObjective:
         Raises:
             UserError: fewer than two rows of the batch count, so that no anchor has a negative.
         """
-        batch = GatheredFeatures(features, self._communicator, self._comm_dtype, self._prefetch)
-        if batch.size < 2:
-            raise UserError(
-                f"Step {step.number}: only {batch.size} of the batch's {len(batch.padded_index)} samples can be used, "
-                "but a contrast needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
-            )
+        batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self._prefetch)
+        batch.require_pairs(step.number)
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk, self._config.similarity_budget_mb * 1e6)
@@ -108,10 +104,11 @@ class ContrastiveObjective:
         *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
         loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.size for total in totals)
         signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
-        self._temperature.update(batch, signal, step)
+        if step.learn:
+            self._temperature.update(batch, signal, step)
         metrics = {
             "tau": tau.mean(),
-            "batch_loss": batch_loss,
+            **({"batch_loss": batch_loss} if self._pair_loss.is_identity else {}),
             "feature_grad_norm": square.sqrt(),
             **estimate.metrics,
             **{name: mean / 2 for name, mean in zip(estimate.local_metrics, means, strict=True)},
@@ -152,3 +149,6 @@ class ContrastiveObjective:
 
     def row_tables(self) -> dict[str, RowTable]:
         return {**self._normalizer.row_tables(), **self._temperature.row_tables()}
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {**self._normalizer.parameters(), **self._temperature.parameters()}

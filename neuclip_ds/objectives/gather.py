@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.errors import UserError
 
 
 class FeatureGather:
-    """Collects the features of all ranks while the towers still run.
+    """Gathers the features of all ranks while the towers still run.
 
-    Rows come in pieces (micro-batches), images and texts on their own, in ascending order and alike on all ranks. A
+    Rows come in pieces (micro-batches), images and texts separately, in ascending order and equally on all ranks. A
     piece travels while the towers compute the next.
     """
 
@@ -47,15 +48,15 @@ class FeatureGather:
         return self._index.wait()
 
     def add_text(self, rows: Tensor) -> None:
-        """Sends the next rows of this rank's (b, d) text features on their way."""
+        """Start to gather the next rows of this rank's (b, d) text features."""
         self._texts.append(self._begin(rows))
 
     def add_image(self, rows: Tensor) -> None:
-        """Sends the next rows of this rank's (b, d) image features on their way."""
+        """Start to gather the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin(rows))
 
     def features(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """(K b, d) image and text features in rank order, once all are there."""
+        """Wait for and return (K b, d) image and text features in rank order."""
         image, text = (self._joined(pieces).to(dtype) for pieces in (self._images, self._texts))
         return image, text
 
@@ -118,7 +119,7 @@ class GatheredFeatures:
         image, text = gather.features(features.image.dtype)
         valid = self.padded_index >= 0
         start = communicator.rank * self._rows
-        # one look at the host's side: whole batches, by far the usual case, then need no compaction
+        # one read by the host: whole batches, by far the usual case, then need no compaction
         self._valid = None if bool(valid.all()) else valid
         if self._valid is None:
             self.local = slice(start, start + self._rows)
@@ -132,6 +133,17 @@ class GatheredFeatures:
     def size(self) -> int:
         """B, the number of rows that count."""
         return self.index.shape[0]
+
+    def require_pairs(self, step: int) -> None:
+        """
+        Raises:
+            UserError: fewer than two rows count, so that no anchor has a negative.
+        """
+        if self.size < 2:
+            raise UserError(
+                f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
+                "contrast needs two. Read bad_samples.jsonl and fix the shards, or use a larger batch."
+            )
 
     def gather(self, values: Tensor, purpose: str) -> Tensor:
         """(c, local) values of this rank's valid rows -> (c, B) of all ranks'."""

@@ -1,4 +1,4 @@
-"""What a method's file says about the method; free of torch, so that `--help` can read every method."""
+"""The description of a method that its file holds; free of torch, so that `--help` can read every method."""
 
 from __future__ import annotations
 
@@ -11,6 +11,8 @@ from neuclip_ds.section import Section
 if TYPE_CHECKING:
     from neuclip_ds.objectives.base import Context, Objective
     from neuclip_ds.objectives.config import ObjectiveConfig
+else:  # names for the annotations of a method's file; these modules import torch, or the methods
+    Context = Objective = ObjectiveConfig = Any
 
 Options = Mapping[str, Any]
 """Options below `objective.`, as a recipe nests them."""

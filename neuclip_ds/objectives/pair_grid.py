@@ -1,7 +1,7 @@
-"""The pairs of a batch that one rank works on, cut into blocks.
+"""The pairs of a batch that one rank computes, cut into blocks.
 
-A rank needs its own rows of S = E1 E2^T and of its transpose T = E2 E1^T only. Where both anchor and partner are
-its own, T is S read the other way, so that block is multiplied once and serves both.
+A rank needs only its local rows of S = E1 E2^T and of T = E2 E1^T. Where both anchor and partner are local, T is the
+transpose of S, so that block is multiplied once and serves both.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PairGrid:
         self._rows = _CPU_ROWS if on_cpu else max(1, self._count)
 
     def blocks(self) -> Iterator[Block]:
-        """Own columns once, as image rows x text columns; columns of other ranks once for each side."""
+        """Yield local columns once, as image rows x text columns, and columns of other ranks once for each side."""
         start, stop = self.local.start, self.local.stop
         row_slices = [slice(low, min(low + self._rows, self._count)) for low in range(0, self._count, self._rows)]
         for first, last in ((start, stop), (0, start), (stop, self.size)):
@@ -70,27 +70,27 @@ class PairGrid:
                         yield Block(side, rows, columns, local)
 
     def similarity(self, block: Block) -> Tensor:
-        """(rows, columns) similarities of a block."""
+        """Return the (rows, columns) similarities of a block."""
         rows = self._features[block.side][self.local][block.rows]
         return rows @ self._features[1 - block.side][block.columns].T
 
     def anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Values of a block's row anchors (rows, 1) and of its column anchors (1, columns), out of (2, B)."""
+        """Return values of a block's row anchors (rows, 1) and column anchors (1, columns), out of (2, B)."""
         of_rows = values[block.side, self.local][block.rows]
         return of_rows.unsqueeze(1), values[1 - block.side, block.columns].unsqueeze(0)
 
     def per_anchor(self, value: float) -> Tensor:
-        """(2, local) filled with `value`."""
+        """Return a (2, local) tensor filled with `value`."""
         return self.positive.new_full((2, self._count), value)
 
     def positives(self, x: Tensor, block: Block) -> Tensor:
-        """View of those elements of a block where anchor and partner are one sample."""
+        """Return a view of those elements of a block where anchor and partner are one sample."""
         if block.local is None:
             return x.new_empty(0)
         return x.diagonal(offset=block.rows.start - block.local.start)
 
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
-        """Feature gradient of a function of the similarities, this rank's (local, d) rows for images and texts.
+        """Return the feature gradient of a function of the similarities: (local, d) rows for images and texts.
 
         Args:
             weight: the (rows, columns) derivative by each similarity of a block.
@@ -105,6 +105,6 @@ class PairGrid:
         return grads[IMAGE], grads[TEXT]
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
-        """Adds to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""
+        """Add to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""
         for side, grad in enumerate(grads):
             grad.addcmul_(by_positive.unsqueeze(1), self._features[1 - side][self.local])

@@ -8,7 +8,13 @@ from torch import Tensor
 
 
 class PairLoss(Protocol):
-    """l(x) of x = s_ij - s_ii, in place, and its slope l'(x)."""
+    """l(x) of x = s_ij - s_ii, in place, and its slope l'(x).
+
+    Attributes:
+        is_identity: whether l(x) = x.
+    """
+
+    is_identity: bool
 
     def value_(self, x: Tensor) -> Tensor:
         """Overwrite x with l(x)."""
@@ -25,6 +31,8 @@ class PairLoss(Protocol):
 
 class Identity:
     """l(x) = x: every method but TuneCLIP."""
+
+    is_identity = True
 
     def value_(self, x: Tensor) -> Tensor:
         return x
@@ -48,6 +56,8 @@ class Hinge:
 
     TuneCLIP divides an anchor's sum by the whole batch.
     """
+
+    is_identity = False
 
     def __init__(self, margin: float, power: float) -> None:
         self.margin, self.power = margin, power

@@ -2,8 +2,9 @@
 
     L = -1/B sum_{i, j} log sigmoid(z_ij (s_ij / tau + bias)),   z_ij = 1 where i = j, else -1
 
-A pair's derivative needs nothing but its own similarity, so each block is visited once. Pairs of own images with other
-ranks' texts count for the loss; pairs of own texts with other ranks' images, which those ranks count, for the gradient.
+A pair's derivative needs only its own similarity, so each block is visited once. Pairs of local images with other
+ranks' texts count for the loss; pairs of local texts with other ranks' images only for the gradient, since those ranks
+count their loss.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
@@ -40,7 +42,7 @@ class SigmoidObjective(NoState):
         """
         self._config = config
         self._communicator = context.communicator
-        self._comm_dtype = context.comm_dtype
+        self.comm_dtype = context.comm_dtype
         bias = context.bias if bias is None else bias
         if bias is None:
             raise UserError(
@@ -50,13 +52,14 @@ class SigmoidObjective(NoState):
         self._logit = LearnableTemperature(config.temperature, context, bias=bias)
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self._comm_dtype)
+        return FeatureGather(index, valid, self._communicator, self.comm_dtype)
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         """Return the gradient of the global loss for this rank's features; updates temperature and bias."""
-        batch = GatheredFeatures(features, self._communicator, self._comm_dtype)
-        tau, bias = self._logit.tau, self._logit.scalar("bias")
+        batch = GatheredFeatures(features, self._communicator, self.comm_dtype)
+        batch.require_pairs(step.number)
+        tau, bias = self._logit.of(batch), self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk, budget=0)
         sums = grid.positive.new_zeros(3)  # of the loss, its derivative by theta = log(1/tau), and by the bias
 
@@ -74,7 +77,8 @@ class SigmoidObjective(NoState):
         image, text = grid.gradient(grad_similarity)
         square = image.square().sum() + text.square().sum()
         loss, grad_theta, grad_bias, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
-        self._logit.descend(step, theta=grad_theta, bias=grad_bias)
+        if step.learn:
+            self._logit.descend(step, theta=grad_theta, bias=grad_bias)
         metrics = {"tau": tau, "bias": bias, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
@@ -83,3 +87,6 @@ class SigmoidObjective(NoState):
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._logit.load_replicated_state(state)
+
+    def parameters(self) -> dict[str, Parameter]:
+        return self._logit.parameters()

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 
 class MovingAverageConfig(Section):
+    follows_epochs = True
     gamma: Literal["cosine", "constant"] = "cosine"
     """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. A sample's first visit always takes 1."""
     gamma_min: float = Field(0.2, gt=0, le=1)

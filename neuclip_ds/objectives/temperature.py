@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NoState, PerSample, Stateful, Step
@@ -109,21 +110,30 @@ class LearnableTemperature(NoState):
     """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned with it."""
 
     def __init__(self, config: TemperatureConfig, context: Context, **further: float) -> None:
-        self._config = config
+        self._config, self._own_optimizer = config, context.own_optimizers
         initial = {"theta": -math.log(initial_within_bounds(config, context)), **further}
         device = context.communicator.device
         self._scalars = {
-            name: torch.nn.Parameter(torch.tensor([value], dtype=context.dtype, device=device))
+            name: Parameter(torch.tensor([value], dtype=context.dtype, device=device))
             for name, value in initial.items()
         }
         self._adam = torch.optim.Adam(self._scalars.values(), lr=0.0, **context.adam._asdict())
 
     def of(self, batch: GatheredFeatures) -> Tensor:
+        if not self._own_optimizer:
+            self._clamp()
         return self.tau
+
+    @torch.no_grad()
+    def _clamp(self) -> None:
+        self._scalars["theta"].clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
+
+    def parameters(self) -> dict[str, Parameter]:
+        return dict(self._scalars)
 
     @property
     def tau(self) -> Tensor:
-        """0-dim temperature."""
+        """0-dim temperature, within its bounds."""
         return self.scalar("theta").neg().exp()
 
     def scalar(self, name: str) -> Tensor:
@@ -134,13 +144,13 @@ class LearnableTemperature(NoState):
         return 0.0
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take an Adam step with d loss / d scalar (0-dim) by name, then clamp tau to its bounds."""
+        """Take an Adam step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
-        self._adam.param_groups[0]["lr"] = self._lr(step)
-        self._adam.step()
-        with torch.no_grad():
-            self._scalars["theta"].clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
+        if self._own_optimizer:
+            self._adam.param_groups[0]["lr"] = self._lr(step)
+            self._adam.step()
+            self._clamp()
 
     def _lr(self, step: Step) -> float | Tensor:
         peak = step.peak_lr if self._config.lr is None else self._config.lr

@@ -60,7 +60,7 @@ class OpenClipReference(NoState):
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype, local_loss: bool) -> None:
         self._communicator = context.communicator
-        self._comm_dtype = comm_dtype
+        self.comm_dtype = comm_dtype
         self._local_loss = local_loss
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
         self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
@@ -82,7 +82,7 @@ class OpenClipReference(NoState):
         with torch.enable_grad():
             image, text = (x.detach().requires_grad_() for x in (features.image, features.text))
             theta = tau.log().neg().requires_grad_()
-            loss = openclip_loss(image, text, theta.exp(), self._communicator, self._comm_dtype, self._local_loss)
+            loss = openclip_loss(image, text, theta.exp(), self._communicator, self.comm_dtype, self._local_loss)
         image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
         ranks = self._communicator.world_size
         image, text = image / ranks, text / ranks  # of the mean of the ranks' losses

@@ -17,7 +17,7 @@ _SIDE = 40  # pixels of the shorter side, for crops of 32
 def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
     """Writes FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
 
-    Where the source has a folder `val` beside it, that is the test set.
+    If the source has a folder `val` next to it, that is the test set.
 
     Raises:
         UserError: the source has too few pairs.

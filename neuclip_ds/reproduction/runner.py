@@ -1,4 +1,4 @@
-"""Runs a study's jobs as processes of `neuclip-ds train`, some at a time, and reads what they leave."""
+"""Run the jobs of a study as processes of `neuclip-ds train`, some at a time, and read their results."""
 
 import json
 import os
@@ -22,13 +22,13 @@ Curve = list[tuple[int, Results]]  # evaluations by step
 
 
 class Runner:
-    """Jobs over the data in `data`, each in a folder of its own under `runs`."""
+    """Runs jobs on the data in `data`, each in a separate folder under `runs`."""
 
     def __init__(self, data: Path, runs: Path, zero_shot: Path | None, processes: int) -> None:
         self._data, self._runs, self._zero_shot, self._processes = data, runs, zero_shot, processes
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[], object]) -> dict[str, Results]:
-        """Results by job name; what has been run before is read.
+        """Return results by job name; runs that have ended are read instead of repeated.
 
         Raises:
             UserError: a run failed; names its log.
@@ -81,7 +81,7 @@ class Runner:
         began = time.monotonic()
         with (folder / "output.txt").open("w") as output:
             code = subprocess.run(call, env={**os.environ, **threads}, stdout=output, stderr=output).returncode
-        if code == 1 and "\nerror: step " in (folder / "output.txt").read_text():  # diverged: a result of its own
+        if code == 1 and "\nerror: step " in (folder / "output.txt").read_text():  # diverged, which is a result too
             return {}
         if code:
             raise UserError(f"The run {job.name} failed with exit code {code}; see {folder}/output.txt.")

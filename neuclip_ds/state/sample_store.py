@@ -78,9 +78,13 @@ class SampleStore:
         return found.masked_fill(~is_local[:, None], 0.0)
 
     def write(self, index: Tensor, values: Tensor) -> None:
-        """Write (B, f) values of all ranks' samples `index` (B,); rows of other ranks and empty rows are skipped."""
+        """Write (B, f) values of all ranks' samples `index` (B,); of a repeated index the last row counts.
+
+        Rows of other ranks and empty rows are skipped.
+        """
         rows, _ = self._locate(index)
-        self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype))
+        last = _last_of_each(rows)  # on a GPU index_copy_ writes a repeated row in no defined order
+        self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype).index_select(0, last))
 
     def rows(self) -> RowTable:
         """Return the rank's rows for the checkpoint: one (n/K, f) tensor, named by its comma-joined fields."""
@@ -92,6 +96,16 @@ class SampleStore:
         is_local = (index >= low) & (index < high)
         rows = torch.where(is_local, index - low, self.partition.size)
         return rows.to(self._rows.device), is_local
+
+
+def _last_of_each(rows: Tensor) -> Tensor:
+    """Return (B,) for each row number the last place at which it occurs, without a synchronisation with the host."""
+    ordered, order = rows.sort(stable=True)
+    places = torch.arange(len(rows), device=rows.device)
+    ends = torch.ones_like(ordered, dtype=torch.bool)
+    ends[:-1] = ordered[1:] != ordered[:-1]
+    last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # of each run in sorted order
+    return torch.empty_like(order).scatter_(0, order, order[last])
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, is_complete,
 from neuclip_ds.checkpoint.engine_state import load_moments
 from neuclip_ds.config import BudgetConfig, Config, RecoveryConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.loss.two_pass import kept_statistics
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Objective, Step
 from neuclip_ds.objectives.gather import Features
@@ -26,7 +27,6 @@ from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.step import kept_statistics
 
 log = logging.getLogger(__name__)
 

@@ -1,7 +1,7 @@
 """Run one training step: features out of the engine, feature gradients back into it.
 
-The engine does not know the loss. It back-propagates the scalar K sum(features * feature gradients), whose gradient is
-the chain rule; the factor K cancels DeepSpeed's mean over ranks.
+The engine does not know the objective. It back-propagates K times a scalar whose gradient the objective has computed
+in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
 A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
 whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes
@@ -11,18 +11,17 @@ draw the same dropout, and batch-norm statistics change in the second only, so t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch import Tensor
 
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.loss.autograd import with_gradients
+from neuclip_ds.loss.two_pass import kept_statistics
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
 
@@ -109,10 +108,10 @@ class TrainStep:
         return torch.cat(images), torch.cat(texts)
 
     def _backward(self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool) -> None:
-        surrogate = (features[0] * gradients.image[rows]).sum() + (features[1] * gradients.text[rows]).sum()
+        loss = with_gradients(gradients.loss, features, (gradients.image[rows], gradients.text[rows]))
         self._engine.set_gradient_accumulation_boundary(last)
         with phase_range("backward"):
-            self._engine.backward(surrogate * self._communicator.world_size)
+            self._engine.backward(loss * self._communicator.world_size)
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
         """Seed dropout by (seed, step, rank, micro-batch): equal in both passes and after a resume."""
@@ -133,17 +132,3 @@ class TrainStep:
                 f"{batch.index[:8].tolist()}; events.jsonl lists all. Lower optimizer.lr, or objective.npn.lr if "
                 "the log warned of the NPN, and resume from the checkpoint."
             )
-
-
-@contextmanager
-def kept_statistics(module: nn.Module) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers, which normalise by the batch as in training."""
-    layers = [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum

@@ -8,19 +8,16 @@ In the common gradient w_i = exp(s_ii/tau)/lambda_i. normalizers/amortized.py ha
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class AmortizedConfig(Section):
+    follows_epochs = True
     width: float = Field(1.0, gt=0)
     """Hidden units of the amortisation MLP as a multiple f_d of the feature width."""
     loss: Literal["l2_log", "kl", "js"] = "l2_log"

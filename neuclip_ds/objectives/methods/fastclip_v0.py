@@ -7,14 +7,8 @@ log(1/tau) follows the gradient of L.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS, compose_average
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:

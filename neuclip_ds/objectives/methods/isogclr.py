@@ -8,9 +8,7 @@ g1_i is taken at tau1_i, and w_i = 1/(eps + u_i) with a constant gamma. Each tau
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.objectives.sogclr_family import (
     CONSTANT,
     CONSTANT_GAMMA,
@@ -20,10 +18,6 @@ from neuclip_ds.objectives.sogclr_family import (
     TUNED_GAMMA,
     compose_average,
 )
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:

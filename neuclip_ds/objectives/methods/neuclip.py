@@ -9,16 +9,12 @@ normalizers/npn.py holds the equations and the algorithm line by line. tau follo
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Normalizer, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class NpnConfig(Section):
@@ -41,7 +37,7 @@ class NpnConfig(Section):
     alpha_grad: Literal["stop", "full"] = "stop"
     """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
     objective: Literal["unified", "separate"] = "unified"
-    """What the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     order: Literal["alternating", "simultaneous"] = "alternating"
     """Update the network first and the encoders with its new prediction, or both from the old one (Algorithm 3,
     ablation)."""
@@ -56,7 +52,7 @@ def compose(config: ObjectiveConfig, context: Context) -> Objective:
     return ContrastiveObjective(config, context, Identity(), _network(config, context), temperature, scale_tau)
 
 
-def _network(config: ObjectiveConfig, context: Context) -> Normalizer:
+def _network(config: ObjectiveConfig, context: Context) -> Any:
     from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
 

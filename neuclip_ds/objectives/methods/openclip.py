@@ -8,13 +8,7 @@ log(1/tau) by the gradient of L.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from neuclip_ds.objectives.method import Method, Search
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:

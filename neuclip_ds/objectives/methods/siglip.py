@@ -7,14 +7,8 @@ There are no normalisers. tau and the bias are learned by the gradient of L.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class SiglipConfig(Section):

@@ -7,9 +7,7 @@ u_i averages g_i over the sample's visits with a constant gamma, and tau is cons
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.objectives.sogclr_family import (
     CONSTANT,
     CONSTANT_GAMMA,
@@ -18,10 +16,6 @@ from neuclip_ds.objectives.sogclr_family import (
     TUNED_GAMMA,
     compose_average,
 )
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:

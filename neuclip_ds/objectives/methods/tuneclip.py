@@ -9,18 +9,12 @@ Pairs beyond the margin give no gradient (pair_loss.Hinge). w_i = 1/(eps + u_i),
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from pydantic import Field
 
-from neuclip_ds.objectives.method import Method, Search
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.objectives.sogclr_family import COSINE, TEST_OPTIONS, compose_average
 from neuclip_ds.objectives.sogclr_family import SECTIONS as AVERAGE
 from neuclip_ds.section import Section
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.base import Context, Objective
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class HingeConfig(Section):

@@ -2,8 +2,8 @@
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
-The paper says "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are views
-of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
+The paper has a "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are
+views of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class AmortizationMlp:
         return Weights(*(part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)))
 
     def draw(self, seed: int) -> Tensor:
-        """(size,) float32 weights on the CPU as torch's layers start, from a generator of their own."""
+        """(size,) float32 weights on the CPU as torch's layers start, from a separate generator."""
         generator = torch.Generator().manual_seed(seed)
         flat = torch.empty(self.size)
         w = self.weights(flat)

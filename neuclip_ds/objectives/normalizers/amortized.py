@@ -5,7 +5,7 @@ With L = 1/tau and c the weight of the positive, an anchor's partition function 
     C_i = 1/(B-1) [sum_{j != i} exp(L s_ij) + c exp(L s_ii)]          (the released code omits the 1/(B-1))
 
 Stage I fits the online net's log lambda_i to log Z_i, Z_i = (1 - beta_t) C_i + beta_t lambda'_i, where lambda' is the
-target net as the epoch before left it. The target net is a moving average of the online net; both start anew each
+target net as the epoch before left it. The target net is a moving average of the online net; both restart each
 epoch. Stage II gives encoders and temperature the gradient, with lambda and the leading tau constant, of
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import softplus
 
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
@@ -80,13 +81,13 @@ class AmortizedNormalizer(NoState):
     """w_i = exp(L s_ii) / lambda_i."""
 
     def __init__(self, config: AmortizedConfig, context: Context) -> None:
-        self._config = config
+        self._config, self._own_optimizer = config, context.own_optimizers
         self._log_positive_weight = (
             math.log(self._config.positive_weight) if self._config.positive_weight else -math.inf
         )
         self._mlp = AmortizationMlp(context.dim, max(1, int(self._config.width * context.dim)))
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
-        self._online = torch.nn.Parameter(blank)
+        self._online = Parameter(blank)
         self._target = blank.clone()
         self._previous: Tensor | None = None  # the target net at the end of the epoch before
         self._adam = self._new_adam()
@@ -95,6 +96,8 @@ class AmortizedNormalizer(NoState):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         features, positive = self._inputs(batch, tau)
+        if not step.learn:
+            return self._report(batch, log_g, tau)
         starts = step.epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
@@ -120,8 +123,19 @@ class AmortizedNormalizer(NoState):
         log_lambda = predicted if self._config.stage2 == "ema" else log_target
         return self._estimate(batch, positive, tau, log_total, log_lambda, error)
 
+    def _report(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> NormalizerOutput:
+        """Estimate without learning: from the nets, or from the batch while none are drawn."""
+        features, positive = self._inputs(batch, tau)
+        log_total = self._log_total(batch.gather(log_g, "normalizer"), positive, batch.size)
+        log_target = self._log_target(log_total, features, self._epoch)
+        drawn = self._epoch >= 0
+        predicted = self._mlp(self._target, features) if drawn else log_target
+        log_lambda = predicted if drawn and self._config.stage2 == "ema" else log_target
+        error = (predicted - log_target)[:, batch.local].square()
+        return self._estimate(batch, positive, tau, log_total[:, batch.local], log_lambda, error)
+
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) beside g_i."""
+        """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
@@ -163,13 +177,14 @@ class AmortizedNormalizer(NoState):
         return torch.optim.Adam([self._online], lr=self._config.lr)
 
     def _fit(self, features: Tensor, log_target: Tensor, log_total: Tensor) -> None:
-        for _ in range(self._config.updates):
+        for _ in range(self._config.updates if self._own_optimizer else 1):
             with torch.enable_grad():
                 log_lambda = self._mlp(self._online, features)
             by_output, peak = fit_gradient(log_lambda.detach(), log_target, log_total, self._config)
             (gradient,) = torch.autograd.grad(log_lambda, self._online, by_output)
             self._online.grad = gradient * self._log_scale(gradient, peak).exp()
-            self._adam.step()
+            if self._own_optimizer:
+                self._adam.step()
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
         """log of the factor for a gradient that was divided by exp(peak): exp(peak), or less where it is clipped.
@@ -203,6 +218,9 @@ class AmortizedNormalizer(NoState):
         return NormalizerOutput(
             positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, local_metrics
         )
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"online": self._online}
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {"epoch": torch.tensor(self._epoch), "steps": torch.tensor(self._steps)}

@@ -55,7 +55,8 @@ class MovingAverageNormalizer(NoState):
         before = self._read(batch)
         log_u = moving_average(before, log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")
-        self._store.write(batch.index, gathered.T)
+        if step.learn:
+            self._store.write(batch.index, gathered.T)
         log_eps = log_g.new_tensor(self._log_eps)
         value = torch.logaddexp(log_u, log_eps)
         metrics = {"gamma": log_g.new_tensor(gamma), "log_u": gathered.mean()}

@@ -47,6 +47,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 from torch.nn.functional import normalize
 
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
@@ -85,13 +86,13 @@ class NpnNormalizer(NoState):
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
         self._config = config
         self._eps = eps
-        self._communicator = context.communicator
+        self._communicator, self._own_optimizer = context.communicator, context.own_optimizers
         self._partition = Partition.of(
             self._config.prototypes, context.communicator.rank, context.communicator.world_size
         )
         shape = (self._partition.size, context.dim)
         empty = torch.zeros(shape, dtype=context.dtype, device=context.communicator.device)
-        self._prototypes = [torch.nn.Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
+        self._prototypes = [Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
@@ -103,17 +104,19 @@ class NpnNormalizer(NoState):
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; `order=simultaneous` is Algorithm 3."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
-        self._restart_if_due(step)
+        if step.learn:
+            self._restart_if_due(step)
         if self._drawn:
             positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
-            if self._config.order == "alternating":
+            if step.learn and self._config.order == "alternating":
                 self._fit(batch, positive, log_target, tau)
             estimate = self._estimate(self._predict(batch, positive, tau), batch, log_target, tau, step)
-            if self._config.order == "simultaneous":
+            if step.learn and self._config.order == "simultaneous":
                 self._fit(batch, positive, log_target, tau)
         else:
             estimate = self._batch_estimate(batch, log_target)
-        self._enqueue(batch)
+        if step.learn:
+            self._enqueue(batch)
         return estimate
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
@@ -139,8 +142,8 @@ class NpnNormalizer(NoState):
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
-        """Take T_u AdaGrad updates; g_i is this batch's in all of them."""
-        for _ in range(self._config.updates):
+        """Take T_u AdaGrad updates; g_i is this batch's in all of them. The caller's optimizer takes one."""
+        for _ in range(self._config.updates if self._own_optimizer else 1):
             self._update(self._predict(batch, positive, tau), batch, log_target, tau)
 
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
@@ -180,7 +183,8 @@ class NpnNormalizer(NoState):
             pull = side.exponential.T @ (weights[number].unsqueeze(1) * anchors)  # V_k / B
             along = (pull * side.unit).sum(dim=1, keepdim=True)  # its component along W_k
             prototype.grad = (pull - along * side.unit).div_(prototype.detach().norm(dim=1, keepdim=True))
-        self._adagrad.step()
+        if self._own_optimizer:
+            self._adagrad.step()
 
     def _log_share(self, prediction: _Prediction) -> Tensor:
         """Return (2, B) log of p_ik / exponential_ik, where p_ik = exp(z_ik) / (m (eps + ghat_i)) sums to about 1."""
@@ -248,6 +252,9 @@ class NpnNormalizer(NoState):
             tensors[f"{name}_accumulator"] = self._adagrad.state[prototype]["sum"]
             tensors["queue_image" if name == "w1" else "queue_text"] = queue
         return {"npn": RowTable(self._partition, tensors)}
+
+    def parameters(self) -> dict[str, Parameter]:
+        return dict(zip(("w1", "w2"), self._prototypes, strict=True))
 
 
 def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:

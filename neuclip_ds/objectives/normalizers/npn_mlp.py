@@ -12,6 +12,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
@@ -32,10 +33,10 @@ class MlpNpnNormalizer(NoState):
             raise UserError(
                 "objective.npn.alpha_grad=full is the prototypes' gradient; objective.npn.network=mlp takes stop."
             )
-        self._config, self._eps = config, eps
+        self._config, self._eps, self._own_optimizer = config, eps, context.own_optimizers
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
-        self._weights = torch.nn.Parameter(flat)
+        self._weights = Parameter(flat)
         self._adam = torch.optim.Adam([self._weights], lr=self._config.mlp_lr)
         self._started = False
         self._health = NpnHealth(self._config.mlp_lr)
@@ -44,14 +45,14 @@ class MlpNpnNormalizer(NoState):
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         features = torch.stack([batch.image, batch.text])
         positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
-        if not self._started:
+        if not self._started and step.learn:
             level = (log_target + positive - self._mlp(self._weights.detach(), features)).mean(dim=1)
             self._mlp.weights(self._weights.detach()).out_bias.add_(level.view(2, 1, 1))
             self._started = True
-        if self._config.order == "alternating":
+        if step.learn and self._config.order == "alternating":
             self._fit(features, positive, log_target, tau)
-        alpha = self._predict(features, positive)
-        if self._config.order == "simultaneous":
+        alpha = self._predict(features, positive) if self._started else log_target
+        if step.learn and self._config.order == "simultaneous":
             self._fit(features, positive, log_target, tau)
         ratio = (log_target - alpha).exp()
         metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
@@ -70,14 +71,18 @@ class MlpNpnNormalizer(NoState):
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
         """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
-        for _ in range(self._config.updates):
+        for _ in range(self._config.updates if self._own_optimizer else 1):
             with torch.enable_grad():
                 log_normalizer = self._mlp(self._weights, features)
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)
             error = alpha.detach() - log_target
             grad_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
             (self._weights.grad,) = torch.autograd.grad(alpha, self._weights, grad_alpha / features.shape[1])
-            self._adam.step()
+            if self._own_optimizer:
+                self._adam.step()
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {"weights": self._weights}
 
     def replicated_state(self) -> dict[str, Tensor]:
         moments = {f"adam.{key}": value for key, value in self._adam.state[self._weights].items()}

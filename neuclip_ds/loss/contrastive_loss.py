@@ -1,0 +1,344 @@
+"""`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import torch
+from pydantic import ValidationError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.nn.functional import pad
+
+from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
+from neuclip_ds.errors import UserError
+from neuclip_ds.loss.autograd import with_gradients
+from neuclip_ds.loss.checks import agree_on_rows, problem_with
+from neuclip_ds.loss.two_pass import TwoPass
+from neuclip_ds.objectives import compose_objective, find_method
+from neuclip_ds.objectives.base import Context, Objective, Step
+from neuclip_ds.objectives.config import ObjectiveConfig
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.temperature_config import AdamSettings
+from neuclip_ds.state.partition import load_rows, save_rows
+
+_PER_SAMPLE = {"samples", "temperatures"}  # tables by sample index
+_META, _REPLICATED = "loss.json", "loss.safetensors"
+
+
+class _Target(NamedTuple):
+    """What an objective is built for."""
+
+    device: torch.device
+    dtype: torch.dtype
+    rank: int
+    world_size: int
+
+
+class ContrastiveLoss(nn.Module):
+    """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
+
+    The temperature and the method's networks (NPN, amortisation nets) are trained by their own optimizers inside each
+    call, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module, and
+    `loss.backward()` sets their gradients: of the whole batch, so do not average them over ranks. A network then
+    takes one update per step, and the prototypes of an NPN are this rank's columns only. Individual temperatures
+    (isogclr, fastclip_v2) always keep their own Adam. Do not wrap this module in DDP or FSDP.
+
+    Under `eval()` or `torch.no_grad()` it reports the loss and learns nothing; `index=None` then stands for samples
+    that are not in the training set.
+
+    Example:
+        loss_fn = ContrastiveLoss("neuclip", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
+        loss = loss_fn(image_features, text_features, index)
+        loss.backward()
+
+    Attributes:
+        lr: present learning rate of the encoders, which that of the temperature follows; set it after each step of
+            your scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        metrics: name -> value of the last call: `tau`, `batch_loss` (OpenCLIP's loss of the same batch), ...
+    """
+
+    def __init__(
+        self,
+        method: str = "neuclip",
+        *,
+        dim: int,
+        samples: int = 0,
+        epochs: float = 1.0,
+        steps_per_epoch: int | None = None,
+        lr: float = 5e-4,
+        betas: tuple[float, float] = (0.9, 0.98),
+        adam_eps: float = 1e-6,
+        reduction: Literal["ddp_mean", "sum"] = "ddp_mean",
+        group: ProcessGroup | None = None,
+        own_optimizer: bool = True,
+        validate: bool = True,
+        device: torch.device | str = "cpu",
+        **options: Any,
+    ) -> None:
+        """
+        Args:
+            method: a name in the table of methods.
+            dim: width d of the features.
+            samples: size n of the training set; needed by methods that keep statistics of each sample.
+            epochs: length of the run, for schedules.
+            steps_per_epoch: calls in training that count as an epoch, for schedules; None is a single epoch.
+            lr: peak learning rate of the encoders.
+            betas, adam_eps: of the temperature's Adam.
+            reduction: `ddp_mean` if the encoders' gradients will be averaged over ranks (DDP, FSDP, DeepSpeed): the
+                features' gradients then hold the factor K; `sum` if they will be summed.
+            group: ranks of the global batch; None is the default process group, or this process alone.
+            own_optimizer: whether temperature and networks are trained inside; see above.
+            validate: check the arguments of each call on all ranks, for one small collective and, on a GPU, a wait of
+                the host. Without it, ranks must have equally many rows.
+            device: of the state before the first call, after which it is that of the features. With
+                `own_optimizer=False` the two must be the same.
+            options: of the method, as below `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
+                `npn={"lr": 0.05}`.
+
+        Raises:
+            UserError: unknown method or option, or a value out of range.
+        """
+        super().__init__()
+        try:
+            self._config = ObjectiveConfig.model_validate({"method": method, **options})
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, p['loc']))}: {p['msg']}" for p in error.errors())
+            raise UserError(f"Options of method {method}: {problems}") from error
+        if reduction not in ("ddp_mean", "sum"):
+            raise UserError(f"reduction={reduction!r} is unknown: use 'ddp_mean' or 'sum'.")
+        self._dim, self._samples, self._epochs, self._steps_per_epoch = dim, samples, epochs, steps_per_epoch
+        self.lr = self._peak_lr = lr
+        self._adam = AdamSettings(betas, adam_eps)
+        self._averages, self._group = reduction == "ddp_mean", group
+        self._own_optimizer, self._validate = own_optimizer, validate
+        self._calls = 0  # in training
+        self._metrics: dict[str, Tensor] = {}
+        self._check_schedules()
+        self._build(torch.device(device), torch.float32)
+
+    def forward(
+        self,
+        image_features: Tensor,
+        text_features: Tensor,
+        index: Tensor | None = None,
+        valid: Tensor | None = None,
+    ) -> Tensor:
+        """Return the loss of the global batch, the same on all ranks.
+
+        Args:
+            image_features, text_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
+            index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
+                of its last row. Only methods with statistics of each sample need it.
+            valid: (b,) bool, False for rows that do not count.
+
+        Raises:
+            ValueError: on all ranks, if the arguments of any rank cannot be used.
+            UserError: fewer than two rows of the global batch count.
+        """
+        learns = self.training and torch.is_grad_enabled()
+        inputs = (image_features, text_features)
+        with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
+            self._follow(image_features)
+            rows = self._agreed_rows(image_features, text_features, index, valid, learns)
+            features = self._padded(image_features, text_features, index, valid, rows)
+            with self._handed_out() as computed:
+                result = self._objective(features, self._step(learns))
+            factor = self._communicator.world_size if self._averages else 1
+            gradients = [result.image[: len(image_features)] * factor, result.text[: len(text_features)] * factor]
+        self._metrics = result.metrics
+        self._calls += learns
+        return with_gradients(result.loss, [*inputs, *computed], [*gradients, *computed.values()])
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        return {name: float(value) for name, value in self._metrics.items()}
+
+    @property
+    def temperature(self) -> float:
+        """Present temperature tau; the mean of the last batch where samples have their own."""
+        state = self._objective.replicated_state()
+        theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
+        if theta is not None:
+            return float(theta.neg().exp())
+        if tau is None:
+            tau = self._metrics.get("tau")
+        return float(tau) if tau is not None else float(self._config.temperature.initial or 0.07)
+
+    @contextmanager
+    def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
+        """Compute the exact gradient of a batch whose micro-batches go through the model one after the other.
+
+        Args:
+            model: the encoders, in DDP or FSDP2 or by themselves; gradients are reduced over ranks in the last
+                micro-batch only, and running statistics of batch normalisation change in the second pass only.
+            scale: factor of all gradients, such as that of a `GradScaler`.
+
+        Example:
+            with loss_fn.accumulate(model) as passes:
+                for images, texts, index in micro_batches:
+                    with passes.features():
+                        passes.add(*model(images, texts), index)
+                loss = passes.loss()
+                for images, texts, _ in micro_batches:
+                    with passes.gradients():
+                        passes.backward(*model(images, texts))
+        """
+        yield TwoPass(self, model, scale)
+
+    def save(self, folder: Path | str) -> None:
+        """Write the state of all ranks to a folder, on all ranks together; `load` reads it with any number of ranks."""
+        folder = Path(folder)
+        self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+        for name, table in self._objective.row_tables().items():
+            save_rows(folder, name, table)
+        if self._communicator.rank == 0:
+            state = self._objective.replicated_state()
+            save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, folder / _REPLICATED)
+            (folder / _META).write_text(json.dumps({**self._identity(), "calls": self._calls}), encoding="utf-8")
+        self._communicator.barrier()
+
+    def load(self, folder: Path | str) -> None:
+        """Read the state that any number of ranks have saved.
+
+        Raises:
+            UserError: the folder is incomplete, or of another method, width or data set.
+        """
+        folder = Path(folder)
+        if not (folder / _META).is_file():
+            raise UserError(f"{folder} holds no saved loss: {_META} is missing.")
+        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
+        self._check_identity(meta, str(folder))
+        for name, table in self._objective.row_tables().items():
+            load_rows(folder, name, table)
+        self._objective.load_replicated_state(load_file(folder / _REPLICATED))
+        self._calls = meta["calls"]
+
+    def get_extra_state(self) -> dict[str, Any]:
+        """Return this rank's state, for `state_dict()`."""
+        tables = {name: dict(table.tensors) for name, table in self._objective.row_tables().items()}
+        identity = {**self._identity(), **self._place()}
+        return {**identity, "calls": self._calls, "replicated": self._objective.replicated_state(), "tables": tables}
+
+    def set_extra_state(self, state: dict[str, Any]) -> None:
+        """Fill this rank's state, of `state_dict()` at the same rank and world size."""
+        self._check_identity(state, "The state_dict")
+        if {key: state[key] for key in self._place()} != self._place():
+            raise UserError(
+                f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank "
+                f"{self._target.rank} of {self._target.world_size}. Use save() and load() for another world size."
+            )
+        _copy_state(state["replicated"], state["tables"], self._objective)
+        self._calls = state["calls"]
+
+    def _check_schedules(self) -> None:
+        sections = find_method(self._config.method).sections.values()
+        follows = any(kind.follows_epochs for kind in sections) or isinstance(self._config.temperature.rho, list)
+        if follows and self._steps_per_epoch is None:
+            raise UserError(
+                f"Schedules of method {self._config.method} follow epochs: pass epochs and steps_per_epoch."
+            )
+
+    def _build(self, device: torch.device, dtype: torch.dtype) -> None:
+        self._communicator = Communicator(device, self._group)
+        self._target = _Target(device, dtype, self._communicator.rank, self._communicator.world_size)
+        context = Context(
+            self._dim,
+            self._samples + 1,  # the last row stands for samples that are not in the training set
+            self._communicator,
+            dtype,
+            adam=self._adam,
+            own_optimizers=self._own_optimizer,
+        )
+        self._objective: Objective = compose_objective(self._config, context)
+        self._needs_index = bool(_PER_SAMPLE & self._objective.row_tables().keys())
+        if not self._own_optimizer:
+            for name, parameter in self._objective.parameters().items():
+                self.register_parameter(name, parameter)
+
+    def _follow(self, features: Tensor) -> None:
+        """Build the objective again, with its state, for features of another device or of double precision."""
+        comm_dtypes = {"auto": features.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
+        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
+        ranks = Communicator(features.device, self._group)
+        target = _Target(features.device, dtype, ranks.rank, ranks.world_size)
+        if target != self._target:
+            before, was = self._objective, self._target
+            if not self._own_optimizer or (self._calls and was[2:] != target[2:]):
+                raise ValueError(
+                    f"The loss was built for {was}, but the features are those of {target}. Build it after the process "
+                    "group, and with own_optimizer=False on the device of the features (device=...) and in float32."
+                )
+            self._build(features.device, dtype)
+            if self._calls:
+                tables = {name: table.tensors for name, table in before.row_tables().items()}
+                _copy_state(before.replicated_state(), tables, self._objective)
+        self._objective.comm_dtype = comm_dtypes[self._config.comm_dtype]
+
+    def _agreed_rows(
+        self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, learns: bool
+    ) -> int:
+        if not self._validate:
+            return len(image)
+        problem = problem_with(image, text, index, valid, self._dim, self._samples)
+        if problem is None and index is None and learns and self._needs_index:
+            problem = f"index is missing: {self._config.method} keeps statistics of each sample."
+        return agree_on_rows(len(image), problem, self._communicator)
+
+    def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
+        """Return `rows` rows, of which the further ones do not count."""
+        count, device = len(image), image.device
+        if index is None:
+            index = torch.full((count,), self._samples, device=device)
+        if valid is None:
+            valid = torch.ones(count, dtype=torch.bool, device=device)
+        more = rows - count
+        return Features(
+            pad(image.detach().to(self._target.dtype), (0, 0, 0, more)),
+            pad(text.detach().to(self._target.dtype), (0, 0, 0, more)),
+            pad(index.to(device, torch.int64), (0, more)),
+            pad(valid.to(device), (0, more)),
+        )
+
+    def _step(self, learns: bool) -> Step:
+        number, length = self._calls, self._steps_per_epoch
+        total = self._epochs * length if length else max(1, number + 1)
+        progress = min(number / total, 1 - 1e-9) if length else 0.0
+        return Step(number, number // length if length else 0, self.lr, self._peak_lr, progress, learns)
+
+    @contextmanager
+    def _handed_out(self) -> Iterator[dict[nn.Parameter, Tensor]]:
+        """Yield what becomes the gradients that a call computes for parameters of the caller's optimizer."""
+        computed: dict[nn.Parameter, Tensor] = {}
+        before = {parameter: parameter.grad for parameter in self.parameters()}
+        for parameter in before:
+            parameter.grad = None
+        yield computed
+        for parameter, gradient in before.items():
+            if parameter.grad is not None:
+                computed[parameter] = parameter.grad
+            parameter.grad = gradient
+
+    def _identity(self) -> dict[str, Any]:
+        return {"method": self._config.method, "dim": self._dim, "samples": self._samples}
+
+    def _place(self) -> dict[str, int]:
+        return {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
+
+    def _check_identity(self, found: dict[str, Any], where: str) -> None:
+        for key, wanted in self._identity().items():
+            if found.get(key) != wanted:
+                raise UserError(f"{where} was saved with {key}={found.get(key)}, this loss has {key}={wanted}.")
+
+
+def _copy_state(
+    replicated: Mapping[str, Tensor], tables: Mapping[str, Mapping[str, Tensor]], objective: Objective
+) -> None:
+    objective.load_replicated_state({name: value.clone() for name, value in replicated.items()})
+    for name, table in objective.row_tables().items():
+        for key, tensor in table.tensors.items():
+            tensor.copy_(tables[name][key])
