@@ -35,11 +35,10 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
     rows = []
     for found, one in zip(profiles.values(), observations, strict=True):
         time = step_time(one.work, compute, Cluster(1, one.world_size, network))
-        transfer = sum(call.times * seconds for call, seconds in one.transfers)
         alone = one.world_size == 1  # DeepSpeed then calls collectives that carry nothing
         same = alone or _counted(call for call, _ in one.transfers) == _counted(one.work.calls)
         name = f"{found['method']}, ZeRO {found['zero_stage']}, {found['precision']}, batch {found['batch_size']}"
-        rows.append(Fitted(name, one.world_size, one.total, time.total, transfer, time.communication, same))
+        rows.append(Fitted(name, one, time, same))
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.json").write_text(json.dumps(to_json(compute, network), indent=1), encoding="utf-8")
     print(write_fit(rows, compute, network, out))

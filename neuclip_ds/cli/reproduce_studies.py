@@ -22,8 +22,7 @@ PRETRAINING_SHARE = 0.6  # of the shards
 def methods(arguments: argparse.Namespace) -> None:
     """Compare every method: search, finals, sweeps and cost."""
     out: Path = arguments.out
-    images = prepared(arguments)
-    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    runner = prepared(arguments)
     budget = study.Budget(arguments.batch, arguments.epochs, arguments.seeds, arguments.anchors)
     searched = study.search(budget)
 
@@ -55,8 +54,7 @@ def methods(arguments: argparse.Namespace) -> None:
 def tuneclip(arguments: argparse.Namespace) -> None:
     """Compare fine-tuning with and without recovered statistics."""
     out: Path = arguments.out
-    images = prepared(arguments)
-    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    runner = prepared(arguments)
     plan = cold_start_plan(arguments)
     seeds = range(arguments.seeds + 1)  # seed 0 is the search's
     run(runner, [cold_start.pretraining(plan, seed) for seed in seeds], "pretraining")
@@ -88,13 +86,13 @@ def tuneclip(arguments: argparse.Namespace) -> None:
     print(f"The report is {out}/tuneclip.html (tuneclip.md, .png and .json are next to it).")
 
 
-def prepared(arguments: argparse.Namespace) -> Path | None:
-    """Make the study's splits; return the zero-shot set next to the source, if there is one."""
-    demo = arguments.source.startswith("demo:")
+def prepared(arguments: argparse.Namespace) -> Runner:
+    """Make the study's splits; the runner evaluates on the zero-shot set next to the source, if there is one."""
+    demo, out = arguments.source.startswith("demo:"), arguments.out.resolve()
     source = Path(demo_split(arguments.source, Path(".cache"))) if demo else Path(arguments.source)
-    prepare(source, arguments.out / "data", validation=500, test=1000)
-    zero_shot = source.parent / "zero_shot"
-    return zero_shot.resolve() if zero_shot.is_dir() else None
+    prepare(source, out / "data", validation=500, test=1000)
+    images = source.parent.resolve() / "zero_shot"
+    return Runner(out / "data", out / "runs", images if images.is_dir() else None, arguments.processes)
 
 
 def cold_start_plan(arguments: argparse.Namespace) -> cold_start.Plan:

@@ -6,36 +6,31 @@ from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 
-from neuclip_ds.planning.cost_model import Compute, Network
+from neuclip_ds.planning.cost_model import Compute, Network, Observation, StepTime
 from neuclip_ds.reporting.page import Table, write_page
 
 Record = Mapping[str, Any]
 
 
 class Fitted(NamedTuple):
-    """A profiled configuration and its prediction; seconds a step."""
+    """A profiled configuration and its prediction."""
 
     name: str
-    ranks: int
-    measured: float
-    predicted: float
-    transfer: float  # of all collectives, measured without waiting
-    predicted_transfer: float
+    measured: Observation
+    predicted: StepTime
     same_collectives: bool  # purpose, operation, size and number of each are as predicted
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
 
 
 def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder: Path) -> str:
     """Write fit.md, fit.html and fit.png into the folder and return the text of fit.md."""
     table = Table("Predicted and measured steps", ["profile", "ranks", "ms", "predicted", "ratio", "collectives, ms", "predicted", "same collectives"], [])  # fmt: skip  # noqa: E501
     for row in rows:
-        times = (row.measured, row.predicted)
-        transfers = (row.transfer, row.predicted_transfer)
-        cells = [*(f"{1e3 * x:.1f}" for x in times), f"{row.ratio:.2f}", *(f"{1e3 * x:.1f}" for x in transfers)]
-        table.rows.append([row.name, str(row.ranks), *cells, "yes" if row.same_collectives else "NO"])
+        times, transfer = (row.measured.total, row.predicted.total), sum(n.times * s for n, s in row.measured.transfers)
+        of_steps, of_collectives = (
+            [f"{1e3 * x:.1f}" for x in pair] for pair in (times, (transfer, row.predicted.communication))
+        )
+        cells = [*of_steps, f"{times[1] / times[0]:.2f}", *of_collectives]
+        table.rows.append([row.name, str(row.measured.world_size), *cells, "yes" if row.same_collectives else "NO"])
     machine = Table("The machine", ["quantity", "fitted"], [
         ["overhead of a step, ms", f"{1e3 * compute.overhead:.2f}"],
         ["towers, GFLOP/s", f"{compute.tower_rate / 1e9:,.1f}"],
@@ -51,10 +46,10 @@ def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder
     ])  # fmt: skip
     figure = Figure(figsize=(6, 6), layout="tight")
     axes = figure.subplots()
-    for ranks in sorted({row.ranks for row in rows}):
-        own = [row for row in rows if row.ranks == ranks]
-        axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], label=f"{ranks} ranks")
-    ends = [1e3 * min(row.measured for row in rows), 1e3 * max(row.measured for row in rows)]
+    for ranks in sorted({row.measured.world_size for row in rows}):
+        own = [(1e3 * x.measured.total, 1e3 * x.predicted.total) for x in rows if x.measured.world_size == ranks]
+        axes.scatter(*zip(*own, strict=True), label=f"{ranks} ranks")
+    ends = [1e3 * end(row.measured.total for row in rows) for end in (min, max)]
     for factor, style in ((1.0, "-"), (1.25, ":"), (0.75, ":")):
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="model, ms (dotted: 25 % off)")
@@ -73,9 +68,9 @@ def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> s
     costs = Table("Other costs, predicted", header, [])
     for one in found:
         name = [one["method"], one["network"], str(one["nodes"])]
-        milliseconds = [f"{1e3 * one[key]:,.1f}" for key in ("step", "computation")]
-        milliseconds += [f"{one['objective_share']:.1%}"]
-        milliseconds += [f"{1e3 * one[key]:,.1f}" for key in ("communication", "exposed")]
+        parts = ("step", "computation", "communication", "exposed")
+        step, computation, *rest = (f"{1e3 * one[key]:,.1f}" for key in parts)
+        milliseconds = [step, computation, f"{one['objective_share']:.1%}", *rest]
         traffic = [f"{one[key] / 1e6:,.3f}" for key in ("received", "per_sample_received")]
         speed = f"{one['samples_per_second']:,.0f}"
         times.rows.append([*name, str(one["ranks"]), str(one["batch"]), *milliseconds, speed, *traffic])
