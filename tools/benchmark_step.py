@@ -190,7 +190,7 @@ def programs(setting: Setting) -> list[Program]:
     listed = []
     for method in asked.methods:
         # NeuCLIP's network predicts before anything counts
-        predicts = first_prediction(setting.config(f"--objective.method={method}"))
+        predicts = first_prediction(setting.config(method))
         warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
         path = setting.write(ours(method), warmup + steps, method)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
@@ -252,7 +252,7 @@ def step_seconds(setting: Setting) -> float:
     """Of a pair in whole steps of OpenCLIP's method."""
     asked = setting.arguments
     steps = 1 + asked.share_steps
-    path = setting.write("towers", steps, None, "--objective.method=openclip", "--run.log_every=1")
+    path = setting.write("towers", steps, "openclip", "--run.log_every=1")
     folder = asked.out / "towers"
     said(f"{steps} steps of {setting.rows} pairs")
     setting.start(PEERS / "ours.py", folder, path, "--random")
