@@ -3,9 +3,7 @@
 Example: deepspeed --num_gpus 8 train.py cc12m_neuclip --data.train=manifests/cc12m
 """
 
-import sys
-
 from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main(["train", *sys.argv[1:]])
+    main(command="train")

@@ -85,7 +85,7 @@ def with_dashes(option: str) -> str:
 
 def program_of(tool: Path) -> Path:
     """Return the command's module that a file in tools/ stands for, or the file itself."""
-    command = re.search(r'main\(\["([\w-]+)"', tool.read_text(encoding="utf-8"))
+    command = re.search(r'main\(command="([\w-]+)"', tool.read_text(encoding="utf-8"))
     return ROOT / "neuclip_ds" / "cli" / f"{command[1].replace('-', '_')}.py" if command else tool
 
 
@@ -268,9 +268,8 @@ def test_a_tool_has_an_example_in_its_help_and_a_place_in_the_docs(tool: Path) -
 
 
 def test_every_command_is_a_file_in_the_checkout_too() -> None:
-    doors = {
-        name for tool in [*TOOLS, ROOT / "train.py"] for name in re.findall(r'main\(\["([\w-]+)"', tool.read_text())
-    }
+    sources = "".join(tool.read_text() for tool in [*TOOLS, ROOT / "train.py"])
+    doors = set(re.findall(r'main\(command="([\w-]+)"', sources))
     assert doors == set(PROGRAMS)
 
 

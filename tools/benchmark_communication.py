@@ -13,24 +13,17 @@ same is held by tests (docs/reference/communication.md names them); for bf16 the
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """
 
-from __future__ import annotations
-
 import argparse
-import json
-import os
-import platform
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from benchmarking import in_turns, machine, on_ranks, random_features
 from torch import Tensor
-from torch.nn.functional import normalize
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
@@ -43,16 +36,14 @@ _UPDATES, _PROTOTYPES, _ONLINE = 10, 4096, 8
 _SUMS = 6  # of loss, temperature and norms
 
 
-class Saving(NamedTuple):
-    """The same information by two ways."""
+def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict[str, tuple[Work, Work]]:
+    """Return two ways to the same information, by saving.
 
-    name: str
-    before: Work
-    after: Work
-
-
-def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> list[Saving]:
-    """For (b, d) features of one rank; `tower` is a square matrix whose product stands for the image tower."""
+    Args:
+        image, text: (b, d) features of one rank.
+        world_size: ranks.
+        tower: square matrix whose product stands for the image tower.
+    """
     rows, dim = image.shape
     values, batch = image.new_ones(rows, 1), rows * world_size
 
@@ -86,57 +77,43 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> list
 
     gradient = image.new_ones(2, _PROTOTYPES, dim)
     sums = torch.ones(2, batch, dtype=torch.float64)
-    return [
-        Saving("comm_dtype", lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
-        Saving("gradients", back_and_forth, lambda c: gather(c, torch.float32)),
-        Saving("scalars", one_by_one, together),
-        Saving("overlap", texts_after, texts_meanwhile),
-        Saving(
-            "npn",
+    return {
+        "comm_dtype": (lambda c: gather(c, torch.float32), lambda c: gather(c, torch.bfloat16)),
+        "gradients": (back_and_forth, lambda c: gather(c, torch.float32)),
+        "scalars": (one_by_one, together),
+        "overlap": (texts_after, texts_meanwhile),
+        "npn": (
             lambda c: [c.all_reduce(gradient, "normalizer") for _ in range(_UPDATES)],
             lambda c: [c.all_reduce(sums, "normalizer") for _ in range(_UPDATES + 1)],
         ),
-        Saving(
-            "amorlip",
+        "amorlip": (
             lambda c: [c.all_gather(values.expand(-1, 2), "normalizer") for _ in range(_ONLINE)],
             lambda c: c.all_gather(values.expand(-1, 2), "normalizer"),
         ),
-    ]
+    }
 
 
-def measure(rank: int, arguments: argparse.Namespace, folder: str) -> None:
-    """One rank's seconds and bytes, written to FOLDER/RANK.json."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // arguments.ranks))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=arguments.ranks)
-    generator = torch.Generator().manual_seed(rank)
-    image, text = (normalize(torch.randn(arguments.rows, arguments.dim, generator=generator), dim=1) for _ in range(2))
+def measure(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return one rank's calls, bytes and seconds by saving, before and after it, and the differences of bf16."""
+    dist.init_process_group("gloo")
+    communicator = Communicator()
+    features, turns = random_features(arguments.rows, arguments.dim, communicator), arguments.repeats + 2
     found: dict[str, Any] = {}
-    for saving in savings(image, text, arguments.ranks, _tower(arguments.tower_ms)):
-        ways = {"before": (saving.before, Communicator()), "after": (saving.after, Communicator())}
-        seconds: dict[str, list[float]] = {way: [] for way in ways}
-        for turn in range(arguments.repeats + 2):
-            for way, (work, communicator) in ways.items():
-                communicator.barrier()
-                began = time.perf_counter()
-                work(communicator)
-                if turn >= 2:  # the first connect and allocate
-                    seconds[way].append(time.perf_counter() - began)
-        turns = arguments.repeats + 2
-        found[saving.name] = {
-            way: {
-                "seconds": seconds[way],
-                "bytes": sum(traffic.bytes_received for traffic in communicator.traffic.values()) // turns,
-                "calls": sum(traffic.calls for traffic in communicator.traffic.values()) // turns,
-            }
-            for way, (_, communicator) in ways.items()
-        }
-    found["difference"] = {str(tau): _difference_of_bf16(image, text, rank, tau) for tau in (0.07, 0.01)}
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.destroy_process_group()
+    tower = _tower(arguments.tower_ms)
+    for name, ways in savings(features.image, features.text, arguments.ranks, tower).items():
+        counted = {way: Communicator() for way in ("before", "after")}
+        works = {way: partial(work, counted[way]) for way, work in zip(counted, ways, strict=True)}
+        seconds = in_turns(works, turns, communicator.barrier)
+        found[name] = []
+        for way, of in counted.items():
+            calls, size = (sum(getattr(x, key) for x in of.traffic.values()) for key in ("calls", "bytes_received"))
+            found[name].append([calls // turns, size // turns, seconds[way][2:]])  # the first connect and allocate
+    found["difference"] = {str(tau): _difference_of_bf16(features, tau) for tau in (0.07, 0.01)}
+    return found
 
 
 def _tower(milliseconds: float) -> Tensor:
-    """A matrix whose square takes about as long."""
+    """Return a matrix whose square takes about as long."""
     size = 512
     while True:
         matrix = torch.randn(size, size)
@@ -147,14 +124,12 @@ def _tower(milliseconds: float) -> Tensor:
         size = size * 5 // 4
 
 
-def _difference_of_bf16(image: Tensor, text: Tensor, rank: int, tau: float) -> float:
-    """Norm of the change of OpenCLIP's feature gradients over their norm."""
-    index = torch.arange(len(image)) + rank * len(image)
-    features = Features(image, text, index, torch.ones(len(image), dtype=torch.bool))
+def _difference_of_bf16(features: Features, tau: float) -> float:
+    """Return the norm of the change of OpenCLIP's feature gradients over their norm."""
     tree = {"objective": {"method": "openclip", "temperature": {"initial": tau}}}
     found = []
     for comm_dtype in (torch.float32, torch.bfloat16):
-        context = Context(image.shape[1], len(image), Communicator())
+        context = Context(features.image.shape[1], len(features.image), Communicator())
         objective = build_objective(Config.model_validate(tree), context, comm_dtype)
         gradients = objective(features, Step(0, 0, 0.0, 1.0))
         found.append(torch.cat([gradients.image, gradients.text]))
@@ -169,23 +144,16 @@ def main() -> None:
     parser.add_argument("--tower-ms", type=float, default=50, help="that the image tower takes (50)")
     parser.add_argument("--repeats", type=int, default=30, help="in turns (30)")
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (arguments, folder), nprocs=arguments.ranks)
-        ranks = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(arguments.ranks)]
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, gloo, {arguments.ranks} ranks, "
-          f"{arguments.rows} pairs a rank, d = {arguments.dim}\n")  # fmt: skip
+    ranks = on_ranks(arguments.ranks, measure, arguments)
+    sizes = f"{arguments.ranks} ranks, {arguments.rows} pairs a rank, d = {arguments.dim}"
+    print(f"{machine()}, gloo, {sizes}\n")
     print("| saving | calls | kB received | ms | calls after | kB | ms | bytes | time |")
-    print("|---|---|---|---|---|---|---|---|---|")
+    print("|---" * 9 + "|")
     differences = [rank.pop("difference") for rank in ranks]
-    for name in ranks[0]:
-        cells, of = [], {}
-        for way in ("before", "after"):
-            seconds = max(statistics.median(rank[name][way]["seconds"]) for rank in ranks)
-            size, calls = ranks[0][name][way]["bytes"], ranks[0][name][way]["calls"]
-            of[way] = (size, seconds)
-            cells += [str(calls), f"{size / 1e3:,.1f}", f"{1e3 * seconds:.2f}"]
-        ratios = [f"{after / before:.3f}" for before, after in zip(of["before"], of["after"], strict=True)]
-        print(f"| {name} | {' | '.join([*cells, *ratios])} |")
+    for name, ways in ranks[0].items():
+        seconds = [max(statistics.median(rank[name][way][2]) for rank in ranks) for way in (0, 1)]
+        cells = [f"{way[0]} | {way[1] / 1e3:,.1f} | {1e3 * took:.2f}" for way, took in zip(ways, seconds, strict=True)]
+        print(f"| {name} | {' | '.join(cells)} | {ways[1][1] / ways[0][1]:.3f} | {seconds[1] / seconds[0]:.3f} |")
     for tau in differences[0]:
         change = max(rank[tau] for rank in differences)
         print(

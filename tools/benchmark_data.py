@@ -8,8 +8,6 @@ output says so (`make peers` installs it).
 Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts raw loader resume --repeats 5
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import itertools
@@ -21,10 +19,10 @@ import tempfile
 import time
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -34,7 +32,7 @@ from torch.utils.data import DataLoader
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest
 from neuclip_ds.data.decoders import find_decoder
-from neuclip_ds.data.loader import LoaderOptions, train_loader
+from neuclip_ds.data.loader import Batch, LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest, load_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
@@ -48,12 +46,12 @@ PARTS = ("raw", "loader", "resume", "order", "store")
 BILLION, SHARDS = 1_000_000_000, 100_000
 
 
-class Setting(NamedTuple):
-    """What all contenders are told."""
+class Setting(argparse.Namespace):
+    """What all contenders are told: the options, and where the samples are."""
 
     paths: list[str]
     manifest: str  # folder, with sample tables
-    mds: str  # folder with the same samples in MosaicML's format
+    mds: str  # folder with the same samples in MosaicML's format; empty without its library
     batch: int
     workers: int
     image_size: int
@@ -65,26 +63,13 @@ class Setting(NamedTuple):
         return train_transform(self.image_size, 0.9, find_decoder(self.decoder))
 
 
-def tokenize(captions: list[str]) -> Tensor:
-    """Nothing to speak of: tokenisers are not what is measured."""
-    return torch.tensor([len(caption) for caption in captions]).reshape(-1, 1)
-
-
 # raw bytes: each function reads every sample `epochs` times and returns samples a second
 
 
 def page_cache(setting: Setting) -> float:
     """The limit: the shards' bytes copied out of the page cache, nothing looked at."""
     n = build_manifest(setting.paths).n
-    buffer = memoryview(bytearray(1 << 20))
-
-    def read() -> None:
-        for path in setting.paths * setting.epochs:
-            with Path(path).open("rb", buffering=0) as file:
-                while file.readinto(buffer):
-                    pass
-
-    return n * setting.epochs / _seconds(read)
+    return n * setting.epochs / _seconds(lambda: _read_plainly(setting.paths * setting.epochs, 1 << 20))
 
 
 def ours_in_sequence(setting: Setting) -> float:
@@ -121,8 +106,7 @@ def webdataset_raw(setting: Setting) -> float:
 
     dataset = webdataset.WebDataset(setting.paths, shardshuffle=False).repeat(setting.epochs)
     began = time.perf_counter()
-    count = sum(len(sample["jpg"]) > 0 for sample in dataset)
-    return count / (time.perf_counter() - began)
+    return sum(len(sample["jpg"]) > 0 for sample in dataset) / (time.perf_counter() - began)
 
 
 def mosaic_raw(setting: Setting) -> float:
@@ -145,15 +129,21 @@ def transform_alone(setting: Setting) -> float:
 
 
 def our_loader(setting: Setting) -> float:
+    return _throughput(len(batch.image) for batch in _our_batches(setting, 0.0, setting.epochs))
+
+
+def _our_batches(setting: Setting, share: float, epochs: float) -> Iterator[Batch]:
+    """Begin at a share of the first epoch."""
     manifest = build_manifest(setting.paths)
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, 0, tail="drop")
-    steps = setting.epochs * order.steps_per_epoch
+    step, steps = (int(part * order.steps_per_epoch) for part in (share, epochs))
     options = LoaderOptions(workers=setting.workers)
-    return _throughput(
-        len(batch.image) for batch in train_loader(
-            manifest, order, setting.transform, tokenize, steps=steps, options=options
-        )
-    )  # fmt: skip
+    return train_loader(manifest, order, setting.transform, _tokenize, step=step, steps=max(2, steps), options=options)
+
+
+def _tokenize(captions: list[str]) -> Tensor:
+    """Nothing to speak of: tokenisers are not what is measured."""
+    return torch.tensor([len(caption) for caption in captions]).reshape(-1, 1)
 
 
 def webdataset_loader(setting: Setting) -> float:
@@ -183,31 +173,20 @@ def mosaic_loader(setting: Setting) -> float:
 
     dataset = Pairs(local=setting.mds, batch_size=setting.batch, shuffle=True)
     loader: Any = DataLoader(dataset, batch_size=setting.batch, num_workers=setting.workers, drop_last=True)
-    batches = (len(images) for _ in range(setting.epochs) for images, _ in loader)
-    return _throughput(batches)
+    return _throughput(len(images) for _ in range(setting.epochs) for images, _ in loader)
 
 
 def _throughput(sizes: Iterator[int]) -> float:
     next(sizes)
     began = time.perf_counter()
-    count = sum(sizes)
-    return count / (time.perf_counter() - began)
+    return sum(sizes) / (time.perf_counter() - began)
 
 
 # resuming: seconds to the first batch at a share of the first epoch
 
 
 def resume_ours(setting: Setting, share: float) -> float:
-    manifest = build_manifest(setting.paths)
-
-    def first_batch() -> None:
-        order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, 0, tail="drop")
-        step = int(share * order.steps_per_epoch)
-        options = LoaderOptions(workers=setting.workers)
-        batches = train_loader(manifest, order, setting.transform, tokenize, step=step, steps=2, options=options)
-        next(batches)
-
-    return _seconds(first_batch)
+    return _seconds(lambda: next(_our_batches(setting, share, 0.0)))
 
 
 def resume_webdataset(setting: Setting, share: float) -> float:
@@ -216,10 +195,10 @@ def resume_webdataset(setting: Setting, share: float) -> float:
     skipped = int(share * build_manifest(setting.paths).n / setting.batch) * setting.batch
 
     def first_batch() -> None:
+        transform = setting.transform
         raw = iter(webdataset.WebDataset(setting.paths, shardshuffle=False))
-        rest = itertools.islice(raw, skipped, skipped + setting.batch)
-        for number, sample in enumerate(rest):
-            setting.transform(sample["jpg"], number)
+        for number, sample in enumerate(itertools.islice(raw, skipped, skipped + setting.batch)):
+            transform(sample["jpg"], number)
 
     return _seconds(first_batch)
 
@@ -243,48 +222,36 @@ def order_of_a_billion(share: float) -> tuple[float, float]:
     return milliseconds, (tracemalloc.get_traced_memory()[1] + starts.nbytes + sizes.nbytes) / 1e6
 
 
-class StoreFigures(NamedTuple):
-    read_ms: float
-    write_ms: float
-    save_gb_s: float
-    plain_write_gb_s: float
-    load_gb_s: float
-    plain_read_gb_s: float
-    peak_gb: float
-
-
-def store_of(n: int) -> StoreFigures:
-    """Two float32 fields for n samples on one rank."""
+def store_of(n: int) -> list[str]:
+    """What is printed of two float32 fields for n samples on one rank."""
     store = SampleStore(n, {"log_u_image": -np.inf, "log_u_text": -np.inf}, Communicator())
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, n, (4096,), generator=generator) for _ in range(200)]
     values = torch.randn(4096, 2)
-    read = statistics.median(_seconds(partial(_read_rows, store, index)) for index in batches)
+    read = statistics.median(_seconds(partial(lambda rows: store.begin_read(rows).wait(), index)) for index in batches)
     write = statistics.median(_seconds(partial(store.write, index, values)) for index in batches)
-    gigabytes = 8 * n / 1e9
     # plain writes before and after ours: a disk's first write to a place may be slower
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
-        plain = _seconds(lambda: _synced(folder, lambda: _write_plainly(folder / "plain", 8 * n)))
+        plain = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
         (folder / "plain").unlink()
-        save = _seconds(lambda: _synced(folder, lambda: save_rows(folder, "samples", store.rows())))
+        began = time.perf_counter()
+        save_rows(folder, "samples", store.rows())
         (saved,) = folder.iterdir()
-        _forget(saved)
+        _sync(saved)
+        save = time.perf_counter() - began
+        _sync(saved, forget=True)
         load = _seconds(lambda: load_rows(folder, "samples", store.rows()))
-        peak = _peak_mb() / 1000
-        _forget(saved)
-        plain_read = _seconds(lambda: _read_plainly(saved))
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
+        _sync(saved, forget=True)
+        plain_read = _seconds(lambda: _read_plainly([str(saved)], 64 << 20))
         saved.unlink()
-        again = _seconds(lambda: _synced(folder, lambda: _write_plainly(folder / "plain", 8 * n)))
-    figures = (gigabytes / save, 2 * gigabytes / (plain + again), gigabytes / load, gigabytes / plain_read)
-    return StoreFigures(1000 * read, 1000 * write, *figures, peak)
-
-
-def _synced(folder: Path, work: Callable[[], object]) -> None:
-    work()
-    for path in folder.iterdir():
-        with path.open("rb") as file:
-            os.fsync(file.fileno())
+        again = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
+    lines = [f"read {1000 * read:.2f} ms, write {1000 * write:.2f} ms; peak memory {peak:.1f} GB"]
+    for verb, ours, theirs in (("save", save, (plain + again) / 2), ("load", load, plain_read)):
+        speed = 8 * n / 1e9 / theirs
+        lines.append(f"{verb} {8 * n / 1e9 / ours:.2f} GB/s, {theirs / ours:.2f} of the disk's plain {speed:.2f} GB/s")
+    return lines
 
 
 def _write_plainly(path: Path, size: int) -> None:
@@ -292,24 +259,23 @@ def _write_plainly(path: Path, size: int) -> None:
     with path.open("wb", buffering=0) as file:
         for start in range(0, size, len(piece)):
             file.write(piece[: size - start])
+    _sync(path)
 
 
-def _read_plainly(path: Path) -> None:
-    buffer = memoryview(bytearray(64 << 20))
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(buffer):
-            pass
+def _read_plainly(paths: Sequence[str], at_once: int) -> None:
+    buffer = memoryview(bytearray(at_once))
+    for path in paths:
+        with Path(path).open("rb", buffering=0) as file:
+            while file.readinto(buffer):
+                pass
 
 
-def _forget(path: Path) -> None:
-    """Has the kernel drop a file from the page cache, so that it is read from the disk."""
+def _sync(path: Path, forget: bool = False) -> None:
+    """Write a file to the disk, and have the kernel drop it from the page cache if it is to be read from there."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def _read_rows(store: SampleStore, index: torch.Tensor) -> torch.Tensor:
-    return store.begin_read(index).wait()
+        if forget:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def _seconds(work: Callable[[], object]) -> float:
@@ -318,46 +284,29 @@ def _seconds(work: Callable[[], object]) -> float:
     return time.perf_counter() - began
 
 
-def _peak_mb() -> float:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1000
-
-
 # the runs
 
 
 def alone(work: Callable[..., Any], *arguments: Any) -> Any:
     """`work(*arguments)` in a new process."""
-    context = multiprocessing.get_context("spawn")
-    results = context.SimpleQueue()
-    process = context.Process(target=_report, args=(results, work, arguments))
-    process.start()
-    process.join()
-    if process.exitcode:
-        raise SystemExit(f"{work.__name__} failed with exit code {process.exitcode}.")
-    return results.get()
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_prepare) as pool:
+        return pool.submit(work, *arguments).result()
 
 
-def _report(results: Any, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+def _prepare() -> None:
     multiprocessing.set_start_method("fork", force=True)  # of loader workers, as in training
     torch.set_num_threads(1)
-    results.put(work(*arguments))
 
 
-def in_turns(contenders: Sequence[Callable[[Setting], float]], setting: Setting, repeats: int) -> dict[str, float]:
-    """Median samples a second of each contender that can run here."""
-    rates: dict[str, list[float]] = {}
-    for _ in range(repeats):
-        for contender in contenders:
-            if contender.__name__.startswith("mosaic") and not setting.mds:
-                continue
-            rates.setdefault(contender.__name__, []).append(alone(contender, setting))
-    return {name: statistics.median(values) for name, values in rates.items()}
-
-
-def print_rates(title: str, rates: dict[str, float], ours: str) -> None:
+def print_rates(title: str, contenders: Sequence[Callable[[Setting], float]], ours: str, setting: Setting) -> Any:
+    """Print the table of the contenders that can run here, and return their median samples a second."""
+    able = [one for one in contenders if setting.mds or not one.__name__.startswith("mosaic")]
+    turns = [[alone(one, setting) for one in able] for _ in range(setting.repeats)]
+    rates = dict(zip((one.__name__ for one in able), map(statistics.median, zip(*turns, strict=True)), strict=True))
     print(f"\n{title}\n\n| contender | samples/s | {ours} / it |\n|---|---|---|")
     for name, rate in rates.items():
         print(f"| {name} | {rate:,.0f} | {rates[ours] / rate:.2f} |")
+    return rates
 
 
 def write_mds(paths: list[str], folder: str) -> str:
@@ -387,58 +336,47 @@ def main() -> None:
     parser.add_argument("--epochs", type=int, default=2, help="passes over the shards in a measurement (2)")
     parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
     parser.add_argument("--rows", type=int, default=BILLION, help="samples of the store (1e9: 8 GB of memory and disk)")
-    options = parser.parse_args()
-    exit_on_mistake(lambda: _run(options))
+    setting = parser.parse_args(namespace=Setting())
+    exit_on_mistake(lambda: run(setting))
 
 
-def _run(options: argparse.Namespace) -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        if {"raw", "loader", "resume"} & set(options.parts):
-            paths = resolve_shards(options.shards)
-            write_manifest(Path(folder) / "manifest", paths, ThreadPoolExecutor(1), samples=True)
-            mds = write_mds(paths, f"{folder}/mds")
-            setting = Setting(
-                paths, f"{folder}/manifest", mds, options.batch, options.workers, options.image_size, options.decoder,
-                options.epochs,
-            )  # fmt: skip
-            _run_peers(setting, options.parts, options.repeats)
-    if "order" in options.parts:
+def run(setting: Setting) -> None:
+    if {"raw", "loader", "resume"} & set(setting.parts):
+        with tempfile.TemporaryDirectory() as folder:
+            setting.paths, setting.manifest = resolve_shards(setting.shards), f"{folder}/manifest"
+            write_manifest(Path(setting.manifest), setting.paths, ThreadPoolExecutor(1), samples=True)
+            setting.mds = write_mds(setting.paths, f"{folder}/mds")
+            run_peers(setting)
+    if "order" in setting.parts:
         print(f"\nOrder of {BILLION:,} samples in {SHARDS:,} shards, B = 4096: from nothing to a step's batch\n")
         for share in (0.0, 0.37, 0.99):
-            found = [alone(order_of_a_billion, share) for _ in range(options.repeats)]
+            found = [alone(order_of_a_billion, share) for _ in range(setting.repeats)]
             milliseconds, megabytes = (statistics.median(column) for column in zip(*found, strict=True))
             print(f"at {share:4.0%} of epoch 3: {milliseconds:.1f} ms, {megabytes:.0f} MB")
-    if "store" in options.parts:
-        found = alone(store_of, options.rows)
-        print(f"\nStore of 2 float32 fields for {options.rows:,} samples on one rank, 4,096 random rows a step\n")
-        print(f"read {found.read_ms:.2f} ms, write {found.write_ms:.2f} ms; peak memory {found.peak_gb:.1f} GB")
-        for verb in ("save", "load"):
-            ours = getattr(found, f"{verb}_gb_s")
-            plain = found.plain_write_gb_s if verb == "save" else found.plain_read_gb_s
-            print(f"{verb} {ours:.2f} GB/s, {ours / plain:.2f} of the disk's plain {plain:.2f} GB/s")
+    if "store" in setting.parts:
+        lines = alone(store_of, setting.rows)
+        print(f"\nStore of 2 float32 fields for {setting.rows:,} samples on one rank, 4,096 random rows a step\n")
+        print("\n".join(lines))
 
 
-def _run_peers(setting: Setting, parts: Sequence[str], repeats: int) -> None:
-    if "raw" in parts:
+def run_peers(setting: Setting) -> None:
+    if "raw" in setting.parts:
         raw = (page_cache, ours_in_sequence, ours_at_random, ours_walking_headers, webdataset_raw, mosaic_raw)
-        print_rates("Raw bytes, one process", in_turns(raw, setting, repeats), "ours_in_sequence")
-    if "loader" in parts:
+        print_rates("Raw bytes, one process", raw, "ours_in_sequence", setting)
+    if "loader" in setting.parts:
         contenders = (transform_alone, our_loader, webdataset_loader, mosaic_loader)
-        rates = in_turns(contenders, setting, repeats)
         title = f"Loader, {setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}"
-        print_rates(title, rates, "our_loader")
+        rates = print_rates(title, contenders, "our_loader", setting)
         share = rates["our_loader"] / setting.workers / rates["transform_alone"]
         print(f"\nour_loader / (workers x transform_alone) = {share:.2f}")
-    if "resume" in parts:
+    if "resume" in setting.parts:
         print(
             "\nSeconds to the first batch\n\n| position in the epoch | ours, workers and all | webdataset, skipping |"
         )
         print("|---|---|---|")
         for share in (0.0, 0.5, 0.9):
-            ours, theirs = (
-                statistics.median(alone(work, setting, share) for _ in range(repeats))
-                for work in (resume_ours, resume_webdataset)
-            )
+            works = (resume_ours, resume_webdataset)
+            ours, theirs = (statistics.median(alone(x, setting, share) for _ in range(setting.repeats)) for x in works)
             print(f"| {share:.0%} | {ours:.2f} | {theirs:.2f} |")
 
 

@@ -10,27 +10,24 @@ Examples:
     python tools/benchmark_memory.py --models vith14 --micro 32 64 128 --checkpointing on --tflops 989
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
-import json
 import os
-import platform
-import socket
-import tempfile
 import time
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.multiprocessing as mp
+from benchmarking import on_ranks, reset_peak, resident
+from torch.multiprocessing import ProcessRaisedException
 
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.launch import connected
+from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
+from neuclip_ds.planning.scaling import forward_flops
+from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps
 from neuclip_ds.recipe import dump, load_recipe, override, validate
 
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
-_TOKENS = 512  # of the vocabulary, from which random captions are drawn
 
 
 class Case(NamedTuple):
@@ -56,94 +53,35 @@ class Case(NamedTuple):
         return validate(override(load_recipe(_MODELS[self.model]), options))
 
 
-def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
-    """One rank's figures, written to FOLDER/RANK.json."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // case.ranks))
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(case.ranks))
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    from neuclip_ds.distributed.launch import connected
-    from neuclip_ds.engine.config import load_engine_config
-    from neuclip_ds.engine.precision import resolve_comm_dtype
-    from neuclip_ds.engine.start import start_engine
-    from neuclip_ds.models.source import locate_model, model_source
-    from neuclip_ds.objectives import build_objective
-    from neuclip_ds.objectives.base import Context, Step
-    from neuclip_ds.planning.dry_run import StandInTokenizer
-    from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
-    from neuclip_ds.planning.step_work import forward_flops
-    from neuclip_ds.training.step import TrainStep
-
+def measure(case: Case, steps: int) -> dict[str, Any]:
+    """Return one rank's figures."""
     config = case.config()
     with connected(dump(config)) as communicator:
-        device = communicator.device
-        place = locate_model(config.model, weights=False)
-        source = model_source(config.model, place)
-        stand_in: Any = StandInTokenizer(config.model.text)
-        tokenizer = source.tokenizer(lambda: stand_in)
-        rows, samples = config.rank_batch(case.ranks), 10 * config.data.batch_size
-        query = MemoryQuery(config, source, tokenizer, case.ranks, samples, device.type, place)
-        towers = count_towers(query)
-        found = account(query, towers)
-
-        before = _resident("VmRSS")
-        engine_config = load_engine_config(config, case.ranks)
-        engine = start_engine(source.build(tokenizer), config.optimizer, engine_config, communicator)
-        context = Context(source.embed_dim, samples, communicator)
-        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
-        step = TrainStep(engine, objective, communicator, case.micro, seed=0)
-        batch = _random_batch(rows, source.preprocessing.size, tokenizer.context_length, rank)
-        _reset_peaks(device)
+        on_gpu = communicator.device.type == "cuda"
+        query = MemoryQuery(config, case.ranks, EPOCH * config.data.batch_size, communicator.device.type)
+        found = account(query, count_towers(query))
+        before = resident("VmRSS")
+        run = SyntheticSteps(config, communicator, lr=1e-6)
+        batch = run.batch(0)
+        reset_peak()
+        if on_gpu:
+            torch.cuda.reset_peak_memory_stats()
         seconds = []
         for number in range(steps):
             began = time.perf_counter()
-            loss = float(step(batch, Step(number, 0, 1e-6, 1e-6)).loss)
+            float(run.run(number, batch).loss)
             seconds.append(time.perf_counter() - began)
-        on_gpu = device.type == "cuda"
-        figures = {
-            "measured": torch.cuda.max_memory_allocated() if on_gpu else _resident("VmHWM") - before,
+        return {
+            "measured": torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before,
             "predicted": found.peak + (0 if on_gpu else found.host),
             "parts": found.lines(),
             "seconds": min(seconds[1:]),
-            "flops": 3 * sum(forward_flops(source, tokenizer)) * rows,
-            "loss": loss,
-            "device": torch.cuda.get_device_name() if on_gpu else platform.processor() or platform.machine(),
+            "flops": 3 * sum(forward_flops(query)) * config.rank_batch(case.ranks),
         }
-        Path(folder, f"{rank}.json").write_text(json.dumps(figures))
-
-
-def _random_batch(rows: int, size: int, length: int, rank: int) -> Any:
-    from neuclip_ds.data.dataset import Batch
-
-    image = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
-    tokens = torch.randint(1, _TOKENS, (rows, length))
-    index = torch.arange(rows) + rank * rows
-    return Batch(image=image, tokens=tokens, index=index, valid=torch.ones(rows, dtype=torch.bool), bad=())
-
-
-def _reset_peaks(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-
-
-def _resident(field: str) -> int:
-    """Bytes of a line of /proc/self/status."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
-
-
-def run(case: Case, steps: int) -> list[dict[str, Any]]:
-    """The figures of every rank."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (case, port, steps, folder), nprocs=case.ranks)
-        return [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(case.ranks)]
 
 
 def line(case: Case, figures: list[dict[str, Any]], tflops: float | None) -> str:
-    """A line of the Markdown table: the rank with the largest peak."""
+    """Return a line of the Markdown table: the rank with the largest peak."""
     worst = max(figures, key=lambda rank: rank["measured"])
     seconds = max(rank["seconds"] for rank in figures)
     ratio = worst["predicted"] / worst["measured"]
@@ -180,8 +118,8 @@ def main() -> None:
     for values in cases:
         case = Case(*values, method=asked.method, optimizer=asked.optimizer)
         try:
-            figures = run(case, asked.steps)
-        except mp.ProcessRaisedException as error:
+            figures = on_ranks(case.ranks, measure, case, asked.steps)
+        except ProcessRaisedException as error:
             if "out of memory" not in str(error):
                 raise
             print(f"| {case.model} | {case.engine} | {case.ranks} | {case.passes} x {case.micro} | out of memory |")

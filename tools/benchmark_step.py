@@ -21,8 +21,6 @@ Examples:
         --model.compile=true
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import json
@@ -31,9 +29,8 @@ import os
 import platform
 import shutil
 import sys
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -43,9 +40,12 @@ from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.dataset import iter_captions
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.planning.memory import MemoryQuery
+from neuclip_ds.planning.synthetic_profile import first_prediction
 from neuclip_ds.recipe import dump, parse_for
 from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
 
@@ -62,7 +62,6 @@ class Setting(NamedTuple):
     """What all programs are told at one number of ranks."""
 
     arguments: argparse.Namespace
-    overrides: Sequence[str]
     recipe: str
     ranks: int
     rows: int  # pairs of a rank
@@ -86,13 +85,18 @@ class Setting(NamedTuple):
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return parse_for(method, [self.recipe, *own, *self.overrides, *more])
+        return parse_for(method, [self.recipe, *own, *asked.overrides, *more])
 
-    def write(self, name: str, method: str | None = None, *more: str) -> Path:
-        """Write the config to a file and return its path."""
-        path: Path = self.arguments.out / f"{name}_{self.ranks}ranks.yaml"
-        path.write_text(dump(self.config(method, *more)), encoding="utf-8")
-        return path
+    def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
+        """Run a program to its end in a new folder."""
+        shutil.rmtree(folder, ignore_errors=True)
+        start(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
+
+    def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
+        """Write the config of a run of so many steps to a file and return its path."""
+        path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
+        path.write_text(dump(self.config(method, f"--budget.steps={steps}", *more)), encoding="utf-8")
+        return str(path)
 
 
 def main() -> None:
@@ -118,10 +122,11 @@ def main() -> None:
     parser.add_argument("--paper-ranks", type=int, help=f"ranks of it ({_PAPER_RANKS}; with GPUs their number)")
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
     arguments, overrides = parser.parse_known_args()
-    exit_on_mistake(lambda: measure(arguments, overrides))
+    arguments.overrides = overrides
+    exit_on_mistake(lambda: measure(arguments))
 
 
-def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def measure(arguments: argparse.Namespace) -> None:
     for method in arguments.methods:
         find_method(method)
     arguments.out = arguments.out.resolve()
@@ -131,22 +136,22 @@ def measure(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     print(f"{platform.machine()}, {device}, torch {torch.__version__}, {arguments.precision}, {load}", flush=True)
     if "speed" in arguments.parts:
         for source in arguments.data:
-            compare(arguments, overrides, source)
+            compare(arguments, source)
     if "shares" in arguments.parts:
-        print_shares(arguments, overrides)
+        print_shares(arguments)
 
 
-def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> None:
+def compare(arguments: argparse.Namespace, source: str) -> None:
     """Prints the table of one data source."""
     if source != RANDOM:
         demo = source.startswith("demo:")
         source = "::".join(resolve_shards(str(demo_split(source, _CACHE)) if demo else source))
-    tokenizer = None if source == RANDOM else make_tokenizer(arguments, overrides, source)
+    tokenizer = None if source == RANDOM else make_tokenizer(arguments, source)
     found: dict[int, Speeds] = {}
     absent: dict[str, str] = {}
     for ranks in arguments.ranks:
         threads = arguments.threads or max(1, (os.cpu_count() or 1) // ranks)
-        setting = Setting(arguments, overrides, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
+        setting = Setting(arguments, arguments.recipe, ranks, arguments.rows, threads, source, tokenizer)
         listed = programs(setting)
         speeds: dict[str, list[float]] = {program.name: [] for program in listed}
         absent.update({program.name: program.absent for program in listed})
@@ -162,9 +167,9 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str], source: str
     print_sizes(arguments.out, setting)
 
 
-def make_tokenizer(arguments: argparse.Namespace, overrides: Sequence[str], source: str) -> tuple[Path, int] | None:
+def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
     """One for all programs, trained on the captions; None where the recipe names its own."""
-    text = parse_for(None, [arguments.recipe, *overrides]).model.text
+    text = parse_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer is not None:
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
@@ -180,13 +185,16 @@ def ours(method: str) -> str:
 def programs(setting: Setting) -> list[Program]:
     """In the order in which they take turns; their configs are written beside their folders."""
     asked = setting.arguments
+    steps = asked.steps + asked.log_every  # a point of open_clip's comes a step late
     alike = ["--random"] if setting.source == RANDOM else []
     listed = []
     for method in asked.methods:
-        warmup = warmup_of(setting.config(f"--objective.method={method}"), asked)
-        path = write_config(setting, ours(method), method, warmup)
+        # NeuCLIP's network predicts before anything counts
+        predicts = first_prediction(setting.config(method))
+        warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
+        path = setting.write(ours(method), warmup + steps, method)
         listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
-    path = write_config(setting, "peers", asked.methods[0], asked.warmup)
+    path = setting.write("peers", asked.warmup + steps, asked.methods[0])
     theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
     listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
@@ -195,27 +203,11 @@ def programs(setting: Setting) -> list[Program]:
     return listed
 
 
-def warmup_of(config: Config, asked: argparse.Namespace) -> int:
-    """NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes."""
-    uses_network = "npn" in find_method(config.objective.method).sections
-    until = (
-        math.ceil(config.objective.section(NpnConfig).prototypes / config.data.batch_size) + 1 if uses_network else 0
-    )
-    return max(int(asked.warmup), math.ceil(until / asked.log_every) * int(asked.log_every))
-
-
-def write_config(setting: Setting, program: str, method: str, warmup: int) -> str:
-    asked = setting.arguments
-    steps = warmup + asked.steps + asked.log_every  # a point of open_clip's comes a step late
-    return str(setting.write(as_name(program), method, f"--budget.steps={steps}"))
-
-
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Samples a second of one turn; of the folder that it leaves only output and points are kept."""
+    """Return samples a second of one turn; of the folder that it leaves only output and points are kept."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
-    shutil.rmtree(folder, ignore_errors=True)
     config, *options = program.options
-    start(program.script, [config, str(folder), *options], setting.ranks, folder, setting.threads)
+    setting.start(program.script, folder, config, *options)
     shutil.rmtree(folder / "checkpoints", ignore_errors=True)
     return samples_per_second(folder / "tensorboard", program.tag, program.warmup, setting.batch)
 
@@ -226,24 +218,19 @@ def as_name(program: str) -> str:
 
 def print_sizes(out: Path, setting: Setting) -> None:
     """How many parameters the two kinds of towers have."""
-    from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
-    from neuclip_ds.planning.dry_run import StandInTokenizer
-
-    model = setting.config().model
-    model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
-    stand_in: Any = StandInTokenizer(model.text)
-    with torch.device("meta"):
-        count = parameter_count(build_dual_encoder(model, stand_in))
+    config = setting.config()
+    config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
+    count = parameter_count(MemoryQuery(config, 1).build())
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")
 
 
-def print_shares(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def print_shares(arguments: argparse.Namespace) -> None:
     """Prints the objective's share of a step, by method."""
     gpus = torch.cuda.device_count()
     threads = arguments.threads or 1  # the objective's time on a CPU is that of one core
-    small = Setting(arguments, overrides, arguments.share_model, 1, arguments.share_rows, threads)
+    small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
     npn = small.config().objective.section(NpnConfig)
@@ -265,22 +252,20 @@ def step_seconds(setting: Setting) -> float:
     """Of a pair in whole steps of OpenCLIP's method."""
     asked = setting.arguments
     steps = 1 + asked.share_steps
-    path = setting.write("towers", "--objective.method=openclip", f"--budget.steps={steps}", "--run.log_every=1")
+    path = setting.write("towers", steps, "openclip", "--run.log_every=1")
     folder = asked.out / "towers"
-    shutil.rmtree(folder, ignore_errors=True)
     said(f"{steps} steps of {setting.rows} pairs")
-    start(PEERS / "ours.py", [str(path), str(folder), "--random"], setting.ranks, folder, setting.threads)
+    setting.start(PEERS / "ours.py", folder, path, "--random")
     return 1 / samples_per_second(folder / "tensorboard", "loss", 1, setting.batch)
 
 
 def objective_seconds(setting: Setting) -> dict[str, float]:
     """By method, of a step of the objective alone on each rank."""
-    asked = setting.arguments
-    path = setting.write("objective")
-    folder = path.with_suffix("")
+    path = setting.write("objective", 1)
+    folder = Path(path).with_suffix("")
     said(f"the objective alone, {setting.ranks} ranks of {setting.rows} pairs")
-    options = [str(path), str(folder), f"--repeats={asked.repeats}", "--methods", *_METHODS_OF_SHARES]
-    start(PEERS / "objective_alone.py", options, setting.ranks, folder, setting.threads)
+    options = [f"--repeats={setting.arguments.repeats}", "--objective", *_METHODS_OF_SHARES]
+    setting.start(PEERS / "ours.py", folder, path, *options)
     found: dict[str, float] = json.loads((folder / "seconds.json").read_text(encoding="utf-8"))
     return found
 

@@ -1,11 +1,6 @@
-"""`neuclip-ds build-manifest` as a file.
-
-Example: mpirun -n 64 python tools/build_manifest.py manifests/pool /pool/*.tar
-"""
-
-import sys
+"""`neuclip-ds build-manifest` as a file; `--help` has examples."""
 
 from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main(["build-manifest", *sys.argv[1:]])
+    main(command="build-manifest")

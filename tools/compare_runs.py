@@ -1,11 +1,6 @@
-"""`neuclip-ds compare` as a file.
-
-Example: python tools/compare_runs.py runs/dfn14m_neuclip runs/dfn14m_openclip --out runs/comparison
-"""
-
-import sys
+"""`neuclip-ds compare` as a file; `--help` has examples."""
 
 from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main(["compare", *sys.argv[1:]])
+    main(command="compare")

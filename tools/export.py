@@ -1,11 +1,6 @@
-"""`neuclip-ds export` as a file.
-
-Example: python tools/export.py runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
-"""
-
-import sys
+"""`neuclip-ds export` as a file; `--help` has examples."""
 
 from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main(["export", *sys.argv[1:]])
+    main(command="export")

@@ -1,11 +1,6 @@
-"""`neuclip-ds reproduce` as a file.
-
-Example: python tools/reproduce.py methods demo:train --out runs/reproduction
-"""
-
-import sys
+"""`neuclip-ds reproduce` as a file; `--help` has examples."""
 
 from neuclip_ds.cli.main import main
 
 if __name__ == "__main__":
-    main(["reproduce", *sys.argv[1:]])
+    main(command="reproduce")

@@ -10,8 +10,6 @@ The same command resumes a build that was interrupted. New shards always get new
 statistics of a run stay valid when its data grows.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import time
@@ -21,10 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.manifest import Manifest
@@ -35,13 +30,6 @@ _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPI
 
 
 def main(arguments: Sequence[str]) -> None:
-    options = _parser().parse(arguments)
-    with _workers(options.processes) as executor:
-        if executor is not None:  # None on MPI's other ranks, once the work is done
-            _build(options, executor)
-
-
-def _parser() -> Parser:
     parser = Parser(prog="neuclip-ds build-manifest", description=__doc__)
     parser.add_argument("folder", type=Path, help="folder for the manifest, or the one to --update")
     parser.add_argument(
@@ -55,7 +43,10 @@ def _parser() -> Parser:
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
-    return parser
+    options = parser.parse(arguments)
+    with _workers(options.processes) as executor:
+        if executor is not None:  # None on MPI's other ranks, once the work is done
+            _build(options, executor)
 
 
 @contextmanager
@@ -78,18 +69,9 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     scan = ScanOptions(
         tuple(options.captions), not options.no_checksum, options.verify, tuple(options.uids), options.uid_key
     )
-    bar = (TextColumn("shards"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*bar, console=Console(stderr=True)) as progress:
-        task = progress.add_task("")
-        manifest = write_manifest(
-            options.folder,
-            paths,
-            executor,
-            scan,
-            samples=options.samples,
-            update=options.update,
-            on_progress=lambda done, total: progress.update(task, completed=done, total=total),
-        )
+    kept = {"samples": options.samples, "update": options.update}
+    with progress_bar("shards") as on_progress:
+        manifest = write_manifest(options.folder, paths, executor, scan, **kept, on_progress=on_progress)
     print(_summary(options.folder, manifest, time.monotonic() - began))
 
 

@@ -4,8 +4,6 @@ Example:
   neuclip-ds compare runs/dfn14m_neuclip runs/dfn14m_openclip --out runs/comparison
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

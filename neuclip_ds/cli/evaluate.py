@@ -9,8 +9,6 @@ Tasks with a score in the results folder are not scored again. docs/reference/ev
 metrics and where to get the data.
 """
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

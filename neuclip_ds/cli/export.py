@@ -4,8 +4,6 @@ Example:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

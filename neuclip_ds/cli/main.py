@@ -1,7 +1,5 @@
 """`neuclip-ds COMMAND`: import the command that is named, and no other, and run it."""
 
-from __future__ import annotations
-
 import importlib
 import re
 import sys
@@ -26,12 +24,12 @@ COMMANDS = {
 }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Run a command; exit code 0, 1 (training failed) or 2 (a mistake in the input).
+def main(argv: Sequence[str] | None = None, command: str = "") -> None:
+    """Run a command, named or the first argument; exit code 0, 1 (training failed) or 2 (a mistake in the input).
 
     The rank that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
     """
-    given = list(sys.argv[1:] if argv is None else argv)
+    given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
     exit_on_mistake(lambda: _run(arguments))
 

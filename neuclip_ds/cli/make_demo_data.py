@@ -4,17 +4,13 @@ Example:
   neuclip-ds make-demo-data /tmp/demo --pairs 5000
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-from neuclip_ds.cli.program import Parser
+from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.demo import make_demo_data
 
 
@@ -34,14 +30,12 @@ def main(arguments: Sequence[str]) -> None:
 def _render(folder: Path, **options: Any) -> None:
     began = time.monotonic()
     written = 0
-    columns = (TextColumn("rendering"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task("")
+    with progress_bar("rendering") as show:
 
         def on_progress(done: int, total: int) -> None:
             nonlocal written
             written = total
-            progress.update(task, completed=done, total=total)
+            show(done, total)
 
         make_demo_data(folder, on_progress=on_progress, **options)
     seconds = time.monotonic() - began

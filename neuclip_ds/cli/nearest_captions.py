@@ -4,8 +4,6 @@ Example:
   neuclip-ds nearest-captions runs/vitb32_tuneclip --set /data/evalsets/wds_flickr30k --out nearest.html
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -16,8 +16,6 @@ Examples:
     --machine h100 --networks infiniband ethernet --samples 1e9 --out runs/scaling
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -45,13 +43,11 @@ def main(arguments: Sequence[str]) -> None:
     scaling.add_argument("--disk-gb", type=float, default=1, help="GB per second that a node writes")
     scaling.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder for the results")
     options, overrides = parser.parse_with_overrides(arguments)
-    if options.command == "fit":
-        if overrides:
-            fitting.error(f"unknown option {overrides[0]}")
-        from neuclip_ds.cli.plan_fit import fit_profiles  # torch takes seconds to import
+    if options.command == "fit" and overrides:
+        fitting.error(f"unknown option {overrides[0]}")
+    from neuclip_ds.cli.plan_work import fit_profiles, scale  # torch takes seconds to import
 
+    if options.command == "fit":
         fit_profiles(options.folders, options.cores, options.out)
     else:
-        from neuclip_ds.cli.plan_scale import scale
-
         scale(options, overrides)

@@ -14,21 +14,16 @@ Example:
     --recipe miniature --rows 128 --out runs/profile
 """
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
-import math
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from neuclip_ds.cli.program import Parser, rank_environment
+from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import dump, parse_for
+from neuclip_ds.reproduction.step_speed import start
 
 METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
 
@@ -49,71 +44,49 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """Profile every combination and write the report on all of them."""
+    """Profile every combination in fresh processes and write the report on all of them.
+
+    Raises:
+        UserError: a combination's processes failed; names their output.
+    """
     from neuclip_ds.planning.openclip_reference import REFERENCES  # torch takes seconds to import
+    from neuclip_ds.profiling.recorder import BREAKDOWN
     from neuclip_ds.profiling.report import write
 
     for method in arguments.methods:  # refuses a wrong option before any process starts
         parse_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
-    for world_size in arguments.world_sizes:
-        for stage in arguments.stages:
-            for method in arguments.methods:
-                found.append(start(method, stage, world_size, arguments, overrides))
-                seconds = found[-1]["seconds"]
-                print(
-                    f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
-                    f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
-                    flush=True,
-                )
+    for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
+        folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
+        own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
+        own += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        call = ["-m", "neuclip_ds", "profile", "--worker", *own, *overrides]
+        start(f"{method} with ZeRO {stage}", call, world_size, folder)
+        found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
+        seconds = found[-1]["seconds"]
+        print(
+            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
+            f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+            flush=True,
+        )
     (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
-    write(found, arguments.out, "Communication of a training step")
-    print((arguments.out / "report.md").read_text(encoding="utf-8"))
+    print(write(found, arguments.out, "Communication of a training step"))
     print(f"The page is {arguments.out}/report.html; traces and breakdowns are in the folders next to it.")
-
-
-def start(
-    method: str, stage: int, world_size: int, arguments: argparse.Namespace, overrides: Sequence[str]
-) -> dict[str, Any]:
-    """Profile one combination in fresh processes and return its breakdown.
-
-    Raises:
-        UserError: its processes failed; names their output.
-    """
-    from neuclip_ds.profiling.recorder import BREAKDOWN
-
-    folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
-    folder.mkdir(parents=True, exist_ok=True)
-    launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world_size}"]
-    command = [*launcher, "-m", "neuclip_ds", "profile", "--worker"]
-    own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--rows={arguments.rows}"]
-    own += [f"--precision={arguments.precision}", f"--steps={arguments.steps}", f"--out={folder}"]
-    with (folder / "output.txt").open("w") as output:
-        call = [sys.executable, *command, *own, *overrides]
-        code = subprocess.run(call, env=rank_environment(world_size), stdout=output, stderr=output).returncode
-    if code:
-        raise UserError(f"{method} with ZeRO {stage} on {world_size} ranks failed; see {folder}/output.txt.")
-    found: dict[str, Any] = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
-    return found
 
 
 def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run one rank of one combination."""
     from neuclip_ds.distributed.launch import connected
-    from neuclip_ds.objectives import build_objective, find_method
-    from neuclip_ds.objectives.methods.neuclip import NpnConfig
+    from neuclip_ds.objectives import build_objective
     from neuclip_ds.planning.openclip_reference import REFERENCES
-    from neuclip_ds.planning.synthetic_profile import run_synthetic_profile
+    from neuclip_ds.planning.synthetic_profile import first_prediction, run_synthetic_profile
 
     (name,), (stage,) = arguments.methods, arguments.stages
     batch = arguments.rows * read_environment().world_size
     ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
     ours += [f"--run.profile_steps={arguments.steps}"]
     config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
-    sections = () if name in REFERENCES else find_method(name).sections
-    # NeuCLIP's network begins to predict once it has seen as many samples as it has prototypes
-    seen = math.ceil(config.objective.section(NpnConfig).prototypes / batch) + 2 if "npn" in sections else 3
-    config.run.profile_after = max(3, seen)
+    config.run.profile_after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with connected(dump(config)) as communicator:
         run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))

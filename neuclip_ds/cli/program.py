@@ -1,14 +1,12 @@
 """What all commands share: their parser, and the end of a program with one sentence and an exit code."""
 
-from __future__ import annotations
-
 import argparse
 import logging
-import os
 import re
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
 from neuclip_ds.distributed.environment import read_environment
@@ -62,9 +60,23 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
         return action.help if action.default in (None, False, []) else super()._get_help_string(action)
 
 
-def rank_environment(ranks: int) -> dict[str, str]:
-    """Return the environment of one of `ranks` processes that share this machine's cores."""
-    return {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // ranks)), **os.environ}
+@contextmanager
+def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
+    """Show a bar on stderr while the block runs; yield what it is told with: how much is done, and of how much."""
+    from rich.console import Console  # slow to import
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("")
+        yield lambda done, total: progress.update(task, completed=done, total=total)
 
 
 def _with_dashes(argument: str) -> str:

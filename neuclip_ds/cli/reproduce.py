@@ -13,8 +13,6 @@ Examples:
   neuclip-ds reproduce tuneclip demo:train --out runs/cold_start
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

@@ -1,15 +1,14 @@
 """`neuclip-ds reproduce`: the two studies, from jobs to their reports."""
 
-from __future__ import annotations
-
 import argparse
+import itertools
 import json
+from collections.abc import Iterable
 from pathlib import Path
-
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.checkpoint.export import export_run
+from neuclip_ds.cli.program import progress_bar
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.errors import UserError
 from neuclip_ds.reproduction import cold_start, cold_start_report, report, study
@@ -23,11 +22,19 @@ PRETRAINING_SHARE = 0.6  # of the shards
 def methods(arguments: argparse.Namespace) -> None:
     """Compare every method: search, finals, sweeps and cost."""
     out: Path = arguments.out
-    images = prepared(arguments)
-    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    runner = prepared(arguments)
     budget = study.Budget(arguments.batch, arguments.epochs, arguments.seeds, arguments.anchors)
     searched = study.search(budget)
-    results = run(runner, searched, "search") if "search" in arguments.stages else known(runner, searched)
+
+    def results_of(stage: str, jobs: Iterable[study.Job], runner: Runner = runner) -> dict[str, dict[str, float]]:
+        """Run the jobs if their stage is asked for, else return the results of those that have run before."""
+        jobs = list(jobs)
+        if stage in arguments.stages:
+            return run(runner, jobs, stage)
+        found = {job.name: runner.results(job.name) for job in jobs}
+        return {name: known for name, known in found.items() if known is not None}
+
+    results = results_of("search", searched)
     best = {
         method: max(
             (job for job in searched if job.method == method),
@@ -35,11 +42,10 @@ def methods(arguments: argparse.Namespace) -> None:
         ).options
         for method in study.SEARCHES
     }
-    for stage, jobs in (("finals", study.finals(best, budget)), ("sweeps", list(study.sweeps(best, budget)))):
-        results.update(run(runner, jobs, stage) if stage in arguments.stages else known(runner, jobs))
+    results |= results_of("finals", study.finals(best, budget))
+    results |= results_of("sweeps", study.sweeps(best, budget))
     alone = Runner((out / "data").resolve(), (out / "runs").resolve(), None, processes=1)
-    costs = study.cost(best)
-    results.update(run(alone, costs, "cost") if "cost" in arguments.stages else known(alone, costs))
+    results |= results_of("cost", study.cost(best), alone)
     (out / "results.json").write_text(json.dumps(results, indent=1), encoding="utf-8")
     report.write(results, out, f"Miniature reproduction on {arguments.source}")
     print(f"The report is {out}/report.html (report.md and results.json are next to it).")
@@ -48,13 +54,13 @@ def methods(arguments: argparse.Namespace) -> None:
 def tuneclip(arguments: argparse.Namespace) -> None:
     """Compare fine-tuning with and without recovered statistics."""
     out: Path = arguments.out
-    images = prepared(arguments)
-    runner = Runner((out / "data").resolve(), (out / "runs").resolve(), images, arguments.processes)
+    runner = prepared(arguments)
     plan = cold_start_plan(arguments)
     seeds = range(arguments.seeds + 1)  # seed 0 is the search's
     run(runner, [cold_start.pretraining(plan, seed) for seed in seeds], "pretraining")
     for seed in seeds:
-        export(plan.runs / f"pretrain/seed{seed}", plan.models / f"seed{seed}")
+        if not (plan.models / f"seed{seed}").is_dir():
+            export_run(plan.runs / f"pretrain/seed{seed}", "transformers", plan.models / f"seed{seed}")
     recovered = run(
         runner, [cold_start.recovery(plan, name, seed) for name in cold_start.RECOVERIES for seed in seeds], "recovery"
     )
@@ -80,13 +86,13 @@ def tuneclip(arguments: argparse.Namespace) -> None:
     print(f"The report is {out}/tuneclip.html (tuneclip.md, .png and .json are next to it).")
 
 
-def prepared(arguments: argparse.Namespace) -> Path | None:
-    """Make the study's splits; return the zero-shot set next to the source, if there is one."""
-    demo = arguments.source.startswith("demo:")
+def prepared(arguments: argparse.Namespace) -> Runner:
+    """Make the study's splits; the runner evaluates on the zero-shot set next to the source, if there is one."""
+    demo, out = arguments.source.startswith("demo:"), arguments.out.resolve()
     source = Path(demo_split(arguments.source, Path(".cache"))) if demo else Path(arguments.source)
-    prepare(source, arguments.out / "data", validation=500, test=1000)
-    zero_shot = source.parent / "zero_shot"
-    return zero_shot.resolve() if zero_shot.is_dir() else None
+    prepare(source, out / "data", validation=500, test=1000)
+    images = source.parent.resolve() / "zero_shot"
+    return Runner(out / "data", out / "runs", images if images.is_dir() else None, arguments.processes)
 
 
 def cold_start_plan(arguments: argparse.Namespace) -> cold_start.Plan:
@@ -98,50 +104,24 @@ def cold_start_plan(arguments: argparse.Namespace) -> cold_start.Plan:
     pretraining, tuning = (
         f"train/{{{','.join(path.stem for path in part)}}}.tar" for part in (shards[:first], shards[first:])
     )
-    pairs = 500 * (len(shards) - first)  # prepare writes shards of 500, the last may have fewer
-    return cold_start.Plan(
-        pretraining,
-        tuning,
-        arguments.batch,
-        arguments.pretraining_epochs,
-        arguments.epochs,
-        -(-pairs // arguments.batch),
-        out / "models",
-        out / "runs",
-    )
-
-
-def export(run_folder: Path, model: Path) -> None:
-    """Export a pretrained model for transformers."""
-    if not model.is_dir():
-        export_run(run_folder, "transformers", model)
+    epoch_steps = -(-500 * (len(shards) - first) // arguments.batch)  # the last of the shards may have fewer
+    sizes = (arguments.batch, arguments.pretraining_epochs, arguments.epochs, epoch_steps)
+    return cold_start.Plan(pretraining, tuning, *sizes, out / "models", out / "runs")
 
 
 def differences_of_recoveries(plan: cold_start.Plan, seeds: int) -> list[dict[str, float]]:
     """Return how the cached recovery differs from the full one, a row per seed."""
-    found = []
-    for seed in range(1, seeds + 1):
-        pair = [
-            max(complete_checkpoints(plan.runs / f"recover/{name}/seed{seed}/recovery/checkpoints"))
-            for name in (cold_start.FULL, cold_start.CACHED)
-        ]
-        difference = recovery_difference(*pair)
-        row = {key: value for key, value in difference._asdict().items() if key != "moments"}
-        for kind, moment in difference.moments.items():
-            row.update({f"{kind} {key}": value for key, value in moment._asdict().items()})
-        found.append(row)
-    return found
+    folders = [plan.runs / "recover" / name for name in (cold_start.FULL, cold_start.CACHED)]
+    pairs = (
+        [max(complete_checkpoints(folder / f"seed{seed}/recovery/checkpoints")) for folder in folders]
+        for seed in range(1, seeds + 1)
+    )
+    return [recovery_difference(*pair) for pair in pairs]
 
 
 def run(runner: Runner, jobs: list[study.Job], title: str) -> dict[str, dict[str, float]]:
     """Run jobs behind a progress bar; return results by job."""
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns) as progress:
-        task = progress.add_task(title, total=len(jobs))
-        return runner.run(jobs, lambda: progress.advance(task))
-
-
-def known(runner: Runner, jobs: list[study.Job]) -> dict[str, dict[str, float]]:
-    """Return the results of the jobs that have run before."""
-    found = {job.name: runner.results(job.name) for job in jobs}
-    return {name: results for name, results in found.items() if results is not None}
+    done = itertools.count(1)
+    with progress_bar(title) as show:
+        show(0, len(jobs))
+        return runner.run(jobs, lambda: show(next(done), len(jobs)))

@@ -1,7 +1,5 @@
 """Score a saved model on the tasks that are on disk; tasks that have a score are not scored again."""
 
-from __future__ import annotations
-
 import json
 import logging
 import time
@@ -27,21 +25,9 @@ from neuclip_ds.evaluation.tasks import Task, load_tasks
 
 log = logging.getLogger(__name__)
 
-PRECISIONS = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 
 class Scoring(NamedTuple):
-    """Tasks to score, and how.
-
-    Attributes:
-        data: folder that holds one folder per task.
-        tasks: names, keys or patterns; none means all that are on disk.
-        out: folder for results; default: evaluation/STEP in the run.
-        batch_size: rows that each rank encodes at once.
-        workers: decoder threads per rank.
-        precision: of the towers, one of `PRECISIONS`.
-        setting: of the papers, whose scores are printed as well; default: the one that the run's name begins with.
-    """
+    """Options of `neuclip-ds evaluate`, whose help explains them."""
 
     data: Path
     tasks: Sequence[str] = ()
@@ -53,14 +39,7 @@ class Scoring(NamedTuple):
 
 
 def score(name: str, scoring: Scoring) -> str:
-    """Score a model on all ranks of the launch.
-
-    Args:
-        name: a run, a checkpoint or a pretrained model, as `open_model` takes it.
-        scoring: the tasks, and how to score them.
-
-    Returns:
-        On rank 0 the summary, which is also written to the results folder.
+    """Score a model, as `open_model` takes it, on all ranks of the launch; return the summary on rank 0.
 
     Raises:
         UserError: the model, the data or the results folder cannot be used.
@@ -81,7 +60,8 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     identity = {"model": saved.name, "precision": scoring.precision}
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
     results = Results(folder, identity) if communicator.rank == 0 else None
-    suite = _suite(saved, scoring, communicator)
+    encoder, transform = _encoder(saved, communicator, max(1, scoring.batch_size), getattr(torch, scoring.precision))
+    suite = Suite(encoder, transform, scoring.workers)
     for task, place in found:
         if task.key in done:
             log.info("%s: has a score in %s", task.name, folder)
@@ -95,16 +75,20 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
             log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
     if results is None:
         return ""
-    return _write_summary(folder, results, scoring.setting or _own_setting(saved))
+    setting = scoring.setting or (setting_of(str(saved.config.run.name)) if saved.config else None)
+    text, tree = summary_text(tasks, results.metrics, setting), summary_tree(tasks, results.metrics)
+    (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    return text
 
 
-def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> Suite:
-    model = saved.model.to(communicator.device, PRECISIONS[scoring.precision])
-    encoder = BatchEncoder(
-        encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
-    )
+def _encoder(
+    saved: SavedModel, communicator: Communicator, rows: int, dtype: torch.dtype = torch.float32
+) -> tuple[BatchEncoder, EvalTransform]:
+    """Return the model's encoder of so many rows at once, and its transform of images."""
+    encode = encoder_of(saved.model.to(communicator.device, dtype), communicator.device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-    return Suite(encoder, transform, scoring.workers)
+    return BatchEncoder(encode, saved.tokenizer, communicator, rows), transform
 
 
 def _compare_size(task: Task, folder: Path) -> None:
@@ -122,9 +106,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     """
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
-    encode = encoder_of(saved.model.to(communicator.device), communicator.device)
-    encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
-    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    encoder, transform = _encoder(saved, communicator, 64)
     shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
@@ -134,16 +116,3 @@ def _results_folder(saved: SavedModel) -> Path:
     if saved.checkpoint is None:
         raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
     return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
-
-
-def _own_setting(saved: SavedModel) -> str | None:
-    return None if saved.config is None else setting_of(str(saved.config.run.name))
-
-
-def _write_summary(folder: Path, results: Results, setting: str | None) -> str:
-    tasks = load_tasks()
-    text = summary_text(tasks, results.metrics, setting)
-    tree = json.dumps(summary_tree(tasks, results.metrics), indent=2)
-    (folder / "averages.json").write_text(tree + "\n", encoding="utf-8")
-    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
-    return text

@@ -10,8 +10,6 @@ Examples:
 The same command resumes a run that was stopped. In a checkout, `train.py` stands for `neuclip-ds train`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 from neuclip_ds.cli.train_help import requested_help

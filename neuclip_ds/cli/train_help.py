@@ -1,7 +1,5 @@
 """`neuclip-ds train --help`: the everyday options; `--help all` or `--help SECTION` lists the others."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import textwrap
@@ -85,7 +83,8 @@ def _blocks(fields: dict[str, FieldInfo], depth: int | None = None) -> Iterator[
 def _option(name: str, field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     kind = "" if name in TrainCommand.model_fields and field.annotation is bool else f"={_kind(field.annotation)}"
-    shown = f"  ({_value(default)})" if kind and default not in (None, "") else ""
+    value = default if isinstance(default, str | Path) else json.dumps(default)
+    shown = f"  ({value})" if kind and default not in (None, "") else ""
     return f"  --{with_dashes(name)}{kind}{shown}\n{_wrapped(' '.join((field.description or '').split()))}"
 
 
@@ -103,10 +102,6 @@ def _kind(annotation: Any) -> str:
     if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
     return _KINDS[annotation]
-
-
-def _value(default: Any) -> str:
-    return str(default) if isinstance(default, str | Path) else json.dumps(default)
 
 
 def _wrapped(text: str) -> str:

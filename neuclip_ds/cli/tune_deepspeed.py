@@ -14,10 +14,9 @@ Example:
     --out runs/tuning --write mine.json
 """
 
-from __future__ import annotations
-
 import argparse
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -26,34 +25,17 @@ import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from neuclip_ds.cli.program import Parser, rank_environment
+from neuclip_ds.cli.program import Parser
 from neuclip_ds.config import Config
 from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
-from neuclip_ds.planning.engine_tuning import (
-    Measurement,
-    apply_overrides,
-    best_together,
-    choose,
-    parse_override,
-    reason,
-    table,
-    variants,
-)
+from neuclip_ds.planning import engine_tuning as tuning
+from neuclip_ds.planning.engine_tuning import Measurement, apply_overrides
 from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.page import write_page
 
 TIMES, START, END = "times.json", "start", "end"  # what a start leaves in its folder
-
-
-class Trial(NamedTuple):
-    """What all variants share."""
-
-    base: dict[str, Any]
-    arguments: argparse.Namespace
-    overrides: Sequence[str]
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -70,65 +52,66 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--write", type=Path, help="JSON file to write: the base with the better settings")
     parser.add_argument("--worker", type=Path, help=argparse.SUPPRESS)  # folder of a start
     options, overrides = parser.parse_with_overrides(arguments)
+    options.overrides = overrides
     if options.worker:
         from neuclip_ds.cli.tune_worker import measure_start
 
-        measure_start(options.worker, run_config(options, overrides), options.steps)
+        measure_start(options.worker, run_config(options), options.steps)
     else:
-        tune(options, overrides)
+        tune(options)
 
 
-def tune(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+def tune(arguments: argparse.Namespace) -> None:
     """Measure all variants, then the best together, and write both tables and the choice."""
-    config = run_config(arguments, overrides)
+    config = run_config(arguments)
     if config.model.pretrained:
         raise UserError("Random pairs have no pretrained tokenizer: omit model.pretrained and name the towers.")
     load_engine_config(config, arguments.ranks)  # refuses a wrong config before any process starts
-    trial = Trial(read_engine_file(config.deepspeed)[1], arguments, overrides)
-    single = list(map(parse_override, arguments.variants)) if arguments.variants else variants(trial.base)
+    arguments.base = read_engine_file(config.deepspeed)[1]
+    single = [tuning.parse_override(text) for text in arguments.variants or ()] or tuning.variants(arguments.base)
     if not single:
         raise UserError(f"DeepSpeed has no setting to try for {config.deepspeed}; name some with --variants.")
     alone = [Measurement(()), *(Measurement((setting,)) for setting in single)]
-    measure(alone, trial, arguments.out / "alone")
+    measure(alone, arguments, arguments.out / "alone")
     base = alone[0]
-    tables, found = [table(alone, base, f"Each setting alone, against {config.deepspeed}")], {"alone": alone}
+    tables, found = [tuning.table(alone, base, f"Each setting alone, against {config.deepspeed}")], {"alone": alone}
     chosen = base
-    settings = best_together(alone, base)
+    settings = tuning.best_together(alone, base)
     if settings:
-        candidates = [settings, *([choose(alone, base).overrides] if len(settings) > 1 else [])]
+        candidates = [settings, *([tuning.choose(alone, base).overrides] if len(settings) > 1 else [])]
         together = [Measurement(()), *map(Measurement, candidates)]
-        measure(together, trial, arguments.out / "together")
-        chosen = choose(together[1:], together[0])
-        tables.append(table(together, together[0], "The better settings together, measured again"))
+        measure(together, arguments, arguments.out / "together")
+        chosen = tuning.choose(together[1:], together[0])
+        tables.append(tuning.table(together, together[0], "The better settings together, measured again"))
         found["together"] = together
-    write_page(tables, [], arguments.out / "tuning", f"Settings of {config.deepspeed}")
+    text = write_page(tables, {}, arguments.out / "tuning", f"Settings of {config.deepspeed}")
     rows = {part: [{**asdict(one), "name": one.name} for one in ones] for part, ones in found.items()}
     summary = {"engine": config.deepspeed, "ranks": arguments.ranks, "chosen": chosen.name, **rows}
     (arguments.out / "tuning.json").write_text(json.dumps(summary, indent=1), encoding="utf-8")
-    print((arguments.out / "tuning.md").read_text(encoding="utf-8"))
+    print(text)
     print(f"Better than the base beyond the spread: {chosen.name if chosen.overrides else 'nothing'}.")
     if arguments.write:
-        written = apply_overrides(trial.base, chosen.overrides)
+        written = apply_overrides(arguments.base, chosen.overrides)
         arguments.write.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
 
 
-def run_config(arguments: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def run_config(arguments: argparse.Namespace) -> Config:
     """Return the config of every start."""
     ours = [f"--data.batch_size={arguments.rows * arguments.ranks}", f"--deepspeed={arguments.engine}"]
-    return parse([arguments.recipe, *ours, *overrides]).config
+    return parse([arguments.recipe, *ours, *arguments.overrides]).config
 
 
-def measure(found: Sequence[Measurement], trial: Trial, folder: Path) -> None:
+def measure(found: Sequence[Measurement], arguments: argparse.Namespace, folder: Path) -> None:
     """Fill in the measurements, the first of which is the base; all take their turn in every round.
 
     Raises:
         UserError: the base itself fails.
     """
     shutil.rmtree(folder, ignore_errors=True)
-    for number in range(trial.arguments.rounds):
+    for number in range(arguments.rounds):
         for place, one in enumerate(found):
             if one.error is None:
-                start(one, number, folder / f"{place:02d}", trial)
+                start(one, number, folder / f"{place:02d}", arguments)
                 outcome = one.error or f"{1e3 * one.medians[-1]:.1f} ms a step"
                 print(f"round {number + 1}, {one.name}: {outcome}", flush=True)
             if found[0].error:
@@ -139,27 +122,27 @@ def measure(found: Sequence[Measurement], trial: Trial, folder: Path) -> None:
         shutil.rmtree(weights)
 
 
-def start(one: Measurement, number: int, parent: Path, trial: Trial) -> None:
+def start(one: Measurement, number: int, parent: Path, arguments: argparse.Namespace) -> None:
     """Start a variant once, in fresh processes, and add what it measures."""
     from neuclip_ds.profiling.recorder import BREAKDOWN  # torch takes seconds to import
 
     folder = parent / str(number)
     folder.mkdir(parents=True)
-    (parent / "engine.json").write_text(json.dumps(apply_overrides(trial.base, one.overrides)), encoding="utf-8")
-    asked = trial.arguments
-    own = [f"--worker={folder}", f"--engine={parent}/engine.json", f"--recipe={asked.recipe}", f"--rows={asked.rows}"]
-    own += [f"--ranks={asked.ranks}", f"--steps={asked.steps}", *trial.overrides]
+    (parent / "engine.json").write_text(json.dumps(apply_overrides(arguments.base, one.overrides)), encoding="utf-8")
+    own = [f"--worker={folder}", f"--engine={parent}/engine.json", *arguments.overrides]
+    own += [f"--{name}={getattr(arguments, name)}" for name in ("recipe", "rows", "ranks", "steps")]
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    shared = {"WORLD_SIZE": str(asked.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    shared = {"WORLD_SIZE": str(arguments.ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    threads = {"OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) // arguments.ranks))}
     ranks = []
-    for rank in range(asked.ranks):
-        environment = {**rank_environment(asked.ranks), **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+    for rank in range(arguments.ranks):
+        environment = {**threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"output_{rank}.txt").open("w") as output:
             command = [sys.executable, "-m", "neuclip_ds", "tune-deepspeed", *own]
             ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
-    one.error = ended(ranks, time.monotonic() + asked.limit, folder)
+    one.error = ended(ranks, time.monotonic() + arguments.limit, folder)
     if one.error is None:
         times = json.loads((folder / TIMES).read_text(encoding="utf-8"))
         one.rounds.append(times["seconds"])
@@ -179,7 +162,7 @@ def ended(ranks: Sequence[subprocess.Popen[bytes]], deadline: float, folder: Pat
             process.kill()
             process.wait()
     outputs = [(folder / f"output_{rank}.txt").read_text(encoding="utf-8") for rank, code in enumerate(codes) if code]
-    reasons = [reason(output) for output in outputs]
+    reasons = [tuning.reason(output) for output in outputs]
     # the rank that failed first knows why, the others only that it did
     return max(reasons, key=lambda text: "Error" in text) if reasons else None
 

@@ -6,8 +6,6 @@ CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. Wh
 not counted.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -31,15 +29,7 @@ class Activations(NamedTuple):
 def count_activations(
     model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
 ) -> Activations:
-    """Run forward and backward of one micro-batch and count.
-
-    Args:
-        model: on the meta device; unusable afterwards.
-        rows: of the micro-batch.
-        image_size: side of the square images, pixels.
-        context_length: tokens a row.
-        dtype: of the weights.
-    """
+    """Run forward and backward of one micro-batch, of a model on the meta device that is unusable afterwards."""
     model = model.to(dtype).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")

@@ -11,19 +11,16 @@ collective that may travel while the rank computes, what exceeds that computatio
 arithmetic; `neuclip-ds plan fit` measures.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
-from itertools import combinations
+from dataclasses import asdict, dataclass, replace
+from itertools import combinations, product
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.ring import ring_bytes
-from neuclip_ds.planning.simulated_rank import Call
 
 _RATES = ("tower_rate", "objective_rate", "element_rate", "update_rate", "hook_rate")
 _GRID = [number / 20 for number in range(21)]  # of sharing and skew
@@ -40,6 +37,15 @@ class Network:
     latency: float = 0.0  # of a message between nodes
     bandwidth: float = math.inf  # of a node, all its adapters together
     trees: bool = False  # whether small all-reduces go along trees, as NCCL's do
+
+
+class Call(NamedTuple):
+    """Equal collectives of a step."""
+
+    purpose: str
+    op: str  # as in `ring_bytes`
+    size: int  # bytes that a rank puts in
+    times: float = 1.0  # a step, on average
 
 
 class Cluster(NamedTuple):
@@ -175,15 +181,10 @@ def fit(observations: Sequence[Observation], cores: int) -> tuple[Compute, Netwo
     of work, for each of a grid of values for sharing and skew.
     """
     network = _fit_network(observations, cores)
-    best, least = None, math.inf
-    for sharing in _GRID:
-        for skew in _GRID:
-            # towers without end hide all that they can hide
-            shape = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, skew, cores, sharing)
-            found, error = _fit_work(observations, shape, network)
-            if error < least:
-                best, least = found, error
-    assert best is not None
+    # towers without end hide all that they can hide
+    endless = Compute(0.0, 1.0, math.inf, math.inf, math.inf, math.inf, cores=cores)
+    shapes = (replace(endless, sharing=sharing, skew=skew) for sharing, skew in product(_GRID, _GRID))
+    best, _ = min((_fit_work(observations, shape, network) for shape in shapes), key=lambda found: found[1])
     return best, network
 
 
@@ -201,9 +202,8 @@ def _fit_work(observations: Sequence[Observation], shape: Compute, network: Netw
         rows.append([part / one.total for part in (slowdown, *(shared * kind for kind in kinds))])
         seconds.append(1 - exposed / one.total)
     found, error = _nonnegative_fit(rows, seconds)
-    overhead, (tower, product, element, update, hook) = found[0], map(_rate, found[1:])
-    rates = Compute(overhead, tower, product, element, update, hook, shape.skew, shape.cores, shape.sharing)
-    return rates, error
+    rates: dict[str, Any] = dict(zip(_RATES, map(_rate, found[1:]), strict=True))
+    return replace(shape, overhead=found[0], **rates), error
 
 
 def _fit_network(observations: Iterable[Observation], cores: int) -> Network:

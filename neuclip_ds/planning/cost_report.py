@@ -1,46 +1,36 @@
 """Tables and charts of the cost model: how well it fits, and what it predicts."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import matplotlib
+from matplotlib.figure import Figure
 
-from neuclip_ds.planning.cost_model import Compute, Network
+from neuclip_ds.planning.cost_model import Compute, Network, Observation, StepTime
 from neuclip_ds.reporting.page import Table, write_page
-
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
 
 Record = Mapping[str, Any]
 
 
 class Fitted(NamedTuple):
-    """A profiled configuration and its prediction; seconds a step."""
+    """A profiled configuration and its prediction."""
 
     name: str
-    ranks: int
-    measured: float
-    predicted: float
-    transfer: float  # of all collectives, measured without waiting
-    predicted_transfer: float
+    measured: Observation
+    predicted: StepTime
     same_collectives: bool  # purpose, operation, size and number of each are as predicted
-
-    @property
-    def ratio(self) -> float:
-        return self.predicted / self.measured
 
 
 def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder: Path) -> str:
     """Write fit.md, fit.html and fit.png into the folder and return the text of fit.md."""
     table = Table("Predicted and measured steps", ["profile", "ranks", "ms", "predicted", "ratio", "collectives, ms", "predicted", "same collectives"], [])  # fmt: skip  # noqa: E501
     for row in rows:
-        times = (row.measured, row.predicted)
-        transfers = (row.transfer, row.predicted_transfer)
-        cells = [*(f"{1e3 * x:.1f}" for x in times), f"{row.ratio:.2f}", *(f"{1e3 * x:.1f}" for x in transfers)]
-        table.rows.append([row.name, str(row.ranks), *cells, "yes" if row.same_collectives else "NO"])
+        times, transfer = (row.measured.total, row.predicted.total), sum(n.times * s for n, s in row.measured.transfers)
+        of_steps, of_collectives = (
+            [f"{1e3 * x:.1f}" for x in pair] for pair in (times, (transfer, row.predicted.communication))
+        )
+        cells = [*of_steps, f"{times[1] / times[0]:.2f}", *of_collectives]
+        table.rows.append([row.name, str(row.measured.world_size), *cells, "yes" if row.same_collectives else "NO"])
     machine = Table("The machine", ["quantity", "fitted"], [
         ["overhead of a step, ms", f"{1e3 * compute.overhead:.2f}"],
         ["towers, GFLOP/s", f"{compute.tower_rate / 1e9:,.1f}"],
@@ -54,20 +44,18 @@ def write_fit(rows: Sequence[Fitted], compute: Compute, network: Network, folder
         ["a message, ms", f"{1e3 * network.inner_latency:.3f}"],
         ["bandwidth, MB/s", f"{network.inner_bandwidth / 1e6:,.0f}"],
     ])  # fmt: skip
-    figure, axes = plt.subplots(figsize=(6, 6))
-    for ranks in sorted({row.ranks for row in rows}):
-        own = [row for row in rows if row.ranks == ranks]
-        axes.scatter([1e3 * row.measured for row in own], [1e3 * row.predicted for row in own], label=f"{ranks} ranks")
-    ends = [1e3 * min(row.measured for row in rows), 1e3 * max(row.measured for row in rows)]
+    figure = Figure(figsize=(6, 6), layout="tight")
+    axes = figure.subplots()
+    for ranks in sorted({row.measured.world_size for row in rows}):
+        own = [(1e3 * x.measured.total, 1e3 * x.predicted.total) for x in rows if x.measured.world_size == ranks]
+        axes.scatter(*zip(*own, strict=True), label=f"{ranks} ranks")
+    ends = [1e3 * end(row.measured.total for row in rows) for end in (min, max)]
     for factor, style in ((1.0, "-"), (1.25, ":"), (0.75, ":")):
         axes.plot(ends, [factor * end for end in ends], style, color="grey", linewidth=1)
     axes.set(xscale="log", yscale="log", xlabel="measured, ms a step", ylabel="model, ms (dotted: 25 % off)")
     axes.legend()
-    figure.tight_layout()
-    figure.savefig(folder / "fit.png", dpi=110)
-    plt.close(figure)
-    write_page([table, machine], ["fit.png"], folder / "fit", "The cost model and the profiled steps")
-    return (folder / "fit.md").read_text(encoding="utf-8")
+    heading = "The cost model and the profiled steps"
+    return write_page([table, machine], {"fit.png": figure}, folder / "fit", heading)
 
 
 def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> str:
@@ -80,9 +68,9 @@ def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> s
     costs = Table("Other costs, predicted", header, [])
     for one in found:
         name = [one["method"], one["network"], str(one["nodes"])]
-        milliseconds = [f"{1e3 * one[key]:,.1f}" for key in ("step", "computation")]
-        milliseconds += [f"{one['objective_share']:.1%}"]
-        milliseconds += [f"{1e3 * one[key]:,.1f}" for key in ("communication", "exposed")]
+        parts = ("step", "computation", "communication", "exposed")
+        step, computation, *rest = (f"{1e3 * one[key]:,.1f}" for key in parts)
+        milliseconds = [step, computation, f"{one['objective_share']:.1%}", *rest]
         traffic = [f"{one[key] / 1e6:,.3f}" for key in ("received", "per_sample_received")]
         speed = f"{one['samples_per_second']:,.0f}"
         times.rows.append([*name, str(one["ranks"]), str(one["batch"]), *milliseconds, speed, *traffic])
@@ -90,15 +78,15 @@ def write_scaling(found: Sequence[Record], described: Record, folder: Path) -> s
         rest = [f"{one['checkpoint_seconds']:,.1f}", f"{one['loading'] / 1e6:,.0f}", f"{one['gpu_hours']:,.0f}"]
         costs.rows.append([*name, *gigabytes, *rest])
     facts = Table("For", ["what", "value"], [[str(key), str(value)] for key, value in described.items()])
-    _plot_scaling(found, folder / "scale.png")
-    write_page([facts, times, costs], ["scale.png"], folder / "scale", "The cost model's predictions")
-    return (folder / "scale.md").read_text(encoding="utf-8")
+    figures = {"scale.png": _plot_scaling(found)}
+    return write_page([facts, times, costs], figures, folder / "scale", "The cost model's predictions")
 
 
-def _plot_scaling(found: Sequence[Record], path: Path) -> None:
+def _plot_scaling(found: Sequence[Record]) -> Figure:
     """Plot over nodes, per network, the time of a step and a rank's samples a second relative to the fewest nodes."""
     networks = list(dict.fromkeys(one["network"] for one in found))
-    figure, panels = plt.subplots(2, len(networks), figsize=(4.5 * len(networks), 7.5), squeeze=False, sharex=True)
+    figure = Figure(figsize=(4.5 * len(networks), 7.5), layout="tight")
+    panels = figure.subplots(2, len(networks), squeeze=False, sharex=True)
     for column, network in enumerate(networks):
         for method in dict.fromkeys(one["method"] for one in found):
             own = [one for one in found if (one["network"], one["method"]) == (network, method)]
@@ -109,6 +97,4 @@ def _plot_scaling(found: Sequence[Record], path: Path) -> None:
         panels[0][column].set(title=network, xscale="log", ylabel="ms a step (model)")
         panels[1][column].set(xlabel="nodes", ylabel="efficiency against the fewest nodes (model)", ylim=(0, 1.05))
     panels[0][0].legend()
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
+    return figure

@@ -1,14 +1,13 @@
 """The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
-from neuclip_ds.config import Config, TextConfig
+from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.scan import ScanOptions
@@ -17,7 +16,6 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import locate_model, model_source
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import CACHE, open_order, resolve
@@ -32,11 +30,7 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    Args:
-        config: the run's.
-        environment: the ranks that run.
-        hostfile: report on its nodes instead.
-        gpu_memory: GB of each rank's GPU, to report what fits.
+    It is that of the ranks that run, or of a hostfile's nodes, and with `gpu_memory`, GB of a rank, of what fits.
 
     Raises:
         UserError: config, DeepSpeed JSON, hostfile or data cannot work.
@@ -60,8 +54,10 @@ def print_dry_run(
     else:
         query, model_lines = model
         lines += [*model_lines, *_data_lines(config, manifest)]
-        lines += _traffic_lines(config, query.source.embed_dim, engine, world_size)
-        lines += _memory_lines(query._replace(samples=manifest.n if manifest else 0), gpu_memory)
+        sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
+        features = (world_size - 1) * rank_batch * sent / 1e6
+        lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
+        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory)
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
@@ -103,28 +99,16 @@ def _model(
     config: Config, engine: dict[str, Any], world_size: int, gpu_memory: float | None
 ) -> tuple[MemoryQuery, list[str]]:
     """Return the run to account for, and what is printed of its model."""
-    place = locate_model(config.model, weights=False)
-    source = model_source(config.model, place)
-    stand_in: Any = StandInTokenizer(config.model.text)
-    tokenizer = source.tokenizer(lambda: stand_in)
-    with torch.device("meta"):
-        model = source.build(tokenizer)
+    device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+    query = MemoryQuery(config, world_size, device=device)
+    model = query.build()
     image, text = parameter_count(model.vision), parameter_count(model.text)
     checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
     lines = [
-        f"model      {source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
+        f"model      {query.source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
         f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
-    device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
-    return MemoryQuery(config, source, tokenizer, world_size, 0, device, place), lines
-
-
-class StandInTokenizer:
-    """A tokenizer that is yet to be trained."""
-
-    def __init__(self, text: TextConfig) -> None:
-        self.vocab_size, self.context_length = text.vocab_size, text.context_length
-        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
+    return query, lines
 
 
 def _manifest(config: Config) -> Manifest:
@@ -149,13 +133,6 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     elif recovery.mode != "none":
         lines.append(f"recovery   {start.end(recovery_budget(recovery)):,} steps with frozen weights ({recovery.mode})")
     return lines
-
-
-def _traffic_lines(config: Config, dim: int, engine: dict[str, Any], world_size: int) -> list[str]:
-    rank_batch = config.data.batch_size // world_size
-    comm_dtype = resolve_comm_dtype(config, engine).itemsize
-    features = (world_size - 1) * rank_batch * (2 * dim * comm_dtype + 8)
-    return [f"traffic    {features / 1e6:,.2f} MB of features received per rank and step (computed)"]
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:

@@ -58,25 +58,16 @@ class EngineMemory:
 def engine_memory(
     engine: dict[str, Any], optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
 ) -> EngineMemory:
-    """Return the memory account of an engine.
+    """Return the memory account of an engine, on `cuda` or `cpu`, where untouched pages take no memory.
 
-    Args:
-        engine: DeepSpeed's config.
-        optimizer: its name.
-        parameters: of the module.
-        world_size: ranks over which ZeRO partitions.
-        device: `cuda` or `cpu`, where untouched pages take no memory.
-        accumulates: whether a step has several backward passes.
+    Whether a step `accumulates` is whether it has several backward passes.
     """
     case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates)
-    accounts = {
-        Wrapper.NONE: case.replicated,
-        Wrapper.UNFUSED: case.replicated,
-        Wrapper.BF16: case.flat_gradients,
-        Wrapper.ZERO_1_2: case.partitioned,
-        Wrapper.ZERO_3: case.stage3,
-    }
-    return accounts[case.rules.wrapper]()
+    if case.rules.wrapper is Wrapper.ZERO_3:
+        return case.stage3()
+    if case.rules.wrapper is Wrapper.ZERO_1_2:
+        return case.partitioned()
+    return case.flat_gradients() if case.rules.wrapper is Wrapper.BF16 else case.replicated()
 
 
 class _Case:

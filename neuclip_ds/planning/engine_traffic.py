@@ -13,7 +13,7 @@ from torch import nn
 
 from neuclip_ds.engine.optimizers import parameter_groups
 from neuclip_ds.engine.zero import Wrapper, ZeroRules
-from neuclip_ds.planning.simulated_rank import Call
+from neuclip_ds.planning.cost_model import Call
 
 _REDUCE, _GATHER, _NORM = "gradient reduce", "parameter gather", "norm and overflow"
 _ALIGNMENT = 2  # elements to which a rank's part of a group is rounded up
@@ -49,15 +49,7 @@ class TrainedShapes(NamedTuple):
 def engine_calls(
     engine: dict[str, Any], optimizer: str, shapes: TrainedShapes, world_size: int, micro_batches: int = 1
 ) -> list[Call]:
-    """Return the collectives of a step; none on one rank.
-
-    Args:
-        engine: DeepSpeed's config.
-        optimizer: its name.
-        shapes: of the module's trained parameters.
-        world_size: ranks.
-        micro_batches: backward passes of a step.
-    """
+    """Return the collectives of a step with so many backward passes; none on one rank."""
     if world_size == 1:
         return []
     rules = ZeroRules.of(engine)

@@ -56,25 +56,16 @@ class ConfigOverride(NamedTuple):
 
 @dataclass
 class Measurement:
-    """Figures of one variant.
+    """Figures of one variant."""
 
-    Attributes:
-        overrides: in which it differs from the base.
-        rounds: seconds of the steps of each start.
-        traffic: purpose -> calls, bytes_sent, seconds and hidden_seconds of a step and rank.
-        difference: the largest of any weight from the base's after the same steps; of the base, from its second start.
-        drift: norm of the weights' difference over the norm of their change in the base; None without a change.
-        peak: bytes of memory, of the rank that takes most.
-        error: why the variant failed.
-    """
-
-    overrides: tuple[ConfigOverride, ...]
-    rounds: list[list[float]] = field(default_factory=list)
+    overrides: tuple[ConfigOverride, ...]  # in which it differs from the base
+    rounds: list[list[float]] = field(default_factory=list)  # seconds of the steps of each start
+    # purpose -> calls, bytes_sent, seconds and hidden_seconds of a step and rank
     traffic: dict[str, dict[str, float]] = field(default_factory=dict)
-    difference: float | None = None
-    drift: float | None = None
-    peak: int = 0
-    error: str | None = None
+    difference: float | None = None  # the largest of any weight from the base's; of the base, from its second start
+    drift: float | None = None  # norm of the weights' difference over that of their change in the base, if there is one
+    peak: int = 0  # bytes of memory, of the rank that takes most
+    error: str | None = None  # why the variant failed
 
     @property
     def name(self) -> str:

@@ -1,7 +1,5 @@
 """Machines and networks by name, from machines.yaml, or as `neuclip-ds plan fit` has measured them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, NamedTuple

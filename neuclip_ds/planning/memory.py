@@ -5,26 +5,25 @@ and the last reduction with the optimizer's step. What lies outside torch's allo
 loader processes) is not in it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from dataclasses import dataclass, replace
+from functools import cached_property, reduce
+from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from neuclip_ds.config import Config
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.config import Config, TextConfig
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
-from neuclip_ds.models.pretrained.base import CheckpointRef
-from neuclip_ds.models.source import ModelSource, model_source
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
+from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
@@ -54,17 +53,15 @@ class MemoryAccount:
     def moments(self) -> dict[str, int]:
         """Bytes on the device at the three moments that can be the peak."""
         engine, activations = self.engine, self.activations
-        towers = activations.with_gradients
+        always = self.standing + self.features
+        towers = activations.with_gradients if engine.growing else activations.alone
+        at_objective = self.similarities + activations.alone
         if self.two_passes:  # the gradients of the first micro-batches are there
-            towers = activations.alone + engine.growing
-        elif not engine.growing:
-            towers = activations.alone
-        grown = engine.growing
-        at_objective = self.similarities + (0 if self.two_passes else activations.alone)
+            towers, at_objective = activations.alone + engine.growing, self.similarities
         return {
-            "towers": self.standing + self.features + engine.working + towers,
-            "objective": self.standing + self.features + at_objective,
-            "update": self.standing + self.features + grown + engine.update,
+            "in the towers": always + engine.working + towers,
+            "in the objective": always + at_objective,
+            "in the update": always + engine.growing + engine.update,
         }
 
     @property
@@ -97,27 +94,44 @@ class MemoryAccount:
             "reduction, optimizer's step": (engine.update, engine.host_update),
         }
         rows = [f"  {name:<28}{device / 1e6:>12,.1f}" + _on_host(host) for name, (device, host) in parts.items()]
-        moment = max(self.moments, key=lambda name: self.moments[name])
-        return [*rows, f"  {'peak, ' + _MOMENTS[moment]:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
-
-
-_MOMENTS = {"towers": "in the towers", "objective": "in the objective", "update": "in the update"}
+        moment = max(self.moments, key=self.moments.__getitem__)
+        return [*rows, f"  {'peak, ' + moment:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
 
 
 def _on_host(size: int) -> str:
     return f"  and {size / 1e6:,.1f} on the host" if size else ""
 
 
-class MemoryQuery(NamedTuple):
-    """The run to account for."""
+class StandInTokenizer:
+    """A tokenizer that is yet to be trained."""
+
+    def __init__(self, text: TextConfig) -> None:
+        self.vocab_size, self.context_length = text.vocab_size, text.context_length
+        self.bos_id, self.eos_id, self.pad_id = 0, 1, 1
+
+
+@dataclass(frozen=True)
+class MemoryQuery:
+    """The run to account for; its model is found when it is first needed."""
 
     config: Config
-    source: ModelSource
-    tokenizer: ModelTokenizer
     world_size: int
-    samples: int  # n of the data set, 0 where it is not known
-    device: str  # `cuda` or `cpu`
-    place: CheckpointRef | None = None  # of a checkpoint
+    samples: int = 0  # n of the data set, 0 where it is not known
+    device: str = "cuda"  # or `cpu`
+
+    @cached_property
+    def source(self) -> ModelSource:
+        return model_source(self.config.model, locate_model(self.config.model, weights=False))
+
+    @cached_property
+    def tokenizer(self) -> ModelTokenizer:
+        stand_in: Any = StandInTokenizer(self.config.model.text)
+        return self.source.tokenizer(lambda: stand_in)
+
+    def build(self) -> DualEncoder:
+        """Build the towers without memory."""
+        with torch.device("meta"):
+            return self.source.build(self.tokenizer)
 
 
 class Towers(NamedTuple):
@@ -129,13 +143,10 @@ class Towers(NamedTuple):
 
 def count_towers(query: MemoryQuery) -> Towers:
     """Count parameters and activations on tensors without memory."""
-    config = query.config
-    source = model_source(config.model, query.place)
-    with torch.device("meta"):
-        model = source.build(query.tokenizer)
+    model = query.build()
     parameters = Parameters.of(model)
-    dtype = towers_dtype(load_engine_config(config, query.world_size))
-    rows, pixels = config.micro_batch(query.world_size), source.preprocessing.size
+    dtype = towers_dtype(load_engine_config(query.config, query.world_size))
+    rows, pixels = query.config.micro_batch(query.world_size), query.source.preprocessing.size
     return Towers(parameters, count_activations(model, rows, pixels, query.tokenizer.context_length, dtype))
 
 
@@ -147,13 +158,15 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     """
     config, world_size = query.config, query.world_size
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    batch = config.data.batch_size
     engine = load_engine_config(config, world_size)
     on_device, on_host = objective_state(query)
     return MemoryAccount(
         engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
         activations=towers.activations,
         batch=rows * (3 * query.source.preprocessing.size**2 + 8 * query.tokenizer.context_length),
-        features=_features(query, engine),
+        # local ones and gradients in float32, and gathered ones in float32 and as sent
+        features=2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, engine).itemsize) * batch),
         similarities=_similarities(query),
         objective=on_device,
         objective_host=on_host,
@@ -200,19 +213,8 @@ def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
     config = query.config.model_copy(deep=True)
     for name, value in options.items():
         *sections, key = name.split(".")
-        section: Any = config
-        for part in sections:
-            section = getattr(section, part)
-        setattr(section, key, value)
-    return query._replace(config=config)
-
-
-def _features(query: MemoryQuery, engine: dict[str, Any]) -> int:
-    """Return bytes of local features and gradients in float32, and gathered ones in float32 and as sent."""
-    config, dim = query.config, query.source.embed_dim
-    comm_dtype = resolve_comm_dtype(config, engine).itemsize
-    batch = config.data.batch_size
-    return 2 * dim * (2 * 4 * (batch // query.world_size) + (4 + comm_dtype) * batch)
+        setattr(reduce(getattr, sections, config), key, value)
+    return replace(query, config=config)
 
 
 def _similarities(query: MemoryQuery) -> int:
@@ -231,8 +233,7 @@ def _similarities(query: MemoryQuery) -> int:
 def objective_state(query: MemoryQuery) -> tuple[int, int]:
     """Return bytes on the device and on the host of the objective's state, by building it without memory."""
     with FakeTensorMode():
-        ranks = cast(Communicator, _Ranks(query.world_size, torch.device("cpu")))
-        context = Context(query.source.embed_dim, max(1, query.samples), ranks)
+        context = Context(query.source.embed_dim, max(1, query.samples), SimulatedRank(query.world_size))
         objective = build_objective(query.config, context, torch.float32)
         tables = [table.tensors.values() for table in objective.row_tables().values()]
         sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tables]
@@ -241,11 +242,3 @@ def objective_state(query: MemoryQuery) -> tuple[int, int]:
         return sum(sizes) + replicated, 0
     on_host = sum(size for size in sizes if size > MAX_DEVICE_BYTES)
     return sum(sizes) - on_host + replicated, on_host
-
-
-class _Ranks(NamedTuple):
-    """The communicator of ranks that do not run."""
-
-    world_size: int
-    device: torch.device
-    rank: int = 0

@@ -5,8 +5,6 @@ sends and computes is carried over: the size of a collective is bilinear in rows
 polynomial of low degree in rows, width and prototypes. So a new method needs no line here.
 """
 
-from __future__ import annotations
-
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,18 +12,20 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.nn.functional import normalize
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.planning.simulated_rank import Call, SimulatedRank
+from neuclip_ds.planning.cost_model import Call
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
 _WARM_UP = 2  # steps; by then NeuCLIP has drawn its prototypes
@@ -41,6 +41,29 @@ _BY_ROWS = {torch.ops.aten.index_copy_: 3, torch.ops.aten.index_put_: 2}  # plac
 _PRODUCTS = {*flop_registry, *_IN_PLACE}
 
 
+class SimulatedRank(Communicator):
+    """Rank 0 of `world_size` ranks that all hold the same numbers.
+
+    Attributes:
+        calls: the collectives so far, in order.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__("cpu")
+        self.rank, self.world_size = 0, world_size
+        self.calls: list[Call] = []
+
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], Any]) -> Pending:
+        self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
+        if op == "all_gather":
+            result.copy_(torch.cat([x] * self.world_size))
+        elif op == "all_reduce":
+            result.mul_(self.world_size)
+        else:
+            result.copy_(x[: len(result)] * self.world_size)
+        return Pending(result)
+
+
 class ObjectiveWork(NamedTuple):
     """The computation of a rank in a step."""
 
@@ -48,66 +71,44 @@ class ObjectiveWork(NamedTuple):
     elements: float  # that all other operations write, which memory's speed limits
 
 
-class _Seen(NamedTuple):
-    """Counts of a run of `online_every` steps."""
+class ObjectiveQuery(NamedTuple):
+    """The objective to count, and at which size."""
 
-    calls: list[Call]
-    flops: float  # a step
-    elements: float  # a step
+    config: Config
+    world_size: int  # K
+    rows: int  # b of a rank, a multiple of micro_batches
+    dim: int  # d of the features
+    comm_dtype: torch.dtype  # in which features travel
+    micro_batches: int = 1  # pieces in which they come
+    build: Build = build_objective  # a reference of another scheme has its own
 
 
-def objective_calls(
-    config: Config,
-    world_size: int,
-    rows: int,
-    dim: int,
-    comm_dtype: torch.dtype,
-    micro_batches: int = 1,
-    build: Build = build_objective,
-) -> list[Call]:
-    """Return the collectives of an average step.
-
-    Args:
-        config: of the run.
-        world_size: ranks K.
-        rows: b of a rank, a multiple of micro_batches.
-        dim: d of the features.
-        comm_dtype: precision in which features travel.
-        micro_batches: pieces in which they come.
-        build: of the objective; a reference of another scheme has its own.
-    """
-    low_rows, low_dim = 2 * micro_batches, _DIM
-    corners = [
-        _run(config, world_size, r, d, comm_dtype, micro_batches, build).calls
-        for r in (low_rows, 2 * low_rows)
-        for d in (low_dim, 2 * low_dim)
-    ]
-    by_rows, by_dim = rows / low_rows - 1, dim / low_dim - 1
+def objective_calls(query: ObjectiveQuery) -> list[Call]:
+    """Return the collectives of an average step."""
+    low_rows, low_dim = 2 * query.micro_batches, _DIM
+    corners = [_run(query._replace(rows=r, dim=d))[0] for r in (low_rows, 2 * low_rows) for d in (low_dim, 2 * low_dim)]
+    by_rows, by_dim = query.rows / low_rows - 1, query.dim / low_dim - 1
     found: Counter[tuple[str, str, int]] = Counter()
     for low, wide, tall, large in zip(*corners, strict=True):
         both = large.size - wide.size - tall.size + low.size
         size = low.size + by_rows * (tall.size - low.size) + by_dim * (wide.size - low.size) + by_rows * by_dim * both
         found[low.purpose, low.op, round(size)] += 1
-    steps = config.objective.section(AmortizedConfig).online_every
+    steps = query.config.objective.section(AmortizedConfig).online_every
     return [Call(*call, count / steps) for call, count in found.items()]
 
 
-def objective_work(
-    config: Config, world_size: int, rows: int, dim: int, comm_dtype: torch.dtype, build: Build = build_objective
-) -> ObjectiveWork:
-    """Return the operations of an average step; arguments as for `objective_calls`.
+def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
+    """Return the operations of an average step, whose features come in one piece.
 
     Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
     """
     sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
-    seen = [_run(config, world_size, b, d, comm_dtype, 1, build, c) for b, d, c in sizes]
+    seen = [_run(query._replace(rows=b, dim=d, micro_batches=1), c)[1] for b, d, c in sizes]
     terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)
-    counts = torch.tensor([[one.flops, one.elements] for one in seen], dtype=torch.float64)
-    coefficients = torch.linalg.lstsq(terms, counts).solution
-    share = -(-config.objective.section(NpnConfig).prototypes // world_size)
-    wanted = torch.tensor(_terms(rows, dim, share), dtype=torch.float64)
-    flops, elements = (wanted @ coefficients).tolist()
-    return ObjectiveWork(flops, elements)
+    coefficients = torch.linalg.lstsq(terms, torch.tensor(seen, dtype=torch.float64)).solution
+    share = -(-query.config.objective.section(NpnConfig).prototypes // query.world_size)
+    wanted = torch.tensor(_terms(query.rows, query.dim, share), dtype=torch.float64)
+    return ObjectiveWork(*(wanted @ coefficients).tolist())
 
 
 def _terms(b: float, d: float, c: float) -> list[float]:
@@ -115,23 +116,14 @@ def _terms(b: float, d: float, c: float) -> list[float]:
     return [b * b * d, b * c * d, b * d * d, b * b, b * d, b * c, c * d, d * d, b, d, c, 1.0]
 
 
-def _run(
-    config: Config,
-    world_size: int,
-    rows: int,
-    dim: int,
-    comm_dtype: torch.dtype,
-    micro_batches: int,
-    build: Build,
-    columns: int = 1,
-) -> _Seen:
-    """Run steps of the objective on `rows` rows and `columns` prototypes a rank."""
-    small = config.model_copy(deep=True)
-    small.objective.section(NpnConfig).prototypes = columns * world_size
-    rank = SimulatedRank(world_size)
-    objective = build(small, Context(dim, rows, rank), comm_dtype)
+def _run(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], ObjectiveWork]:
+    """Run steps of the objective with `columns` prototypes a rank; return all their collectives and a step's work."""
+    config, rows = query.config.model_copy(deep=True), query.rows
+    config.objective.section(NpnConfig).prototypes = columns * query.world_size
+    rank = SimulatedRank(query.world_size)
+    objective = query.build(config, Context(query.dim, rows, rank), query.comm_dtype)
     generator = torch.Generator().manual_seed(0)
-    image, text = normalize(torch.randn(2, rows, dim, generator=generator), dim=-1)
+    image, text = normalize(torch.randn(2, rows, query.dim, generator=generator), dim=-1)
     index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
     steps = config.objective.section(AmortizedConfig).online_every
     elements = _Elements()
@@ -142,10 +134,11 @@ def _run(
                 before, elements.written = counter.get_total_flops(), 0
             gather = objective.begin_gather(index, valid)
             if gather is not None:
-                _send(gather.add_text, text, micro_batches)
-                _send(gather.add_image, image, micro_batches)
+                for add, whole in ((gather.add_text, text), (gather.add_image, image)):
+                    for part in whole.tensor_split(query.micro_batches):
+                        add(part)
             objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
-    return _Seen(rank.calls, (counter.get_total_flops() - before) / steps, elements.written / steps)
+    return rank.calls, ObjectiveWork((counter.get_total_flops() - before) / steps, elements.written / steps)
 
 
 class _Elements(TorchDispatchMode):
@@ -180,9 +173,3 @@ def _muted() -> Iterator[None]:
         yield
     finally:
         log.setLevel(level)
-
-
-def _send(add: Callable[[torch.Tensor], None], rows: torch.Tensor, pieces: int) -> None:
-    parts: Sequence[torch.Tensor] = rows.chunk(pieces)
-    for part in parts:
-        add(part)

@@ -5,8 +5,6 @@ images and one for texts. With a local loss (`--local-loss`) a rank contrasts it
 every rank computes the whole (B, B) loss. Gradients and temperature are those of the method `openclip`.
 """
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Mapping
 
@@ -37,17 +35,30 @@ class _GatherWithGradient(torch.autograd.Function):
         return communicator.reduce_scatter(gradient, "feature gradients"), None
 
 
+def openclip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    communicator: Communicator,
+    comm_dtype: torch.dtype = torch.float32,
+    local_loss: bool = True,
+) -> Tensor:
+    """Return this rank's loss: of its rows, or of the whole batch."""
+    all_image, all_text = (_GatherWithGradient.apply(x.to(comm_dtype), communicator).to(x.dtype) for x in (image, text))
+    labels = torch.arange(len(all_image), device=image.device)
+    if local_loss:
+        labels = labels[communicator.rank * len(image) :][: len(image)]
+        by_image, by_text = scale * image @ all_text.T, scale * text @ all_image.T
+    else:
+        by_image = scale * all_image @ all_text.T
+        by_text = by_image.T
+    return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
+
+
 class OpenClipReference(NoState):
-    """Feature gradients by autograd through the gather."""
+    """Feature gradients by autograd through the gather; a rank computes the whole loss, or its rows (`local_loss`)."""
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype, local_loss: bool) -> None:
-        """
-        Args:
-            config: as for a method.
-            context: width, data set size, ranks.
-            comm_dtype: precision in which features and their gradients travel.
-            local_loss: whether a rank computes its own rows of the loss only.
-        """
         self._communicator = context.communicator
         self.comm_dtype = comm_dtype
         self._local_loss = local_loss
@@ -69,10 +80,10 @@ class OpenClipReference(NoState):
             )
         tau = self._temperature.tau
         with torch.enable_grad():
-            leaves = [features.image.detach().requires_grad_(), features.text.detach().requires_grad_()]
+            image, text = (x.detach().requires_grad_() for x in (features.image, features.text))
             theta = tau.log().neg().requires_grad_()
-            loss = self._loss(leaves[0], leaves[1], theta.exp())
-        image, text, grad_theta = torch.autograd.grad(loss, [*leaves, theta])
+            loss = openclip_loss(image, text, theta.exp(), self._communicator, self.comm_dtype, self._local_loss)
+        image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
         ranks = self._communicator.world_size
         image, text = image / ranks, text / ranks  # of the mean of the ranks' losses
         square = image.square().sum() + text.square().sum()
@@ -81,20 +92,6 @@ class OpenClipReference(NoState):
         self._temperature.descend(step, theta=grad_theta)
         metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(image, text, mean_loss, metrics)
-
-    def _loss(self, image: Tensor, text: Tensor, scale: Tensor) -> Tensor:
-        """Return this rank's loss: of its rows, or of the whole batch."""
-        all_image, all_text = (
-            _GatherWithGradient.apply(x.to(self.comm_dtype), self._communicator).to(x.dtype) for x in (image, text)
-        )
-        labels = torch.arange(len(all_image), device=image.device)
-        if self._local_loss:
-            labels = labels[self._communicator.rank * len(image) :][: len(image)]
-            by_image, by_text = scale * image @ all_text.T, scale * text @ all_image.T
-        else:
-            by_image = scale * all_image @ all_text.T
-            by_text = by_image.T
-        return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
 
     def replicated_state(self) -> dict[str, Tensor]:
         return self._temperature.replicated_state()

@@ -1,25 +1,85 @@
-"""The cost of a run on any number of nodes, by the cost model: time, memory, traffic, checkpoints, GPU hours."""
+"""The cost of a run on any number of nodes, by the cost model: time, memory, traffic, checkpoints, GPU hours.
 
-from __future__ import annotations
+A rank's work in a step is counted without memory, data or other ranks.
+"""
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.ring import ring_bytes
-from neuclip_ds.models.source import locate_model, model_source
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.zero import ZeroRules
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.objectives.base import Context, Objective
-from neuclip_ds.planning.cost_model import Cluster, step_time
-from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.cost_model import Cluster, Work, step_time
+from neuclip_ds.planning.engine_traffic import TrainedShapes, engine_calls
 from neuclip_ds.planning.machines import Machine
-from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers, objective_state
-from neuclip_ds.planning.step_work import CountedModel, step_work
+from neuclip_ds.planning.memory import MemoryQuery, Towers, account, objective_state
+from neuclip_ds.planning.objective_cost import Build, ObjectiveQuery, objective_calls, objective_work
 
 _PER_SAMPLE = ("normalizer", "state", "temperature")  # purposes of the statistics of samples
 _CHECKPOINTED = 12  # bytes a parameter: float32 master and AdamW's moments
+
+
+class CountedModel(NamedTuple):
+    """Sizes and operations of the towers, whatever the batch."""
+
+    shapes: TrainedShapes
+    dim: int  # d of the features
+    image_flops: float  # of one image's forward pass
+    text_flops: float  # of one caption's
+
+
+def count_model(config: Config) -> CountedModel:
+    """Count the config's model on the meta device.
+
+    Raises:
+        UserError: its checkpoint cannot be found.
+    """
+    query = MemoryQuery(config, 1)
+    return CountedModel(TrainedShapes.of(query.build()), query.source.embed_dim, *forward_flops(query))
+
+
+def forward_flops(query: MemoryQuery) -> tuple[float, float]:
+    """Return the operations of one image and of one caption; a backward pass takes twice those."""
+    model, size = query.build(), query.source.preprocessing.size
+    found = []
+    with torch.device("meta"):
+        image = torch.empty(1, 3, size, size, dtype=torch.uint8)
+        tokens = torch.empty(1, query.tokenizer.context_length, dtype=torch.int64)
+        for inputs in ((image, None), (None, tokens)):
+            with FlopCounterMode(display=False) as counter, torch.no_grad():
+                model(*inputs)
+            found.append(float(counter.get_total_flops()))
+    return found[0], found[1]
+
+
+def step_work(config: Config, model: CountedModel, world_size: int, build: Build = build_objective) -> Work:
+    """Return the work of one rank of `world_size`; `build` as for `ObjectiveQuery`.
+
+    A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
+    the forward pass runs once more for each.
+    """
+    rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
+    engine = load_engine_config(config, world_size)
+    rules = ZeroRules.of(engine)
+    comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
+    passes = 3 + (pieces > 1) + config.model.activation_checkpointing
+    query = ObjectiveQuery(config, world_size, rows, model.dim, comm_dtype, pieces, build)
+    objective, calls = objective_work(query), objective_calls(query) if world_size > 1 else []
+    return Work(
+        tower_flops=passes * rows * (model.image_flops + model.text_flops),
+        image_share=model.image_flops / (model.image_flops + model.text_flops),
+        objective_flops=objective.flops,
+        objective_elements=objective.elements,
+        updated=model.shapes.total / (world_size if rules.stage else 1),
+        hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
+        calls=[*calls, *engine_calls(engine, config.optimizer.name, model.shapes, world_size, pieces)],
+        overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
+    )
 
 
 class ClusterAssumptions(NamedTuple):
@@ -55,14 +115,14 @@ class Prediction(NamedTuple):
 def predict(
     config: Config,
     model: CountedModel,  # from `count_model`
-    towers: Towers,  # from `count_activated`
+    towers: Towers,  # from `count_towers`, of the model and the micro-batch alone
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
-    build: Callable[[Config, Context, torch.dtype], Objective] = build_objective,
+    build: Build = build_objective,
 ) -> Prediction:
-    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `objective_calls`.
+    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `ObjectiveQuery`.
 
     Raises:
         UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
@@ -72,7 +132,8 @@ def predict(
     time = step_time(work, machine.compute, Cluster(nodes, ranks_per_node, machine.network))
     speed = config.data.batch_size / time.total
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
-    checkpoint = _checkpoint_bytes(config, model, around.samples)
+    # each row of a table and what is replicated is written once
+    checkpoint = _CHECKPOINTED * model.shapes.total + sum(objective_state(MemoryQuery(config, 1, around.samples)))
     return Prediction(
         nodes=nodes,
         ranks=ranks,
@@ -85,26 +146,9 @@ def predict(
         samples_per_second=speed,
         received=round(sum(size for _, size in received)),
         per_sample_received=round(sum(size for purpose, size in received if purpose in _PER_SAMPLE)),
-        memory=account(_memory_query(config, ranks, around.samples), towers).peak,
+        memory=account(MemoryQuery(config, ranks, around.samples), towers).peak,
         checkpoint=checkpoint,
         checkpoint_seconds=checkpoint / (nodes * around.disk),
         loading=speed * around.sample_bytes / nodes,
         gpu_hours=around.seen / speed * ranks / 3600,
     )
-
-
-def _checkpoint_bytes(config: Config, model: CountedModel, samples: int) -> int:
-    """Return the size of a checkpoint, which holds each row of a table and what is replicated once."""
-    return _CHECKPOINTED * model.shapes.total + sum(objective_state(_memory_query(config, 1, samples)))
-
-
-def count_activated(config: Config, ranks: int) -> Towers:
-    """Return `towers` for `predict`: a function of the model and the micro-batch alone."""
-    return count_towers(_memory_query(config, ranks, samples=0))
-
-
-def _memory_query(config: Config, ranks: int, samples: int) -> MemoryQuery:
-    place = locate_model(config.model, weights=False)
-    source = model_source(config.model, place)
-    stand_in: Any = StandInTokenizer(config.model.text)
-    return MemoryQuery(config, source, source.tokenizer(lambda: stand_in), ranks, samples, "cuda", place)

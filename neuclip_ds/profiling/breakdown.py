@@ -19,15 +19,13 @@ wait, so the shortest duration of a collective over ranks is its transfer time.
     ranks                 for each rank and step its seconds by COLUMNS
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-from neuclip_ds.profiling.intervals import Interval, intersection, length, union
-from neuclip_ds.profiling.trace import Collective, StepTrace
+from neuclip_ds.profiling.intervals import intersection, length, union
+from neuclip_ds.profiling.trace import StepTrace
 
 COLUMNS = ("total", "computation", "communication", "pure_communication", "overlap", "others")
 Record = dict[str, Any]
@@ -35,7 +33,8 @@ Record = dict[str, Any]
 
 def step_seconds(step: StepTrace) -> dict[str, float]:
     """Return the seconds of one step by COLUMNS."""
-    communication = intersection(_executed(step.collectives), [step.window])
+    executed = union(interval for collective in step.collectives for interval in collective.intervals)
+    communication = intersection(executed, [step.window])
     total, computes, communicates = (length(part) for part in ([step.window], step.computation, communication))
     overlap = length(intersection(communication, step.computation))
     pure = communicates - overlap
@@ -48,17 +47,19 @@ def rank_record(steps: Sequence[StepTrace]) -> Record:
         "steps": [step_seconds(step) for step in steps],
         "phases": [step.phases for step in steps],
         "purposes": _by_purpose(steps),
-        "collectives": [[_described(one) for one in step.collectives] for step in steps],
+        "collectives": [
+            [(one.purpose, one.op, one.size, length(union(one.intervals))) for one in step.collectives]
+            for step in steps
+        ],
     }
 
 
 def breakdown(ranks: Sequence[Record]) -> Record:
     """Combine the ranks' records."""
-    steps = [rank["steps"] for rank in ranks]
-    phases = [rank["phases"] for rank in ranks]
+    steps, phases = ([rank[part] for rank in ranks] for part in ("steps", "phases"))
     phase_names = {name: None for rank in phases for step in rank for name in step}
-    purpose_names = {name: None for rank in ranks for name in rank["purposes"]}
-    purposes = {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in purpose_names}
+    names = {name: None for rank in ranks for name in rank["purposes"]}
+    purposes = {name: _mean_of([rank["purposes"].get(name, {}) for rank in ranks]) for name in names}
     collectives = _by_size([rank["collectives"] for rank in ranks])
     for purpose, values in purposes.items():
         values["transfer_seconds"] = sum(one["transfer_seconds"] for one in collectives if one["purpose"] == purpose)
@@ -88,12 +89,10 @@ def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     for step in steps:
         for one in step.collectives:
             executed = union(one.intervals)
-            found = sums[one.purpose]
-            found["calls"] += 1
-            found["bytes_sent"] += one.sent
-            found["bytes_received"] += one.sent
-            found["seconds"] += length(executed)
-            found["hidden_seconds"] += length(intersection(executed, step.computation))
+            values = {"calls": 1, "bytes_sent": one.sent, "bytes_received": one.sent, "seconds": length(executed)}
+            values["hidden_seconds"] = length(intersection(executed, step.computation))
+            for key, value in values.items():
+                sums[one.purpose][key] += value
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
@@ -110,12 +109,3 @@ def _by_size(ranks: Sequence[Sequence[Sequence[tuple[str, str, int, float]]]]) -
         {"purpose": purpose, "op": op, "size": size, "calls": calls / steps, "transfer_seconds": seconds / steps}
         for (purpose, op, size), (calls, seconds) in sums.items()
     ]
-
-
-def _described(one: Collective) -> tuple[str, str, int, float]:
-    """Return purpose, op, size and duration."""
-    return one.purpose, one.op, one.size, length(union(one.intervals))
-
-
-def _executed(collectives: Iterable[Collective]) -> list[Interval]:
-    return union(interval for collective in collectives for interval in collective.intervals)

@@ -1,7 +1,5 @@
 """Unions and intersections of time intervals, and values that hold during intervals."""
 
-from __future__ import annotations
-
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from typing import Generic, TypeVar

@@ -5,8 +5,6 @@ of its threads, in the order of the launches; NCCL as a kernel `nccl...`, which 
 runtime call that started it, inside the operator. An execution without a launch is kept as a launch by itself.
 """
 
-from __future__ import annotations
-
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,20 +16,13 @@ from neuclip_ds.profiling.intervals import Interval, Timeline
 Event = Mapping[str, Any]
 Thread = tuple[Any, Any]
 
-# operator -> operation (as in `ring_bytes`), and which of its arguments is the rank's input
+# begin of the operator's name -> operation (as in `ring_bytes`), and which of its arguments is the rank's input
 _OPERATORS: dict[str, tuple[str, int]] = {
-    "_allgather_base": ("all_gather", 1),
     "allgather": ("all_gather", 1),
-    "allgather_coalesced": ("all_gather", 1),
-    "allgather_into_tensor_coalesced": ("all_gather", 1),
-    "_reduce_scatter_base": ("reduce_scatter", 1),
     "reduce_scatter": ("reduce_scatter", 1),
-    "reduce_scatter_tensor_coalesced": ("reduce_scatter", 1),
     "allreduce": ("all_reduce", 0),
-    "allreduce_coalesced": ("all_reduce", 0),
     "reduce": ("reduce", 0),
     "broadcast": ("broadcast", 0),
-    "alltoall_base": ("all_to_all", 1),
     "alltoall": ("all_to_all", 1),
 }
 _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs a reduce-scatter as an all-reduce
@@ -75,12 +66,15 @@ def is_gloo(event: Event) -> bool:
 
 
 def _launch(event: Event, world_size: int) -> Launch:
-    name = event["name"].removeprefix("c10d::").rstrip("_")
-    op, argument = _OPERATORS.get(name, (name, 0))
+    op, argument = _operation(event["name"].removeprefix("c10d::").strip("_"))
     shapes, types = (event["args"].get(key, []) for key in ("Input Dims", "Input type"))
     elements = _elements(shapes[argument]) if len(shapes) > argument and op != "barrier" else 0
     dtype = types[argument] if len(types) > argument and types[argument] not in ("TensorList", "GenericList") else ""
     return Launch(op, elements, dtype, world_size, thread_of(event), span_of(event))
+
+
+def _operation(name: str) -> tuple[str, int]:
+    return next((found for begin, found in _OPERATORS.items() if name.startswith(begin)), (name, 0))
 
 
 def _elements(shape: Sequence[Any]) -> int:
@@ -143,7 +137,6 @@ def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size:
 def _unmatched_kernel(kernel: Event, call: Event, world_size: int) -> Launch:
     """Return a launch for a kernel without an operator, from the arguments in which newer profilers describe it."""
     arguments = kernel.get("args", {})
-    name = str(arguments.get("Collective name", "unknown"))
-    op, _ = _OPERATORS.get(name, (name, 0))
+    op, _ = _operation(str(arguments.get("Collective name", "unknown")).strip("_"))
     elements, group = int(arguments.get("In msg nelems", 0)), int(arguments.get("Group size", world_size))
     return Launch(op, elements, str(arguments.get("dtype", "")), group, thread_of(call), span_of(call))

@@ -45,7 +45,9 @@ class Recorder:
         """
         self._folder, self._communicator = folder, communicator
         self._first, self._end = after, after + steps if steps else 0
-        self._labels = labels or {}
+        self._on_gpu = communicator.device.type == "cuda"
+        name = torch.cuda.get_device_name(communicator.device) if self._on_gpu else platform.machine()
+        self._labels = {**(labels or {}), "device": name, "torch": torch.__version__}
         self._done = 0  # steps
         self._profiler: profile | None = None
 
@@ -68,38 +70,30 @@ class Recorder:
             yield
             return
         if self._profiler is None and self._done >= self._first - 1:
-            self._profiler = profile(activities=self._activities(), record_shapes=True)
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])]
+            self._profiler = profile(activities=activities, record_shapes=True)
             self._profiler.start()
         if self._done < self._first:
             yield
         else:
             with step_range():
                 yield
-                if self._communicator.device.type == "cuda":
+                if self._on_gpu:
                     torch.cuda.synchronize()
         self._done += 1
         if self._done == self._end:
             self._finish()
 
-    def _activities(self) -> list[ProfilerActivity]:
-        on_gpu = self._communicator.device.type == "cuda"
-        return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]
-
     def _finish(self) -> None:
         """Stop, read the trace of each rank, and write the breakdown over ranks."""
-        assert self._profiler is not None
         profiler, self._profiler = self._profiler, None
+        assert profiler is not None
         profiler.stop()
         with tempfile.TemporaryDirectory() as scratch:
             path = Path(scratch) / TRACE
             profiler.export_chrome_trace(str(path))
             found = breakdown(self._communicator.gather_objects(rank_record(read_trace(path))))
-            self._communicator.on_rank_zero(lambda: self._write({**self._describe(), **found}, path))
-
-    def _describe(self) -> dict[str, Any]:
-        device = self._communicator.device
-        name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-        return {**self._labels, "device": name, "torch": torch.__version__}
+            self._communicator.on_rank_zero(lambda: self._write({**self._labels, **found}, path))
 
     def _write(self, found: dict[str, Any], trace: Path) -> None:
         from neuclip_ds.profiling.report import write  # imports matplotlib

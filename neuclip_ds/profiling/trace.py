@@ -5,8 +5,6 @@ is that of the `Communicator` call around its launch. A collective without one i
 the phase of the step and the operation.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import logging
@@ -75,38 +73,38 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
     phases = [(span_of(e), e["name"].removeprefix(PHASE)) for e in annotations if e["name"].startswith(PHASE)]
-    purpose = _Purposes(annotations, Timeline(phases))
+    timeline, purposes = Timeline(phases), _timelines(annotations)
+
+    def describe(launch: Launch) -> Collective:
+        moment, named = launch.span[0], purposes.get(launch.thread)
+        purpose = (named.at(moment) if named else None) or engine_purpose(
+            timeline.at(moment), launch.op, launch.elements
+        )
+        size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
+        sent = ring_bytes(launch.op, size, launch.group)
+        return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
+
     launches = find_launches(events, world_size)
     computation = union(map(_seconds, _computing(events)))
     steps = []
     for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
-        inside = [launch for launch in launches if window[0] <= launch.span[0] <= window[1]]
+        inside = [describe(launch) for launch in launches if window[0] <= launch.span[0] <= window[1]]
         durations: defaultdict[str, float] = defaultdict(float)
         for span, name in phases:
             if window[0] <= span[0] <= window[1]:
                 durations[name] += length([_seconds(span)])
         within = intersection(computation, [_seconds(window)])
-        steps.append(
-            StepTrace(_seconds(window), within, [_collective(x, purpose.of(x)) for x in inside], dict(durations))
-        )
+        steps.append(StepTrace(_seconds(window), within, inside, dict(durations)))
     return steps
 
 
-class _Purposes:
-    """Purposes of collectives."""
-
-    def __init__(self, annotations: Sequence[Event], phases: Timeline[str]) -> None:
-        named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
-        for event in annotations:
-            if event["name"].startswith(PURPOSE):
-                named[thread_of(event)].append((span_of(event), event["name"].removeprefix(PURPOSE)))
-        self._named = {thread: Timeline(entries) for thread, entries in named.items()}
-        self._phases = phases
-
-    def of(self, launch: Launch) -> str:
-        timeline = self._named.get(launch.thread)
-        named = timeline.at(launch.span[0]) if timeline is not None else None
-        return named or engine_purpose(self._phases.at(launch.span[0]), launch.op, launch.elements)
+def _timelines(annotations: Sequence[Event]) -> dict[Thread, Timeline[str]]:
+    """Return the purposes that `Communicator` names, by thread."""
+    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
+    for event in annotations:
+        if event["name"].startswith(PURPOSE):
+            named[thread_of(event)].append((span_of(event), event["name"].removeprefix(PURPOSE)))
+    return {thread: Timeline(entries) for thread, entries in named.items()}
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
@@ -119,12 +117,6 @@ def engine_purpose(phase: str | None, op: str, elements: int) -> str:
     if phase in ("forward", "backward", "optimizer") and op in ("all_gather", "broadcast"):
         return "parameter gather"
     return f"{op} in {phase}" if phase else f"{op} outside the phases"
-
-
-def _collective(launch: Launch, purpose: str) -> Collective:
-    size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
-    sent = ring_bytes(launch.op, size, launch.group)
-    return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
 
 
 def _item_size(dtype: str) -> int:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _STYLE = (
     "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:86em;color:#222}"
@@ -23,12 +26,19 @@ class Table(NamedTuple):
     rows: list[list[str]]
 
 
-def write_page(tables: Sequence[Table], plots: Sequence[str], path: Path, heading: str) -> None:
-    """Write PATH.md with the tables and PATH.html with tables and plots, the names of images in the same folder."""
-    text = "\n\n".join(_markdown(table) for table in tables)
-    path.with_suffix(".md").write_text(text + "\n", encoding="utf-8")
-    images = (f'<p><img src="{name}"></p>' for name in plots)
+def write_page(tables: Sequence[Table], figures: Mapping[str, Figure], path: Path, heading: str) -> str:
+    """Write PATH.md with the tables, PATH.html with tables and figures, and the figures by file name next to them.
+
+    Returns:
+        The text of PATH.md.
+    """
+    text = "\n\n".join(_markdown(table) for table in tables) + "\n"
+    path.with_suffix(".md").write_text(text, encoding="utf-8")
+    for name, figure in figures.items():
+        figure.savefig(path.parent / name, dpi=120)
+    images = (f'<p><img src="{name}"></p>' for name in figures)
     write_html(path.with_suffix(".html"), heading, [*map(section, tables), *images])
+    return text
 
 
 def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:

@@ -4,8 +4,6 @@ For each seed a small model is pretrained (OpenCLIP's loss) on the first part of
 recovered on the rest, on which it is then fine-tuned. Runs are named after what they compare.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from pathlib import Path
 from types import MappingProxyType

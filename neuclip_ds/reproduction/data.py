@@ -1,7 +1,5 @@
 """Shrunken copies of image-caption shards, so that a miniature study is not spent on decoding."""
 
-from __future__ import annotations
-
 import io
 import shutil
 from collections.abc import Iterator

@@ -1,23 +1,19 @@
 """Tables and plots of a study, from the results of its runs: report.html, report.md and PNG files."""
 
-from __future__ import annotations
-
 import re
 import statistics
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-import matplotlib
+from matplotlib.figure import Figure
 
 from neuclip_ds.reporting.page import Table, write_page
 from neuclip_ds.reproduction.study import ESTIMATORS, SEARCHES
 
-matplotlib.use("Agg")
-import matplotlib.pyplot as plt
-
 Results = Mapping[str, Mapping[str, float]]
+Group = Sequence[Mapping[str, float]]  # of seeds
 RECALLS = [f"{side}_recall@{k}" for side in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
 
 
@@ -54,32 +50,36 @@ def by_group(results: Results, kind: str) -> dict[str, list[Mapping[str, float]]
 
 
 def tables(results: Results) -> list[Table]:
-    """Return the study's tables, in the order of the papers' claims."""
+    """Return what the study found, in the order of the papers' claims."""
     finals = by_group(results, "final")
     ranked = sorted(finals, key=lambda name: -summarize(map(mean_recall, finals[name])).mean)
-    quality = Table("Methods, held-out test pairs", ["method", "mean recall %", *_COLUMNS], [])
-    for name in ranked:
-        quality.rows.append([name, str(summarize(map(mean_recall, finals[name]))), *_cells(finals[name])])
-    found = [quality, _chosen(results)]
-    error = Table("Normaliser error (mean squared, log) as B shrinks and n shrinks", ["method", "B, n"], [])
-    error.header.extend(["B/2", "B/4", "n/10"])
-    batch, data = by_group(results, "batch"), by_group(results, "data")
-    for name in ESTIMATORS:
-        groups = [finals, batch, batch, data]
-        keys = [name, f"{name}/B_over_2", f"{name}/B_over_4", f"{name}/n_over_10"]
-        error.rows.append(
-            [name, *(_cell(group.get(key, []), "normalizer_mse") for group, key in zip(groups, keys, strict=True))]
-        )
-    ablations = Table("Ablations", ["variant", "mean recall %", *_COLUMNS], [])
-    for name, group in by_group(results, "ablation").items():
-        ablations.rows.append([name, str(summarize(map(mean_recall, group))), *_cells(group)])
-    cost = Table(
-        "Time of a step, one run at a time, one process with one thread", ["method", "ms", "of openclip's"], []
-    )
-    costs = {name: summarize(r["step_ms"] for r in group) for name, group in by_group(results, "cost").items()}
-    for name, summary in costs.items():
-        cost.rows.append([name, str(summary), f"{summary.mean / costs['openclip'].mean:.2f}"])
-    return [*found, error, ablations, cost]
+    searched = [
+        [
+            method,
+            name.rsplit("/", 1)[1].replace("_", f", {search.option.rsplit('.', 1)[1]} "),
+            f"{mean_recall(one):.2f}",
+        ]
+        for method, search in SEARCHES.items()
+        for name, one in results.items()
+        if name.startswith(f"search/{method}/")
+    ]
+    errors = [[name, *(_cell(group, "normalizer_mse") for group in _sizes(results, name))] for name in ESTIMATORS]
+    costs = {name: summarize(one["step_ms"] for one in group) for name, group in by_group(results, "cost").items()}
+    times = [[name, str(cost), f"{cost.mean / costs['openclip'].mean:.2f}"] for name, cost in costs.items()]
+    title = "Normaliser error (mean squared, log) as B shrinks and n shrinks"
+    return [
+        _quality("Methods, held-out test pairs", "method", {name: finals[name] for name in ranked}),
+        Table(
+            "Search on the validation split (one seed)",
+            ["method", "learning rate and value", "mean recall %"],
+            searched,
+        ),
+        Table(title, ["method", "B, n", "B/2", "B/4", "n/10"], errors),
+        _quality("Ablations", "variant", by_group(results, "ablation")),
+        Table(
+            "Time of a step, one run at a time, one process with one thread", ["method", "ms", "of openclip's"], times
+        ),
+    ]
 
 
 _COLUMNS = {
@@ -90,65 +90,55 @@ _COLUMNS = {
 }
 
 
-def _cells(group: list[Mapping[str, float]]) -> list[str]:
-    return [_cell(group, key, factor) for key, factor in _COLUMNS.values()]
+def _quality(title: str, kind: str, groups: Mapping[str, Group]) -> Table:
+    rows = [
+        [name, str(summarize(map(mean_recall, group))), *(_cell(group, *column) for column in _COLUMNS.values())]
+        for name, group in groups.items()
+    ]
+    return Table(title, [kind, "mean recall %", *_COLUMNS], rows)
 
 
-def _cell(group: list[Mapping[str, float]], key: str, factor: float = 1) -> str:
+def _cell(group: Group, key: str, factor: float = 1) -> str:
     values = [factor * result[key] for result in group if key in result]
     return str(summarize(values)) if values else "-"
 
 
-def _chosen(results: Results) -> Table:
-    table = Table(
-        "Search on the validation split (one seed)", ["method", "learning rate and value", "mean recall %"], []
-    )
-    for method, search in SEARCHES.items():
-        for name, result in results.items():
-            if name.startswith(f"search/{method}/"):
-                place = name.rsplit("/", 1)[1].replace("_", f", {search.option.rsplit('.', 1)[1]} ")
-                table.rows.append([method, place, f"{mean_recall(result):.2f}"])
-    return table
+def _sizes(results: Results, name: str) -> list[Group]:
+    """Return an estimator's runs with the whole batch and data, B/2, B/4 and n/10."""
+    batch = by_group(results, "batch")
+    smaller = [batch.get(f"{name}/B_over_{share}", []) for share in (2, 4)]
+    return [by_group(results, "final").get(name, []), *smaller, by_group(results, "data").get(f"{name}/n_over_10", [])]
 
 
 def write(results: Results, folder: Path, heading: str) -> None:
-    """report.html, report.md, quality.png and normalizer_error.png in `folder`."""
-    write_page(
-        tables(results), [_plot_quality(results, folder), _plot_error(results, folder)], folder / "report", heading
-    )
+    """Write report.html, report.md, quality.png and normalizer_error.png into a folder."""
+    figures = {"quality.png": _plot_quality(results), "normalizer_error.png": _plot_error(results)}
+    write_page(tables(results), figures, folder / "report", heading)
 
 
-def _plot_quality(results: Results, folder: Path) -> str:
+def _plot_quality(results: Results) -> Figure:
     finals = by_group(results, "final")
     summaries = {name: summarize(map(mean_recall, group)) for name, group in finals.items()}
     names = sorted(summaries, key=lambda name: summaries[name].mean)
-    figure, axes = plt.subplots(figsize=(7, 0.4 * len(names) + 1.2), layout="constrained")
+    figure = Figure(figsize=(7, 0.4 * len(names) + 1.2), layout="constrained")
+    axes = figure.subplots()
     axes.barh(names, [summaries[n].mean for n in names], xerr=[summaries[n].deviation for n in names], color="#4c72b0")
     axes.set_xlabel("mean recall on held-out test pairs, % (mean and deviation over seeds)")
-    return save_figure(figure, folder, "quality.png")
+    return figure
 
 
-def _plot_error(results: Results, folder: Path) -> str:
-    finals, batch, data = (by_group(results, kind) for kind in ("final", "batch", "data"))
-    figure, panels = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained", sharey=True)
+def _plot_error(results: Results) -> Figure:
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    panels = figure.subplots(1, 2, sharey=True)
     for name in ESTIMATORS:
-        whole = finals.get(name, [])
-        by_batch = [(4, batch.get(f"{name}/B_over_4")), (2, batch.get(f"{name}/B_over_2")), (1, whole)]
-        by_data = [(0.1, data.get(f"{name}/n_over_10")), (1, whole)]
-        for axes, series in zip(panels, ([(1 / x, g) for x, g in by_batch], by_data), strict=True):
+        whole, half, quarter, tenth = _sizes(results, name)
+        batches, data = [(0.25, quarter), (0.5, half), (1, whole)], [(0.1, tenth), (1, whole)]
+        for axes, series in zip(panels, (batches, data), strict=True):
             points = [(x, summarize(r["normalizer_mse"] for r in g if "normalizer_mse" in r)) for x, g in series if g]
-            axes.errorbar(
-                [x for x, _ in points], [s.mean for _, s in points], [s.deviation for _, s in points], label=name
-            )
+            means, deviations = ([getattr(s, part) for _, s in points] for part in ("mean", "deviation"))
+            axes.errorbar([x for x, _ in points], means, deviations, label=name)
     for axes, label in zip(panels, ("batch size / B", "data set size / n"), strict=True):
         axes.set(xlabel=label, xscale="log", yscale="log")
     panels[0].set_ylabel("normaliser MSE (log)")
     panels[0].legend()
-    return save_figure(figure, folder, "normalizer_error.png")
-
-
-def save_figure(figure: plt.Figure, folder: Path, name: str) -> str:
-    """Writes FOLDER/NAME; the name."""
-    figure.savefig(folder / name, dpi=120)
-    plt.close(figure)
-    return name
+    return figure

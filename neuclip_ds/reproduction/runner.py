@@ -1,7 +1,5 @@
 """Run the jobs of a study as processes of `neuclip-ds train`, some at a time, and read their results."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -4,8 +4,6 @@ Nothing is built into a program to time it: each keeps its loss at regular steps
 its speed, with all that happens in between.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess
@@ -32,38 +30,35 @@ class Program(NamedTuple):
     absent: str = ""  # why it cannot run here; empty where it can
 
 
-def start(script: Path, options: Sequence[str], ranks: int, folder: Path, threads: int) -> None:
-    """Runs a script as so many ranks of this machine to its end; its output goes to FOLDER/output.txt.
+def start(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
+    """Run a program as ranks of this machine, which share its cores, to its end; its output goes to FOLDER/output.txt.
+
+    A program is a script, or `-m` and a module, with its arguments. Errors call it `name`.
 
     Raises:
         UserError: it failed; shows the end of its output.
     """
     folder.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    default = str(max(1, (os.cpu_count() or 1) // ranks))
     # the loopback interface by name: gloo may otherwise look up the machine's name at length
-    surroundings = {"GLOO_SOCKET_IFNAME": "lo", **os.environ, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+    surroundings = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": default, **os.environ}
     paths = [str(ROOT), str(ROOT / "tools"), *filter(None, [os.environ.get("PYTHONPATH")])]
-    surroundings |= {"OMP_NUM_THREADS": str(threads), "PYTHONPATH": os.pathsep.join(paths)}
+    surroundings |= {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(paths)}
+    surroundings |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
     path = folder / _OUTPUT
     with path.open("w") as output:
-        code = subprocess.run(
-            [sys.executable, *launcher, str(script), *options], env=surroundings, stdout=output, stderr=output
-        ).returncode
+        call = [sys.executable, *launcher, *program]
+        code = subprocess.run(call, env=surroundings, stdout=output, stderr=output).returncode
     if code:
         rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
         lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
         end = "\n".join(lines[-_SHOWN:])
-        raise UserError(f"{script.name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
+        raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
 
 
 def samples_per_second(folder: Path, tag: str, warmup: int, batch: int) -> float:
-    """Speed between the first point of at least `warmup` steps and the last one.
-
-    Args:
-        folder: of the event files.
-        tag: of the scalar.
-        warmup: steps that do not count.
-        batch: pairs of a step.
+    """Return the speed between the first point of a scalar from step `warmup` on and the last one.
 
     Raises:
         UserError: there are not two such points.
@@ -83,12 +78,9 @@ Speeds = Mapping[str, Sequence[float]]  # program -> samples/s of its turns; non
 
 
 def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mapping[str, str]) -> list[str]:
-    """Lines of a Markdown table; a ratio is the median of those of the turns, in each of which all programs ran.
+    """Return lines of a Markdown table of the speeds by number of ranks, with `references` divided by each program.
 
-    Args:
-        found: number of ranks -> speeds.
-        references: programs whose speed is divided by each program's.
-        absent: why a program has none.
+    A ratio is the median of those of the turns, in each of which all programs ran.
     """
     head = ["program", "ranks", "samples/s", "lowest - highest", *(f"{name} / it" for name in references)]
     lines = [f"| {' | '.join(head)} |", "|---" * len(head) + "|"]
@@ -97,12 +89,9 @@ def table(found: Mapping[int, Speeds], references: Sequence[str], absent: Mappin
             if not turns:
                 cells = [f"not run: {absent[name]}", *["-"] * (1 + len(references))]
             else:
-                ratios = [_ratio(speeds[reference], turns) for reference in references]
+                pairs = [zip(speeds[reference], turns, strict=True) for reference in references]
+                ratios = [statistics.median(ours / its for ours, its in of_turns) for of_turns in pairs]
                 spread = f"{min(turns):,.1f} - {max(turns):,.1f}"
                 cells = [f"{statistics.median(turns):,.1f}", spread, *(f"{ratio:.2f}" for ratio in ratios)]
             lines.append(f"| {name} | {ranks} | {' | '.join(cells)} |")
     return lines
-
-
-def _ratio(ours: Sequence[float], its: Sequence[float]) -> float:
-    return statistics.median(a / b for a, b in zip(ours, its, strict=True))

@@ -3,8 +3,6 @@
 A run is `train.py miniature` with options, named after what it compares; a run that has its results is not repeated.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field

@@ -11,6 +11,7 @@ import pytest
 from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.cost_model import (
+    Call,
     Cluster,
     Compute,
     Network,
@@ -23,7 +24,6 @@ from neuclip_ds.planning.cost_model import (
     to_json,
 )
 from neuclip_ds.planning.machines import find_machine, network_names
-from neuclip_ds.planning.simulated_rank import Call
 
 COMPUTE = Compute(0.02, 4e10, 1e10, 5e8, 5e7, 1e4, skew=0.1, cores=2, sharing=0.4)
 NETWORK = Network(start=1e-3, inner_latency=2e-4, inner_bandwidth=5e8)

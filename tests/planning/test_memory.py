@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,11 +18,17 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.source import locate_model, model_source
+from neuclip_ds.models.source import model_source
 from neuclip_ds.planning.activations import count_activations
-from neuclip_ds.planning.dry_run import StandInTokenizer
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
-from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
+from neuclip_ds.planning.memory import (
+    MemoryQuery,
+    StandInTokenizer,
+    account,
+    advice,
+    count_towers,
+    smallest_that_fits,
+)
 from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
@@ -138,10 +145,7 @@ def test_activations_are_those_of_a_real_pass(checkpointing: str) -> None:
 
 
 def query(*options: str, world_size: int = 2, samples: int = 1000, device: str = "cuda") -> MemoryQuery:
-    config = parse(["demo", *SMALL, *options]).config
-    source = model_source(config.model, locate_model(config.model))
-    tokenizer: Any = StandInTokenizer(config.model.text)
-    return MemoryQuery(config, source, tokenizer, world_size, samples, device)
+    return MemoryQuery(parse(["demo", *SMALL, *options]).config, world_size, samples, device)
 
 
 def test_a_part_follows_what_it_belongs_to() -> None:
@@ -153,7 +157,7 @@ def test_a_part_follows_what_it_belongs_to() -> None:
     parts = account(smaller, count_towers(smaller))
     assert parts.activations.alone < 0.4 * found.activations.alone
     assert (parts.batch, parts.features, parts.similarities) == (found.batch, found.features, found.similarities)
-    many = account(base._replace(samples=10**9), towers)
+    many = account(replace(base, samples=10**9), towers)
     assert many.objective_host == pytest.approx(4e9, rel=0.01), "a store beyond 2 GB lies on the host"
     assert many.objective < 1000
     individual = account(query("--objective.method=fastclip_v2"), towers)
@@ -192,8 +196,6 @@ def test_vit_h_fits_eight_gpus_of_80_gb() -> None:
     """The job of the TuneCLIP paper: 256 pairs on each of 8 GPUs."""
     config = parse(["vith14_tuneclip"]).config
     assert config.rank_batch(8) == 256
-    place = locate_model(config.model, weights=False)
-    source = model_source(config.model, place)
-    whole = MemoryQuery(config, source, source.tokenizer(pytest.fail), 8, 12_000_000, "cuda", place)
+    whole = MemoryQuery(config, 8, 12_000_000)
     assert is_bf16(load_engine_config(config, 8))
     assert account(whole, count_towers(whole)).fits(80)

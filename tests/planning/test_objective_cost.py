@@ -13,9 +13,8 @@ from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.planning.objective_cost import _run, objective_calls, objective_work
+from neuclip_ds.planning.objective_cost import ObjectiveQuery, SimulatedRank, _run, objective_calls, objective_work
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.simulated_rank import SimulatedRank
 from neuclip_ds.recipe import override, validate
 
 RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
@@ -52,7 +51,7 @@ def at_size(method: str, pieces: int) -> list[tuple[str, str, int]]:
 def test_collectives_at_another_size(method: str, pieces: int) -> None:
     found = at_size(method, pieces)
     build = REFERENCES.get(method, build_objective)
-    predicted = objective_calls(config_of(method), RANKS, ROWS, DIM, torch.float32, pieces, build)
+    predicted = objective_calls(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32, pieces, build))
     assert {call[:3]: 2 * call.times for call in predicted} == {one: found.count(one) for one in found}
 
 
@@ -63,7 +62,7 @@ def test_operations_are_those_of_the_formulas() -> None:
     positives = 2 * batch * DIM
     npn = (2 * 8 + 4) * batch * 3 * DIM  # two updates and a prediction, three prototypes a rank
     for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn)):
-        found = objective_work(config_of(method), RANKS, ROWS, DIM, torch.float32).flops
+        found = objective_work(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32)).flops
         assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
 
 
@@ -74,6 +73,5 @@ def test_operations_are_polynomials_of_the_size(method: str) -> None:
     config = config_of(method)
     for rows, dim, columns in ((4, 5, 2), (12, 10, 3)):
         config.objective.section(NpnConfig).prototypes = columns * RANKS
-        seen = _run(config, RANKS, rows, dim, torch.float32, 1, build, columns)
-        found = objective_work(config, RANKS, rows, dim, torch.float32, build)
-        assert found == pytest.approx((seen.flops, seen.elements), rel=0.05)
+        query = ObjectiveQuery(config, RANKS, rows, dim, torch.float32, build=build)
+        assert objective_work(query) == pytest.approx(_run(query, columns)[1], rel=0.05)

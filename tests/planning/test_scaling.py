@@ -7,8 +7,7 @@ from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.engine_memory import Parameters
 from neuclip_ds.planning.machines import find_machine
 from neuclip_ds.planning.memory import Towers
-from neuclip_ds.planning.scaling import ClusterAssumptions, predict
-from neuclip_ds.planning.step_work import count_model, step_work
+from neuclip_ds.planning.scaling import ClusterAssumptions, count_model, predict, step_work
 from neuclip_ds.recipe import parse
 
 

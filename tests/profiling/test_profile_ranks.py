@@ -18,7 +18,7 @@ from neuclip_ds.engine.config import read_engine_file
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_model import from_json
 from neuclip_ds.planning.openclip_reference import REFERENCES
-from neuclip_ds.planning.step_work import count_model, step_work
+from neuclip_ds.planning.scaling import count_model, step_work
 from neuclip_ds.planning.synthetic_profile import CONFIG, run_synthetic_profile
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace

@@ -41,13 +41,13 @@ def test_a_program_that_fails_is_shown(tmp_path: Path) -> None:
     script = tmp_path / "broken.py"
     script.write_text("raise SystemExit('the disk is full')")
     with pytest.raises(UserError, match=r"(?s)broken\.py on 1 ranks ended with exit code 1;.*the disk is full"):
-        start(script, [], 1, tmp_path / "out", threads=1)
+        start(script.name, [str(script)], 1, tmp_path / "out", threads=1)
 
 
 def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_clip = pytest.importorskip("open_clip")
     pytest.importorskip("pandas")  # which open_clip_train imports
-    monkeypatch.setattr(sys, "path", [str(ROOT / "tools" / "peers"), *sys.path])
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), *sys.path])
     import open_clip_program
 
     tokenizer = train_bpe([f"dog {number} and cat {7 * number}" for number in range(200)], 300, 8)

@@ -6,8 +6,6 @@ of its loader; on CPUs its DistributedDataParallel, which it gives a device, whi
 webdataset 1.0 leaves out its marks at the end of shards, which open_clip, made for 0.2, stumbles over.
 """
 
-from __future__ import annotations
-
 import argparse
 import functools
 import json
@@ -18,6 +16,7 @@ from typing import Any
 import open_clip
 import timm
 import torch
+from benchmarking import EOS, program_parser, random_pair
 from open_clip_train import data as loading
 from open_clip_train import main as program
 from torch import nn
@@ -32,16 +31,10 @@ from neuclip_ds.recipe import load_recipe, validate
 
 FACTS = "facts.json"
 _NAME = "benchmark_dual_encoder"
-_EOS = 1  # of tokenizers that this project trains, and of random tokens
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path, help="a run's config")
-    parser.add_argument("out", type=Path, help="the program's folder")
-    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
-    parser.add_argument("--bf16", action="store_true", help="its amp_bf16")
-    arguments = parser.parse_args()
+    arguments = program_parser(__doc__).parse_args()
     config = validate(load_recipe(str(arguments.config)))
     environment = read_environment()
     if arguments.random:
@@ -84,7 +77,7 @@ def add_model(config: Config, folder: Path) -> None:
             "layers": text.layers,
             "hf_tokenizer_name": text.tokenizer,
             "pool_type": "eos",
-            "eos_id": _EOS,
+            "eos_id": EOS,
         },
     }
     path = folder / f"{_NAME}.json"
@@ -133,11 +126,8 @@ class _Again(list[Any]):
 
 def random_pairs(config: Config, rows: int) -> loading.DataInfo:
     """One batch, as often as the run has steps."""
-    size, text = config.model.vision.image_size, config.model.text
-    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
-    tokens[:, 0], tokens[:, -1] = 0, _EOS
     steps = config.budget.steps or 0
-    loader = _Again([(torch.randn(rows, 3, size, size), tokens)] * steps)
+    loader = _Again([random_pair(config, rows)] * steps)
     loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
     return loading.DataInfo(loader)
 

@@ -1,73 +1,90 @@
-"""One rank of this project's training for tools/benchmark_step.py: train.py itself, or steps on random pairs."""
+"""One rank of this project's training for tools/benchmark_step.py: train.py itself, steps on random pairs, or less.
 
-from __future__ import annotations
+With --objective it is the objective without towers, random features in and gradients out; OUT/seconds.json holds for
+each method the seconds of the slowest rank. On a CPU the time is that of the processor, so that more ranks than cores
+can be measured: waiting for other ranks is not in it, the transport of features is.
+"""
 
 import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
 
 import torch
+from benchmarking import program_parser, random_features
 
 from neuclip_ds.cli.main import main as run_command
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
-from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.planning.dry_run import StandInTokenizer
-from neuclip_ds.planning.synthetic_profile import random_batch
+from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
 from neuclip_ds.recipe import dump, load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
-from neuclip_ds.training.step import TrainStep
 
-_EPOCH = 100  # steps
+SECONDS = "seconds.json"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path, help="a run's config")
-    parser.add_argument("out", type=Path, help="its folder")
-    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
+    parser = program_parser(__doc__)
+    parser.add_argument("--objective", nargs="+", default=[], help="methods whose objectives to measure")
+    parser.add_argument("--repeats", type=int, default=2, help="steps of an objective that count")
     arguments = parser.parse_args()
-    if arguments.random:
-        exit_on_mistake(lambda: random_steps(arguments))
+    if arguments.objective or arguments.random:
+        exit_on_mistake(lambda: (objectives if arguments.objective else random_steps)(arguments))
         return
-    run_command(
-        ["train", str(arguments.config), f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"]
-    )
+    where = [f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"]
+    run_command(["train", str(arguments.config), *where])
 
 
 def random_steps(arguments: argparse.Namespace) -> None:
-    """The steps of a run on one random batch, which leaves loading out."""
+    """Run the steps of a run on one random batch, which leaves loading out."""
     config = validate(load_recipe(str(arguments.config)))
     with connected(dump(config)) as communicator:
-        engine_config = load_engine_config(config, communicator.world_size)
-        engine = start_engine(build_towers(config), config.optimizer, engine_config, communicator)
-        samples = _EPOCH * config.data.batch_size
-        context = Context(config.model.embed_dim, samples, communicator)
-        objective = build_objective(config, context, resolve_comm_dtype(config, engine_config))
-        step = TrainStep(engine, objective, communicator, config.micro_batch(communicator.world_size), config.run.seed)
-        batch, lr = random_batch(config, samples, communicator, 0), config.optimizer.lr
+        steps = SyntheticSteps(config, communicator, config.optimizer.lr)
+        batch = steps.batch(0)
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
-            for number in range(config.budget.steps or _EPOCH):
-                gradients = step(batch, Step(number, number // _EPOCH, lr, lr))
-                if metrics is not None and (number + 1) % config.run.log_every == 0:
-                    metrics.write(number + 1, {"loss": float(gradients.loss)})
+            for number in range(1, 1 + (config.budget.steps or EPOCH)):
+                gradients = steps.run(number - 1, batch)
+                if metrics is not None and number % config.run.log_every == 0:
+                    metrics.write(number, {"loss": float(gradients.loss)})
 
 
-def build_towers(config: Config) -> DualEncoder:
-    """With random weights, for tokens of a tokenizer that is never made."""
-    torch.manual_seed(config.run.seed)
-    stand_in: Any = StandInTokenizer(config.model.text)
-    model = build_dual_encoder(config.model, stand_in)
-    if config.model.compile:
-        model.compile_towers()
-    return model
+def objectives(arguments: argparse.Namespace) -> None:
+    """Measure the objective of every method."""
+    config = validate(load_recipe(str(arguments.config)))
+    with connected(dump(config)) as communicator:
+        found = {}
+        for method in arguments.objective:
+            config.objective.method = method
+            found[method] = max(communicator.gather_objects(objective_seconds(config, communicator, arguments.repeats)))
+        if communicator.rank == 0:
+            (arguments.out / SECONDS).write_text(json.dumps(found), encoding="utf-8")
+
+
+def objective_seconds(config: Config, communicator: Communicator, repeats: int) -> float:
+    """Return the median over steps of this rank's time, once the network of NeuCLIP predicts."""
+    dim = config.model.embed_dim
+    comm_dtype = resolve_comm_dtype(config, load_engine_config(config, communicator.world_size))
+    objective = build_objective(config, Context(dim, EPOCH * config.data.batch_size, communicator), comm_dtype)
+    features = random_features(config.rank_batch(communicator.world_size), dim, communicator)
+    on_gpu = communicator.device.type == "cuda"
+    now: Callable[[], float] = time.perf_counter if on_gpu else time.process_time
+    before, seconds = max(2, first_prediction(config) + 1), []
+    for number in range(before + repeats):
+        communicator.barrier()
+        began = now()
+        objective(features, Step(number, number // EPOCH, 1e-4, 1e-4))
+        if on_gpu:
+            torch.cuda.synchronize()
+        seconds.append(now() - began)
+    return statistics.median(seconds[before:])
 
 
 if __name__ == "__main__":

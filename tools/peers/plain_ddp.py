@@ -3,19 +3,16 @@
 The towers are this project's; webdataset loads as in open_clip: torchvision's transforms on PIL images, float32 pixels.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import math
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import webdataset as wds
-from benchmark_objective import peer_loss
+from benchmarking import peer_loss, program_parser, random_pair
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
@@ -24,11 +21,12 @@ from torchvision import transforms
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, read_environment
 from neuclip_ds.engine.optimizers import parameter_groups
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.planning.dry_run import StandInTokenizer
+from neuclip_ds.planning.memory import StandInTokenizer
 from neuclip_ds.recipe import load_recipe, validate
 
 _SHUFFLED, _SHUFFLED_AT_FIRST = 5000, 1000  # samples, as in open_clip
@@ -51,12 +49,7 @@ class FloatTowers(nn.Module):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("config", type=Path, help="a run's config")
-    parser.add_argument("out", type=Path, help="folder for TensorBoard")
-    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
-    parser.add_argument("--bf16", action="store_true", help="autocast")
-    arguments = parser.parse_args()
+    arguments = program_parser(__doc__).parse_args()
     environment = read_environment()
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", environment.local_rank) if on_gpu else torch.device("cpu")
@@ -71,7 +64,10 @@ def main() -> None:
 
 def train(arguments: argparse.Namespace, environment: RankEnvironment, device: torch.device) -> None:
     config = validate(load_recipe(str(arguments.config)))
-    tokenizer = open_tokenizer(config)
+    text = config.model.text
+    tokenizer: Any = StandInTokenizer(text)
+    if text.tokenizer:
+        tokenizer = CaptionTokenizer.load(text.tokenizer, text.context_length)
     torch.manual_seed(config.run.seed)
     towers = FloatTowers(build_dual_encoder(config.model, tokenizer)).to(device)
     model: Any = DistributedDataParallel(towers) if environment.world_size > 1 else towers
@@ -80,9 +76,12 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     constants = config.optimizer
     groups = parameter_groups(towers, constants.weight_decay)
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
-    _, loss_of = peer_loss(environment.rank, environment.world_size)
-    rows = config.rank_batch(environment.world_size)
-    loaded = random_pairs(config, rows) if arguments.random else batches(config, rows, tokenizer, environment.rank)
+    _, loss_of = peer_loss(Communicator(device))
+    loaded: Iterator[tuple[Tensor, Tensor]]
+    if arguments.random:
+        loaded = itertools.repeat(random_pair(config, config.rank_batch(environment.world_size)))
+    else:
+        loaded = batches(config, tokenizer, environment)
     writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
     for number, (image, tokens) in enumerate(itertools.islice(loaded, config.budget.steps)):
         image, tokens = image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
@@ -101,52 +100,26 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
         writer.close()
 
 
-def open_tokenizer(config: Config) -> Any:
-    text = config.model.text
-    return CaptionTokenizer.load(text.tokenizer, text.context_length) if text.tokenizer else StandInTokenizer(text)
-
-
-def random_pairs(config: Config, rows: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """One batch without end."""
-    size, text = config.model.vision.image_size, config.model.text
-    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
-    tokens[:, 0], tokens[:, -1] = 0, 1
-    return itertools.repeat((torch.randn(rows, 3, size, size), tokens))
-
-
-def batches(config: Config, rows: int, tokenizer: CaptionTokenizer, rank: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Without end; every rank and every worker draws shards of its own, as open_clip's --dataset-resampled."""
-    vision, data = config.model.vision, config.data
-    transform = transforms.Compose(
-        [
-            transforms.RandomResizedCrop(
-                vision.image_size, (data.crop_scale, 1.0), interpolation=transforms.InterpolationMode.BICUBIC
-            ),
-            transforms.ToTensor(),
-            transforms.Normalize(vision.mean, vision.std),
-        ]
-    )
+def batches(
+    config: Config, tokenizer: CaptionTokenizer, environment: RankEnvironment
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield batches without end; every rank and every worker draws separate shards, as with --dataset-resampled."""
+    vision, data, bicubic = config.model.vision, config.data, transforms.InterpolationMode.BICUBIC
+    crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
+    transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(vision.mean, vision.std)])
     pipeline = wds.DataPipeline(
-        wds.ResampledShards(resolve_shards(data.train), seed=rank, deterministic=True),
+        wds.ResampledShards(resolve_shards(data.train), seed=environment.rank, deterministic=True),
         wds.tarfile_to_samples(),
         wds.shuffle(_SHUFFLED, initial=_SHUFFLED_AT_FIRST),
         wds.decode("pilrgb"),
         wds.rename(image="jpg;png;jpeg;webp", text="txt"),
         wds.map_dict(image=transform, text=lambda text: tokenizer([text])[0]),
         wds.to_tuple("image", "text"),
-        wds.batched(rows, partial=False),
+        wds.batched(config.rank_batch(environment.world_size), partial=False),
     )
-    on_gpu = torch.cuda.is_available()
-    workers = data.workers
-    return iter(
-        wds.WebLoader(
-            pipeline,
-            batch_size=None,
-            num_workers=workers,
-            prefetch_factor=data.prefetch if workers else None,
-            pin_memory=on_gpu,
-        )
-    )
+    prefetch = data.prefetch if data.workers else None
+    options = {"num_workers": data.workers, "prefetch_factor": prefetch, "pin_memory": torch.cuda.is_available()}
+    return iter(wds.WebLoader(pipeline, batch_size=None, **options))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,108 @@
+"""What the benchmarks share: ranks of this machine, work in turns, peak memory, and inputs made of noise."""
+
+import argparse
+import json
+import os
+import platform
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.planning.openclip_reference import openclip_loss
+
+EOS = 1  # of tokenizers that this project trains, and of random tokens
+
+
+def on_ranks(ranks: int, work: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """Return what `work(*arguments)` returns, as JSON keeps it, in each of `ranks` fresh processes of this machine."""
+    with socket.socket() as probe, tempfile.TemporaryDirectory() as folder:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+        probe.close()
+        mp.spawn(_run_rank, (ranks, port, folder, work, arguments), nprocs=ranks)
+        return [json.loads(Path(folder, str(rank)).read_text()) for rank in range(ranks)]
+
+
+def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[..., Any], arguments: Any) -> None:
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // ranks))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(ranks))
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # gloo may otherwise look up the machine's name at length
+    Path(folder, str(rank)).write_text(json.dumps(work(*arguments)))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
+    """Return the seconds of each work in every turn; `wait` comes before each."""
+    seconds: dict[str, list[float]] = {name: [] for name in works}
+    for _ in range(turns):
+        for name, work in works.items():
+            wait()
+            began = time.perf_counter()
+            work()
+            seconds[name].append(time.perf_counter() - began)
+    return seconds
+
+
+def machine() -> str:
+    return f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}"
+
+
+def resident(field: str) -> int:
+    """Return bytes of a line of /proc/self/status: `VmRSS`, or `VmHWM` for the most since `reset_peak`."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def reset_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def random_features(rows: int, dim: int, communicator: Communicator) -> Features:
+    generator = torch.Generator().manual_seed(communicator.rank)
+    image, text = (normalize(torch.randn(rows, dim, generator=generator), dim=1) for _ in range(2))
+    index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
+    valid = torch.ones(rows, dtype=torch.bool, device=device)
+    return Features(image.to(device), text.to(device), index.to(device), valid)
+
+
+def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
+    """Return (b, 3, H, W) float32 pixels and (b, T) ids of noise."""
+    size, text = config.model.vision.image_size, config.model.text
+    tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
+    tokens[:, 0], tokens[:, -1] = 0, EOS
+    return torch.randn(rows, 3, size, size), tokens
+
+
+def peer_loss(communicator: Communicator) -> tuple[str, Callable[..., Tensor]]:
+    """Return name and function (image, text, logit_scale) -> loss of this rank."""
+    try:
+        from open_clip.loss import ClipLoss
+    except ImportError:
+        return "written-out OpenCLIP loss", partial(openclip_loss, communicator=communicator)
+    ranks = {"rank": communicator.rank, "world_size": communicator.world_size}
+    return "open_clip ClipLoss", ClipLoss(local_loss=True, gather_with_grad=True, cache_labels=True, **ranks)
+
+
+def program_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return the arguments of one rank of a program of tools/benchmark_step.py."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("config", type=Path, help="a run's config")
+    parser.add_argument("out", type=Path, help="its folder")
+    parser.add_argument("--random", action="store_true", help="one batch of random pairs again and again")
+    parser.add_argument("--bf16", action="store_true", help="autocast")
+    return parser
