@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import METHODS, find_method
@@ -11,34 +11,14 @@ from neuclip_ds.objectives.temperature_config import AdamSettings
 if TYPE_CHECKING:
     import torch
 
+    from neuclip_ds.config import Config
     from neuclip_ds.objectives.base import Context, Objective
 
 __all__ = ["METHODS", "build_objective", "compose_objective", "find_method"]
 
 
-class _AdamOptions(Protocol):
-    betas: tuple[float, float]
-    eps: float
-
-
-class _RunOptions(Protocol):
-    """The parts of a run's config that an objective needs."""
-
-    @property
-    def objective(self) -> ObjectiveConfig: ...
-
-    @property
-    def optimizer(self) -> _AdamOptions: ...
-
-
-def build_objective(config: _RunOptions, context: Context, comm_dtype: torch.dtype) -> Objective:
-    """Build the objective of a run.
-
-    Args:
-        config: the whole tree; the optimizer section gives the temperature's Adam its betas and epsilon.
-        context: width, size of the data set, ranks.
-        comm_dtype: precision in which features travel.
-    """
+def build_objective(config: Config, context: Context, comm_dtype: torch.dtype) -> Objective:
+    """Build the objective of a run; the optimizer section gives the temperature's Adam its betas and epsilon."""
     adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
     return compose_objective(config.objective, context._replace(comm_dtype=comm_dtype, adam=adam))
 
