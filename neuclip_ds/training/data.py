@@ -54,11 +54,7 @@ class TrainingData(NamedTuple):
 
 
 def open_training_data(config: Config, source: ModelSource, communicator: Communicator, folder: Path) -> TrainingData:
-    """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
-
-    Raises:
-        UserError: no data are named, or they cannot be used.
-    """
+    """Open the training data of a run; a tokenizer is trained on their captions where the model names none."""
     data, preprocessing = config.data, source.preprocessing
     if not data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -120,11 +116,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 
 
 def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
-    """Return the order of a run's samples.
-
-    Raises:
-        UserError: the batch size does not fit the data or the shard streams.
-    """
+    """Return the order of a run's samples; raise `UserError` if the batch does not fit the data or shard streams."""
     data = config.data
     order = GlobalOrder(
         manifest.starts,
