@@ -29,11 +29,7 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Return rank, local rank and world size, (0, 0, 1) without a launcher.
-
-    Raises:
-        UserError: a launcher's variables are incomplete or not numbers.
-    """
+    """Return rank, local rank and world size, (0, 0, 1) without a launcher."""
     names = _launcher(env)
     if names is None:
         return RankEnvironment(0, 0, 1)
@@ -52,10 +48,8 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that a process group needs and the launcher has not set, unless MPI must provide the address.
 
     Without a launcher there is one rank. The rendezvous of a step of srun is its first node, at a port derived from the
-    job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` names the address.
-
-    Raises:
-        UserError: MASTER_ADDR or MASTER_PORT is missing and only the launcher knows it.
+    job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` names the address. Raises `UserError` where only the
+    launcher knows a missing one.
     """
     names = _launcher(env)
     if names is None:

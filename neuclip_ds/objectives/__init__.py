@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import METHODS, find_method
@@ -11,14 +11,19 @@ from neuclip_ds.objectives.temperature_config import AdamSettings
 if TYPE_CHECKING:
     import torch
 
-    from neuclip_ds.config import Config
     from neuclip_ds.objectives.base import Context, Objective
 
 __all__ = ["METHODS", "build_objective", "compose_objective", "find_method"]
 
 
-def build_objective(config: Config, context: Context, comm_dtype: torch.dtype) -> Objective:
-    """Build the objective of a run; the optimizer section gives the temperature's Adam its betas and epsilon."""
+def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> Objective:
+    """Build the objective of a run.
+
+    Args:
+        config: a `Config`, of a layer above; its optimizer section has betas and epsilon of the temperature's Adam.
+        context: width, size of the data set, ranks.
+        comm_dtype: precision in which features travel.
+    """
     adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
     return compose_objective(config.objective, context._replace(comm_dtype=comm_dtype, adam=adam))
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class SigmoidObjective(Objective):
-    """Feature gradient of one batch, and one Adam step of temperature and bias, which starts at that of the encoders."""
+    """Feature gradient of one batch, and one Adam step of temperature and bias; without a bias, the encoders'."""
 
     def __init__(self, config: ObjectiveConfig, bias: float | None, context: Context) -> None:
         bias = context.bias if bias is None else bias
