@@ -37,22 +37,13 @@ class Traffic:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class Pending:
-    """A collective in progress, which may overlap computation.
+    """A collective in progress, which may overlap computation."""
 
-    Args:
-        result: tensor that the collective fills.
-        work: torch's handle; None if the result is ready.
-        waiting: context manager that times `wait`.
-    """
-
-    def __init__(
-        self,
-        result: Tensor,
-        work: dist.Work | None = None,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._result, self._work, self._waiting = result, work, waiting
+    _result: Tensor  # that the collective fills
+    _work: dist.Work | None = None  # torch's handle; None if the result is ready
+    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait`
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU later kernels wait, not the host."""

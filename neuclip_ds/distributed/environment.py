@@ -56,7 +56,8 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         return
     if names == _SLURM:
-        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))))
+        nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))  # such as gpu[01-04,07],cpu3
+        env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0])
         env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
     known = bool(env.get("MASTER_ADDR")) and env.get("MASTER_PORT", "").isdigit()
     if known:
@@ -76,8 +77,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu01` of `gpu[01-04,07],cpu3`."""
-    return re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0]

@@ -135,17 +135,13 @@ def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
     return order
 
 
-def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:
-    """Open the node's cache of remote shards; None where all shards are local."""
-    if all(is_local(shard.path) for shard in manifest.shards):
-        return None
-    folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
-    # a fetch with all its retries times out before the loader's own time-out
-    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
-
-
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return how batches of `manifest` are loaded."""
+    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
+    cache = None
+    if not all(is_local(shard.path) for shard in manifest.shards):
+        folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
+        # a fetch with all its retries times out before the loader's own time-out
+        cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
     return LoaderOptions(
         data.workers,
         data.prefetch,
@@ -153,6 +149,6 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
         data.restarts,
         data.reader,
         tuple(data.captions),
-        open_cache(data, manifest),
+        cache,
         pin_memory=communicator.device.type == "cuda",
     )

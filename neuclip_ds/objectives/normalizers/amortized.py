@@ -93,41 +93,31 @@ class AmortizedNormalizer(Normalizer):
         self._steps = 0  # since they were drawn
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
+        """Estimate after a fit; without learning from the nets as they are, or from the batch while none are drawn."""
         features, positive = self._inputs(batch, tau)
-        if not step.learn:
-            return self._report(batch, log_g, tau)
-        starts = step.epoch != self._epoch
+        starts = step.learn and step.epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
-        fits = starts or self._steps % self._config.online_every == 0
+        fits = step.learn and (starts or self._steps % self._config.online_every == 0)
         # only a fit and the released code's stage II ask for log C and log Z of the other ranks' anchors
-        everyone = fits or self._config.stage2 == "combined"
+        everyone = fits or self._config.stage2 == "combined" or not step.learn
         rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.local, log_g)
         log_total = self._log_total(log_g, positive[rows], batch.size)
-        log_target = self._log_target(log_total, features[:, rows], step.epoch)
+        log_target = self._log_target(log_total, features[:, rows], step.epoch if step.learn else self._epoch)
         if starts:
             self._draw(step.epoch, features, log_target)
         if fits:
             self._fit(features, log_target, log_total)
-        if self._steps % self._config.target_every == 0:
-            self._target.lerp_(self._online.detach(), 1 - self._config.ema)
-        self._steps += 1
-        predicted = self._mlp(self._target, features)
-        local = batch.local if everyone else slice(None)
-        error = (predicted[:, batch.local] - log_target[:, local]).square()
-        log_lambda = predicted if self._config.stage2 == "ema" else log_target
-        return self._estimate(batch, positive, tau, log_total[:, local], log_lambda, error)
-
-    def _report(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> NormalizerOutput:
-        """Estimate without learning: from the nets, or from the batch while none are drawn."""
-        features, positive = self._inputs(batch, tau)
-        log_total = self._log_total(batch.gather(log_g, "normalizer"), positive, batch.size)
-        log_target = self._log_target(log_total, features, self._epoch)
+        if step.learn:
+            if self._steps % self._config.target_every == 0:
+                self._target.lerp_(self._online.detach(), 1 - self._config.ema)
+            self._steps += 1
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
+        local = batch.local if everyone else slice(None)
+        error = (predicted[:, batch.local] - log_target[:, local]).square()
         log_lambda = predicted if drawn and self._config.stage2 == "ema" else log_target
-        error = (predicted - log_target)[:, batch.local].square()
-        return self._estimate(batch, positive, tau, log_total[:, batch.local], log_lambda, error)
+        return self._estimate(batch, positive, tau, log_total[:, local], log_lambda, error)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
@@ -152,8 +142,7 @@ class AmortizedNormalizer(Normalizer):
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
         """(2, rows) log Z."""
-        weight = previous_weight(epoch, self._config)
-        if self._previous is None or not weight:
+        if self._previous is None or not (weight := previous_weight(epoch, self._config)):
             return log_total
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
