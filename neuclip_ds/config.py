@@ -222,11 +222,7 @@ class Config(Section):
         return {**tree, "objective": merge(blank, objective)}
 
     def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs of the global batch that each rank holds.
-
-        Raises:
-            UserError: the world size does not divide the batch.
-        """
+        """Return the number of pairs of the global batch that each rank holds."""
         if self.data.batch_size % world_size:
             below = self.data.batch_size // world_size * world_size
             raise UserError(
@@ -236,11 +232,7 @@ class Config(Section):
         return self.data.batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
-        """Return the number of pairs that go through the towers at once on a rank.
-
-        Raises:
-            UserError: it does not divide the rank's batch.
-        """
+        """Return the number of pairs that go through the towers at once on a rank."""
         rank_batch = self.rank_batch(world_size)
         micro = self.data.micro_batch or rank_batch
         if rank_batch % micro:

@@ -117,11 +117,7 @@ def recipe_names() -> list[str]:
 
 
 def load_recipe(name: str, beside: Path | None = None) -> dict[str, Any]:
-    """The tree of a recipe with its includes merged in.
-
-    Raises:
-        UserError: it does not exist or is not a YAML mapping.
-    """
+    """The tree of a recipe with its includes merged in."""
     path = _find_recipe(name, beside)
     try:
         tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
@@ -151,11 +147,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config of a tree.
-
-    Raises:
-        UserError: an option is unknown, renamed, of a wrong type or out of range; names every one.
-    """
+    """Make a config of a tree; raise `UserError` that names every unknown, renamed or wrong option."""
     for old, new in _renamed(tree):
         raise UserError(f"{old} is now called {new}.")
     return _validate(Config, _with_other_methods(tree))

@@ -76,9 +76,7 @@ class Checkpoints:
     """The checkpoints of one run."""
 
     def __init__(self, folder: Path, communicator: Communicator, keep: int) -> None:
-        self._folder = folder
-        self._communicator = communicator
-        self._keep = keep
+        self._folder, self._communicator, self._keep = folder, communicator, keep
 
     def newest(self) -> Path | None:
         """Return the newest complete checkpoint, the same on all ranks."""
@@ -121,8 +119,7 @@ class Checkpoints:
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
         """Return the number of steps done, and the position in the data (training/data_position.py).
 
-        Raises:
-            UserError: the run that wrote the checkpoint has another fingerprint.
+        Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
         meta = read_meta(path)
         for key, wanted in fingerprint.items():
@@ -135,11 +132,7 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Fill engine and objective from a checkpoint.
-
-        Raises:
-            UserError: files are missing or damaged.
-        """
+        """Fill engine and objective from a checkpoint; raise `UserError` where files are missing or damaged."""
         load_engine(path / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
@@ -159,11 +152,7 @@ class Checkpoints:
 
 
 def read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json of a checkpoint: `step`, `facts`, `data`.
-
-    Raises:
-        UserError: it was written by a version with another format.
-    """
+    """Read meta.json of a checkpoint, `step`, `facts` and `data`; raise `UserError` if it has another format."""
     meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
     if meta.get("format") != _FORMAT:
         raise UserError(

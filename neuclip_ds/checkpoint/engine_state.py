@@ -54,19 +54,17 @@ def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
     """Fill a freshly built engine, on all ranks together, from what any number of ranks of any ZeRO stage wrote.
 
-    Raises:
-        UserError: on all ranks, where any rank finds the files missing, damaged or of another model.
+    Raises `UserError` on all ranks where any finds the files missing, damaged or of another model.
     """
-    release_gathered(engine)
-    problem = None
-    try:
-        files = StateFiles(folder)
-        _check_parameters(files, engine.module)
+
+    def read() -> StateFiles:
+        files = _open(folder, engine.module)
         _fill(files, engine, communicator)
         _fill_buffers(files, engine.module)
-    except UserError as error:
-        problem = str(error)
-    communicator.agree(problem)
+        return files
+
+    release_gathered(engine)
+    files = communicator.on_every_rank(read)
     refresh_weights(engine)
     for name in _COUNTERS:
         setattr(engine, name, files.counters[name])
@@ -78,18 +76,15 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
     """Fill the optimizer's state of a freshly built engine, on all ranks together, and leave the weights.
 
-    Raises:
-        UserError: as `load_engine`, or the files hold other weights than the engine.
+    Raises `UserError` as `load_engine` does, and where the files hold other weights than the engine.
     """
-    problem = None
-    try:
-        files = StateFiles(folder)
-        _check_parameters(files, engine.module)
+
+    def read() -> None:
+        files = _open(folder, engine.module)
         _check_weights(files, engine, communicator)
         _fill(files, engine, communicator, weights=False)
-    except UserError as error:
-        problem = str(error)
-    communicator.agree(problem)
+
+    communicator.on_every_rank(read)
 
 
 def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -> None:
@@ -106,11 +101,10 @@ def _state_shards(engine: Any, communicator: Communicator) -> Iterator[StateShar
     """Yield what this rank writes, as views."""
     for place in placements(engine, communicator.rank):
         state = engine.basic_optimizer.state.get(place.master, {})
-        tensors = {kind: value for kind, value in state.items() if isinstance(value, Tensor)}
         part = _share(place, communicator)
         if part.start < part.stop:
             yield StateShard(WEIGHT, part.name, part.start, part.stop, part.within(part.master))
-        for kind, value in tensors.items():
+        for kind, value in ((kind, value) for kind, value in state.items() if isinstance(value, Tensor)):
             if value.ndim == 0 and communicator.rank == 0:
                 yield StateShard(kind, part.name, 0, 0, value)
             elif value.ndim and part.start < part.stop:
@@ -145,7 +139,9 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
             engine.basic_optimizer.state[master] = {**scalars, **state}
 
 
-def _check_parameters(files: StateFiles, module: Any) -> None:
+def _open(folder: Path, module: Any) -> StateFiles:
+    """Open the files and compare the shapes of their parameters with the model's."""
+    files = StateFiles(folder)
     found = {name: list(files.shape(name)) for name in files.names()}
     wanted = parameter_shapes(module)
     for name in sorted(found.keys() | wanted.keys()):
@@ -154,6 +150,7 @@ def _check_parameters(files: StateFiles, module: Any) -> None:
                 f"{files.folder} has the parameter {name} in the shape {found.get(name)}, this run's model in "
                 f"{wanted.get(name)}: set model.* back, or give the run another name (--run.name)."
             )
+    return files
 
 
 def _buffers(module: Any) -> dict[str, Tensor]:
@@ -175,12 +172,8 @@ def _fill_buffers(files: StateFiles, module: Any) -> None:
 
 
 def _kind_of(engine: Any, communicator: Communicator) -> dict[str, Any]:
-    precision = "bf16" if engine.bfloat16_enabled() else "fp32"
-    return {
-        "world_size": communicator.world_size,
-        "zero_stage": int(engine.zero_optimization_stage()),
-        "precision": precision,
-    }
+    stage, precision = int(engine.zero_optimization_stage()), "bf16" if engine.bfloat16_enabled() else "fp32"
+    return {"world_size": communicator.world_size, "zero_stage": stage, "precision": precision}
 
 
 def _describe(kind: dict[str, Any]) -> str:

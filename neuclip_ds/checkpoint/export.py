@@ -39,11 +39,7 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
 
-    Returns:
-        The exported checkpoint.
-
-    Raises:
-        UserError: there is no checkpoint, or the format cannot express the model.
+    Returns the exported checkpoint. Raises `UserError` if there is none, or the format cannot express the model.
     """
     checkpoint = find_checkpoint(_best(path) if best else path)
     run = open_run(checkpoint)

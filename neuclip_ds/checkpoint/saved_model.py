@@ -29,28 +29,28 @@ class SavedModel(NamedTuple):
 
 
 def open_model(name: str, communicator: Communicator) -> SavedModel:
-    """Open a model by name.
+    """Open a model by name, on all ranks together; one of them downloads.
 
     Args:
         name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
-        communicator: the ranks, which open it together; one of them downloads.
 
-    Raises:
-        UserError: there is no such model, or its files do not match.
+    Raises `UserError` where there is no such model, or its files do not match.
     """
     path = Path(name)
-    is_run = (path / "checkpoints").is_dir() or is_complete(path)
-    if is_run:
-        return _of_checkpoint(communicator.on_rank_zero(lambda: find_checkpoint(path)))
-    return _of_name(name, communicator)
+    if (path / "checkpoints").is_dir() or is_complete(path):
+        checkpoint = communicator.on_rank_zero(lambda: find_checkpoint(path))
+        run = open_run(checkpoint)
+        model = run.source.build(run.tokenizer)
+        model.load_state_dict(StateFiles(checkpoint / "engine").weights())
+        return SavedModel(str(checkpoint), model, run.tokenizer, run.source.preprocessing, run.config, checkpoint)
+    config = ModelConfig(pretrained=name)
+    source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
+    tokenizer = source.tokenizer(_no_tokenizer)
+    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.preprocessing, None, None)
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a run's newest checkpoint, or the checkpoint that `path` is.
-
-    Raises:
-        UserError: it is neither.
-    """
+    """Return a run's newest checkpoint, or the checkpoint that `path` is; raise `UserError` if it is neither."""
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
@@ -76,20 +76,6 @@ def open_run(checkpoint: Path) -> SavedRun:
     source, start = open_saved(config.model, run / "model")
     tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(run / "tokenizer", config.model.text.context_length))
     return SavedRun(config, source, start, tokenizer)
-
-
-def _of_checkpoint(checkpoint: Path) -> SavedModel:
-    run = open_run(checkpoint)
-    model = run.source.build(run.tokenizer)
-    model.load_state_dict(StateFiles(checkpoint / "engine").weights())
-    return SavedModel(str(checkpoint), model, run.tokenizer, run.source.preprocessing, run.config, checkpoint)
-
-
-def _of_name(name: str, communicator: Communicator) -> SavedModel:
-    config = ModelConfig(pretrained=name)
-    source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
-    tokenizer = source.tokenizer(_no_tokenizer)
-    return SavedModel(name, source.load(tokenizer).model, tokenizer, source.preprocessing, None, None)
 
 
 def _no_tokenizer() -> CaptionTokenizer:

@@ -58,15 +58,7 @@ class StateShard(NamedTuple):
 
 
 def write_state_shards(folder: Path, rank: int, files: int, save: str, shards: Sequence[StateShard]) -> None:
-    """Write one rank's file, shard by shard.
-
-    Args:
-        folder: where the files of all ranks go.
-        rank: number of this file.
-        files: number of all files.
-        save: identity that all files of one save share.
-        shards: this rank's.
-    """
+    """Write the file number `rank` of `files`, shard by shard; all files of one save share the identity `save`."""
     tensors = {shard.key: shard.tensor for shard in shards}
     save_tensors(folder / _file_name(rank, files), tensors, {"format": FORMAT, "save": save})
 
@@ -86,19 +78,15 @@ def write_index(
     written_by: Mapping[str, Any],
 ) -> None:
     """Write engine.json, with the entries above."""
-    index = {
-        "format": FORMAT,
-        "save": save,
-        "files": files,
-        "counters": dict(counters),
-        "written_by": dict(written_by),
-        "parameters": {name: list(shape) for name, shape in parameters.items()},
-    }
+    index = {"format": FORMAT, "save": save, "files": files}
+    index |= {"counters": counters, "written_by": written_by, "parameters": parameters}
     (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
 
 
 class StateFiles:
     """Reader of what K ranks wrote, for any number of readers.
+
+    Raises `UserError` where files are missing, damaged, of another format or save, or lack elements that are read.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/engine"))
@@ -112,10 +100,6 @@ class StateFiles:
     """
 
     def __init__(self, folder: Path) -> None:
-        """
-        Raises:
-            UserError: the folder is of another format, or a file is missing, damaged or of another save.
-        """
         self.folder = folder
         index = _read_index(folder)
         self.counters: dict[str, int] = index["counters"]
@@ -148,11 +132,7 @@ class StateFiles:
         return dict(self._scalars[name])
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
-        """Read (stop - start,) elements of a flattened parameter, by default all, and nothing else from disk.
-
-        Raises:
-            UserError: the files do not hold all of them.
-        """
+        """Read (stop - start,) elements of a flattened parameter, by default all, and nothing else from disk."""
         stop = self._shapes[name].numel() if stop is None else stop
         parts, filled = [], start
         for first, last, key, file in self._places[name].get(kind, []):
@@ -173,11 +153,7 @@ class StateFiles:
         return {**parameters, **self.buffers()}
 
     def buffers(self) -> dict[str, Tensor]:
-        """Return the module's buffers by name.
-
-        Raises:
-            UserError: their file is missing, damaged or of another save.
-        """
+        """Return the module's buffers by name."""
         file = self._open(self.folder / BUFFERS)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not iterable itself
 

@@ -37,22 +37,13 @@ class Traffic:
     seconds: float = 0.0
 
 
+@dataclass(eq=False)
 class Pending:
-    """A collective in progress, which may overlap computation.
+    """A collective in progress, which may overlap computation."""
 
-    Args:
-        result: tensor that the collective fills.
-        work: torch's handle; None if the result is ready.
-        waiting: context manager that times `wait`.
-    """
-
-    def __init__(
-        self,
-        result: Tensor,
-        work: dist.Work | None = None,
-        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
-    ) -> None:
-        self._result, self._work, self._waiting = result, work, waiting
+    _result: Tensor  # that the collective fills
+    _work: dist.Work | None = None  # torch's handle; None if the result is ready
+    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait`
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU later kernels wait, not the host."""
@@ -92,10 +83,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
-        launch = functools.partial(
-            dist.all_gather_into_tensor, result, x.contiguous(), group=self._group, async_op=True
-        )
-        return self._begin("all_gather", x, purpose, result, launch)
+        return self._begin("all_gather", x, purpose, result, dist.all_gather_into_tensor, x.contiguous())
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Sum x over ranks, with the same bits on each; x itself is not changed."""
@@ -106,13 +94,7 @@ class Communicator:
         if self.world_size == 1:
             return Pending(x)
         result = x.clone(memory_format=torch.contiguous_format)
-        return self._begin(
-            "all_reduce",
-            x,
-            purpose,
-            result,
-            functools.partial(dist.all_reduce, result, group=self._group, async_op=True),
-        )
+        return self._begin("all_reduce", x, purpose, result, dist.all_reduce)
 
     def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
         """Sum (K b, ...) over ranks and return this rank's rows (b, ...)."""
@@ -125,8 +107,7 @@ class Communicator:
         if x.shape[0] % self.world_size:
             raise ValueError(f"reduce_scatter of {x.shape[0]} rows over {self.world_size} ranks: not divisible")
         result = x.new_empty((x.shape[0] // self.world_size, *x.shape[1:]))
-        launch = functools.partial(dist.reduce_scatter_tensor, result, x.contiguous(), group=self._group, async_op=True)
-        return self._begin("reduce_scatter", x, purpose, result, launch)
+        return self._begin("reduce_scatter", x, purpose, result, dist.reduce_scatter_tensor, x.contiguous())
 
     def barrier(self) -> None:
         """Wait for all ranks."""
@@ -168,6 +149,16 @@ class Communicator:
             if found is not None:
                 raise UserError(found if self.world_size == 1 else f"rank {rank} on {host}: {found}")
 
+    def on_every_rank(self, work: Callable[[], T]) -> T:
+        """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`."""
+        try:
+            result = work()
+        except UserError as error:
+            self.agree(str(error))
+            raise
+        self.agree(None)
+        return result
+
     def ranks_of_node(self) -> list[int]:
         """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
         hosts = self.gather_objects(socket.gethostname())
@@ -185,10 +176,8 @@ class Communicator:
         self.collect_times()
         return sum(traffic.seconds for traffic in self.traffic.values())
 
-    def _begin(
-        self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], dist.Work | None]
-    ) -> Pending:
-        """Count a collective and launch it."""
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
+        """Count a collective and launch it; `launch` is torch's function of the result and its inputs."""
         share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
         traffic = self.traffic[purpose]
         traffic.calls += 1
@@ -196,7 +185,7 @@ class Communicator:
         traffic.bytes_received += share
         timed = functools.partial(self._timed, purpose)
         with purpose_range(purpose), timed():
-            return Pending(result, launch(), timed)
+            return Pending(result, launch(result, *inputs, group=self._group, async_op=True), timed)
 
     @contextmanager
     def _timed(self, purpose: str) -> Iterator[None]:

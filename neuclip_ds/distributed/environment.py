@@ -29,11 +29,7 @@ class RankEnvironment(NamedTuple):
 
 
 def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironment:
-    """Return rank, local rank and world size, (0, 0, 1) without a launcher.
-
-    Raises:
-        UserError: a launcher's variables are incomplete or not numbers.
-    """
+    """Return rank, local rank and world size, (0, 0, 1) without a launcher."""
     names = _launcher(env)
     if names is None:
         return RankEnvironment(0, 0, 1)
@@ -52,17 +48,16 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """Set the variables that a process group needs and the launcher has not set, unless MPI must provide the address.
 
     Without a launcher there is one rank. The rendezvous of a step of srun is its first node, at a port derived from the
-    job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` names the address.
-
-    Raises:
-        UserError: MASTER_ADDR or MASTER_PORT is missing and only the launcher knows it.
+    job; `mpirun -x MASTER_ADDR=... -x MASTER_PORT=...` names the address. Raises `UserError` where only the
+    launcher knows a missing one.
     """
     names = _launcher(env)
     if names is None:
         env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
         return
     if names == _SLURM:
-        env.setdefault("MASTER_ADDR", _first_host(env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))))
+        nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))  # such as gpu[01-04,07],cpu3
+        env.setdefault("MASTER_ADDR", re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0])
         env.setdefault("MASTER_PORT", str(20_000 + int(env.get("SLURM_JOB_ID", "0")) % 10_000))
     known = bool(env.get("MASTER_ADDR")) and env.get("MASTER_PORT", "").isdigit()
     if known:
@@ -82,8 +77,3 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
-
-
-def _first_host(nodes: str) -> str:
-    """Return the first host of a SLURM node list: `gpu01` of `gpu[01-04,07],cpu3`."""
-    return re.sub(r"\[(\d+)[^]]*]", r"\1", nodes).split(",")[0]

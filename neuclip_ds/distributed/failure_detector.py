@@ -51,14 +51,8 @@ class FailureDetector:
 
     The exit code is 2 for a `UserError`, else 1. Rank 0 prints `UserError` and `TrainingDiverged` as `error: ...`, with
     rank and host unless rank 0 has the same error. Any other exception is logged with its traceback by the rank that
-    failed first, and in one line by the first rank of each node.
-
-    Args:
-        environment: this rank.
-        store: store shared by all ranks; rank 0's node is reached at MASTER_ADDR.
-
-    Raises:
-        UserError: rank 0 cannot be reached.
+    failed first, and in one line by the first rank of each node. All ranks share the store; rank 0's node is reached at
+    MASTER_ADDR, else `UserError` is raised.
     """
 
     def __init__(self, environment: RankEnvironment, store: dist.Store) -> None:

@@ -32,11 +32,8 @@ _SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that ano
 def connected(task: str) -> Iterator[Communicator]:
     """Join the ranks of the launch in a process group, which ends with the block.
 
-    Args:
-        task: of all ranks, in lines such as a config's, which must be equal on all of them.
-
-    Raises:
-        UserError: ranks are missing, or run other code or another task.
+    `task` is that of all ranks, in lines such as a config's. Raises `UserError` where ranks are missing, or run other
+    code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
@@ -44,16 +41,14 @@ def connected(task: str) -> Iterator[Communicator]:
     environment = read_environment()
     _choose_device(environment.local_rank)
     if environment.world_size == 1:
-        communicator = join()
         try:
-            yield communicator
+            yield join()
         finally:
             leave()
         return
     store = rendezvous(environment, _facts(task))
     with FailureDetector(environment, store):
-        communicator = join()
-        yield communicator
+        yield join()
         leave()
 
 

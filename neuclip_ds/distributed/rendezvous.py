@@ -39,13 +39,8 @@ def rendezvous(
 ) -> dist.Store:
     """Wait for all ranks at MASTER_ADDR:MASTER_PORT, compare them, and return the store they share.
 
-    Args:
-        environment: this rank.
-        fingerprint: values that must be equal on all ranks, by a name for messages.
-        timeout: how long to wait for the others.
-
-    Raises:
-        UserError: on every rank that has arrived, if ranks are missing, two have one number, or fingerprints differ.
+    The fingerprint holds values that must be equal on all ranks, by a name for messages. Raises `UserError` on every
+    rank that has arrived if ranks are missing, two have one number, or fingerprints differ.
     """
     local = Arrival(environment.rank, environment.world_size, socket.gethostname(), dict(fingerprint))
     store = _open(local, timeout)

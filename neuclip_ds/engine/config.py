@@ -21,8 +21,7 @@ DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are teste
 def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     """Return DeepSpeed's config for this run.
 
-    Raises:
-        UserError: DeepSpeed is of another version, or its JSON file is missing, damaged or contradicts the recipe.
+    Raises `UserError` if DeepSpeed has another version, or its JSON file is missing, damaged or contradicts the recipe.
     """
     require_version()
     path, engine = read_engine_file(config.deepspeed)
@@ -93,11 +92,7 @@ def zero_stage(engine: dict[str, Any]) -> int:
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content, as the user has written it, of a JSON file that is named or given by path.
-
-    Raises:
-        UserError: the file is missing or holds no JSON object.
-    """
+    """Return the path and the content, as the user has written it, of a JSON file that is named or given by path."""
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:

@@ -24,12 +24,10 @@ class Lamb(torch.optim.Optimizer):
         super().__init__(groups, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0, "adapt": True})
 
     def shard(self, parts: Mapping[Tensor, Sequence[slice]], communicator: Communicator) -> None:
-        """Step on flat shards of several parameters.
+        """Step on flat shards of several parameters, with one all-reduce over the ranks that hold the other shards.
 
-        Args:
-            parts: what each shard holds of each parameter of its group, in the same order on all ranks; elements
-                outside, which pad the shard, are left alone.
-            communicator: the ranks that hold the other shards. A step sends them one all-reduce.
+        `parts` are what each shard holds of each parameter of its group, in the same order on all ranks; elements
+        outside, which pad the shard, are left alone.
         """
         self._parts, self._communicator = parts, communicator
 

@@ -21,11 +21,7 @@ def start_engine(
 ) -> Any:
     """Return the engine, with weights as they are and an optimizer without moments or learning rate yet.
 
-    Args:
-        model: the encoders.
-        config: the optimizer.
-        engine_config: DeepSpeed's config, from `load_engine_config`.
-        communicator: the ranks, over which ZeRO 1-3 partition the optimizer; DeepSpeed joins their process group.
+    DeepSpeed's config is from `load_engine_config`. DeepSpeed joins the process group of the communicator's ranks.
     """
     optimizer = build_optimizer(model, config)
     # without ZeRO, DeepSpeed fills a bf16 optimizer's state by a step with zero gradients, which would decay the

@@ -82,9 +82,7 @@ class ZeroRules:
     def optimizer_steps(self, groups: Sequence[Sequence[int]], world_size: int) -> list[list[Sequence[int]]]:
         """The calls of the optimizer's `step` in one update, each with the parts of groups that it gets.
 
-        Args:
-            groups: elements of the parameters of each group.
-            world_size: ranks.
+        `groups` holds the number of elements of each group's parameters.
         """
         if self.wrapper is Wrapper.ZERO_1_2:
             return [[group] for group in groups]

@@ -58,19 +58,8 @@ def sharded_batches(
     prepared = _prepare_ahead(_shard(folder, communicator, size), prepare, max(1, workers))
     # closed here, as the garbage collector may run while this thread holds a lock that the pool needs to shut down
     with closing(prepared):
-        while (batch := run_on_all_ranks(communicator, lambda: next(prepared, None))) is not None:
+        while (batch := communicator.on_every_rank(lambda: next(prepared, None))) is not None:
             yield batch
-
-
-def run_on_all_ranks(communicator: Communicator, work: Callable[[], T]) -> T:
-    """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`, so that none waits."""
-    try:
-        result = work()
-    except UserError as error:
-        communicator.agree(str(error))
-        raise
-    communicator.agree(None)
-    return result
 
 
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:

@@ -15,7 +15,6 @@ from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
-from neuclip_ds.evaluation.sharded_batches import run_on_all_ranks
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, classify
@@ -39,7 +38,7 @@ class Suite:
         """
 
         def read(kind: Any) -> Any:
-            return run_on_all_ranks(self.encoder.communicator, lambda: kind.read(folder))
+            return self.encoder.communicator.on_every_rank(lambda: kind.read(folder))
 
         if task.kind == "classification":
             metrics = self._classification(task, read(ZeroShotSet))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import METHODS, find_method
@@ -16,26 +16,11 @@ if TYPE_CHECKING:
 __all__ = ["METHODS", "build_objective", "compose_objective", "find_method"]
 
 
-class _AdamOptions(Protocol):
-    betas: tuple[float, float]
-    eps: float
-
-
-class _RunOptions(Protocol):
-    """The parts of a run's config that an objective needs."""
-
-    @property
-    def objective(self) -> ObjectiveConfig: ...
-
-    @property
-    def optimizer(self) -> _AdamOptions: ...
-
-
-def build_objective(config: _RunOptions, context: Context, comm_dtype: torch.dtype) -> Objective:
+def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> Objective:
     """Build the objective of a run.
 
     Args:
-        config: the whole tree; the optimizer section gives the temperature's Adam its betas and epsilon.
+        config: a `Config`, of a layer above; its optimizer section has betas and epsilon of the temperature's Adam.
         context: width, size of the data set, ranks.
         comm_dtype: precision in which features travel.
     """

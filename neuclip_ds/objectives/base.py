@@ -1,4 +1,4 @@
-"""Inputs and outputs of an objective, and the protocols that its parts implement.
+"""Inputs and outputs of an objective, and the base classes of its parts.
 
 Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. Direction 0 means image anchors
 (contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
@@ -7,7 +7,7 @@ Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. D
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,43 +53,43 @@ class Context(NamedTuple):
     own_optimizers: bool = True  # False leaves gradients in `.grad` of `parameters()` for the caller's optimizer
 
 
-class Stateful(Protocol):
-    """State that a checkpoint saves: equal on all ranks, or partitioned by rows; and what of it is trained."""
-
-    def replicated_state(self) -> dict[str, Tensor]: ...
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None: ...
-
-    def row_tables(self) -> dict[str, RowTable]: ...
-
-    def parameters(self) -> dict[str, Parameter]: ...
-
-
-class PerSample(Protocol):
-    """State by sample index, which is read while the encoders still run."""
+class Stateful:
+    """Base of everything that keeps state, none by default: equal on all ranks, partitioned by rows, or trained."""
 
     def prefetch(self, padded_index: Tensor) -> None:
-        """Start to read what the next call needs; (K b,) indices of the batch, -1 for rows that do not count."""
-        ...
+        """Start to read the state by sample that the next call needs, while the encoders still run.
 
-
-class NoState:
-    """No state; a part that has some kinds of state overrides their methods."""
-
-    def prefetch(self, padded_index: Tensor) -> None:
-        """Read nothing: there is no state by sample."""
+        Args:
+            padded_index: (K b,) indices of the batch, -1 for rows that do not count.
+        """
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        """Load nothing: there is no replicated state."""
+        """Fill what `replicated_state` returned."""
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
 
     def parameters(self) -> dict[str, Parameter]:
         return {}
+
+
+def adam_state(adam: torch.optim.Adam, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
+    """Return the step and moments of a parameter for `replicated_state`."""
+    return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
+
+
+def load_adam_state(
+    adam: torch.optim.Adam, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
+) -> None:
+    """Fill what `adam_state` returned."""
+    adam.state[parameter] = {
+        key.removeprefix(prefix): value.clone() if key == f"{prefix}step" else value.clone().to(parameter)
+        for key, value in state.items()
+        if key.startswith(prefix)
+    }
 
 
 class NormalizerOutput(NamedTuple):
@@ -107,7 +107,7 @@ class NormalizerOutput(NamedTuple):
     local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local): logged as their mean over all anchors
 
 
-class Normalizer(Stateful, PerSample, Protocol):
+class Normalizer(Stateful):
     """Estimator of the anchors' normalisers; each has a file in `objectives/normalizers/`."""
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -119,18 +119,17 @@ class Normalizer(Stateful, PerSample, Protocol):
             tau: temperature, 0-dim if shared by all anchors, else (2, B).
             step: where in the run.
         """
-        ...
+        raise NotImplementedError
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """Return the current estimate of g for this rank's anchors without changing state; arguments as in the call.
+        """Return (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
 
-        Returns:
-            (2, local): its logarithm, -inf where there is no estimate yet.
+        Changes no state; arguments as in the call.
         """
-        ...
+        raise NotImplementedError
 
 
-class Objective(Stateful, Protocol):
+class Objective(Stateful):
     """Function from this rank's features to the gradient of the global loss with respect to them.
 
     Its own parameters (temperature, NPN) live outside the DeepSpeed engine and are updated in the call.
@@ -139,11 +138,41 @@ class Objective(Stateful, Protocol):
         comm_dtype: precision in which features travel between ranks.
     """
 
-    comm_dtype: torch.dtype
+    def __init__(self, context: Context, parts: dict[str, Stateful]) -> None:
+        """
+        Args:
+            context: width, size of the data set, ranks.
+            parts: what keeps the objective's state, by the prefix of its names.
+        """
+        self._communicator, self._parts = context.communicator, parts
+        self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
         """Return what gathers the features of these rows ((b,) int64, (b,) bool) piece by piece, for `Features.gather`;
         None if the objective gathers by itself."""
-        ...
+        return FeatureGather(index, valid, self._communicator, self.comm_dtype, self.prefetch)
 
-    def __call__(self, features: Features, step: Step) -> FeatureGradients: ...
+    def __call__(self, features: Features, step: Step) -> FeatureGradients:
+        """Return the gradient of the global loss for this rank's features; updates what the objective learns.
+
+        Raises `UserError` if fewer than two rows of the batch count, so that no anchor has a negative.
+        """
+        raise NotImplementedError
+
+    def prefetch(self, padded_index: Tensor) -> None:
+        for part in reversed(self._parts.values()):  # the temperature is needed before the normaliser
+            part.prefetch(padded_index)
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        parts = self._parts.items()
+        return {prefix + key: value for prefix, part in parts for key, value in part.replicated_state().items()}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        for prefix, part in self._parts.items():
+            part.load_replicated_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def row_tables(self) -> dict[str, RowTable]:
+        return {name: table for part in self._parts.values() for name, table in part.row_tables().items()}
+
+    def parameters(self) -> dict[str, Parameter]:
+        return {name: parameter for part in self._parts.values() for name, parameter in part.parameters().items()}

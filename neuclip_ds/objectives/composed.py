@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
-from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
 from neuclip_ds.objectives.contrastive import PairSimilarities
-from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
+from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
-from neuclip_ds.state.partition import RowTable
 
 if TYPE_CHECKING:
     from neuclip_ds.objectives.config import ObjectiveConfig
@@ -40,7 +38,7 @@ def scale_tau(tau: Tensor) -> Tensor:
     return tau
 
 
-class ContrastiveObjective:
+class ContrastiveObjective(Objective):
     """Feature gradient, normaliser update and temperature step of one batch."""
 
     def __init__(
@@ -52,34 +50,18 @@ class ContrastiveObjective:
         temperature: Temperature,
         scale: Scale,
     ) -> None:
-        self._pair_loss = pair_loss
-        self._normalizer = normalizer
-        self._temperature = temperature
-        self._scale = scale
-        self._config = config
-        self._communicator = context.communicator
-        self.comm_dtype = context.comm_dtype
-
-    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self.comm_dtype, self._prefetch)
-
-    def _prefetch(self, padded_index: Tensor) -> None:
-        self._temperature.prefetch(padded_index)
-        self._normalizer.prefetch(padded_index)
+        super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
+        self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
+        self._scale, self._config = scale, config
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Return the gradient of the global loss for this rank's features; updates normaliser and temperature.
-
-        Raises:
-            UserError: fewer than two rows of the batch count, so that no anchor has a negative.
-        """
-        batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self._prefetch)
+        batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
         batch.require_pairs(step.number)
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk, self._config.similarity_budget_mb * 1e6)
-        pairs = PairSimilarities(grid, self._pair_loss, tau)
+        pairs = PairSimilarities(grid, self.pair_loss, tau)
         log_g = pairs.log_mean_exp()
         estimate = self._normalizer(batch, log_g, tau, step)
         gradient = pairs.gradient(estimate.log_weight + scale.log())
@@ -108,16 +90,12 @@ class ContrastiveObjective:
             self._temperature.update(batch, signal, step)
         metrics = {
             "tau": tau.mean(),
-            **({"batch_loss": batch_loss} if self._pair_loss.is_identity else {}),
+            **({"batch_loss": batch_loss} if self.pair_loss.is_identity else {}),
             "feature_grad_norm": square.sqrt(),
             **estimate.metrics,
             **{name: mean / 2 for name, mean in zip(estimate.local_metrics, means, strict=True)},
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
-
-    @property
-    def pair_loss(self) -> PairLoss:
-        return self._pair_loss
 
     @torch.no_grad()
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
@@ -128,27 +106,10 @@ class ContrastiveObjective:
         Returns:
             For this rank's valid rows (2, local) log of the estimated g, -inf where there is none, and (2, local) tau.
         """
-        batch = GatheredFeatures(features, self._communicator, features.image.dtype, self._prefetch)
+        batch = GatheredFeatures(features, self._communicator, features.image.dtype, self.prefetch)
         tau = self._temperature.of(batch)
         local_tau = tau.expand(2, batch.size)[:, batch.local]
         if batch.size < 2:  # no anchor has a negative
             return torch.full_like(local_tau, -math.inf), local_tau
-        pairs = PairSimilarities(PairGrid(batch, self._config.chunk, budget=0), self._pair_loss, tau)
+        pairs = PairSimilarities(PairGrid(batch, self._config.chunk, budget=0), self.pair_loss, tau)
         return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), local_tau
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        parts = {"normalizer": self._normalizer, "temperature": self._temperature}
-        return {
-            f"{name}.{key}": value for name, part in parts.items() for key, value in part.replicated_state().items()
-        }
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, part in (("normalizer", self._normalizer), ("temperature", self._temperature)):
-            prefix = f"{name}."
-            part.load_replicated_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
-
-    def row_tables(self) -> dict[str, RowTable]:
-        return {**self._normalizer.row_tables(), **self._temperature.row_tables()}
-
-    def parameters(self) -> dict[str, Parameter]:
-        return {**self._normalizer.parameters(), **self._temperature.parameters()}

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
-from neuclip_ds.objectives.pair_loss import Identity, PairLoss
+from neuclip_ds.objectives.pair_loss import PairLoss
 
 
 class PairGradient(NamedTuple):
@@ -44,17 +44,10 @@ class PairSimilarities:
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        """
-        Args:
-            grid: the batch.
-            pair_loss: l.
-            tau: temperature, 0-dim if shared by all anchors, else (2, B).
-        """
+        """`tau` is 0-dim if all anchors share it, else (2, B)."""
         self.divisor = pair_loss.divisor(grid.size)
-        self._grid = grid
-        self._pair_loss = pair_loss
-        self._tau = tau
-        factors = tau.ndim == 0 and isinstance(pair_loss, Identity)
+        self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
+        factors = tau.ndim == 0 and pair_loss.is_identity
         self._pairs: _FactoredPairs | _GeneralPairs = _FactoredPairs(grid, tau) if factors else self._general()
 
     def log_mean_exp(self) -> Tensor:
@@ -81,8 +74,7 @@ class _GeneralPairs:
     """Any pair loss and temperatures: each pair has an exponential for either of its anchors."""
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        self._grid = grid
-        self._pair_loss = pair_loss
+        self._grid, self._pair_loss = grid, pair_loss
         self._inverse_tau = tau.reciprocal()
         self._positive = grid.positive.expand(2, -1)
         self._kept: deque[Tensor] = deque()
@@ -151,8 +143,7 @@ class _FactoredPairs:
     """
 
     def __init__(self, grid: PairGrid, tau: Tensor) -> None:
-        self._grid = grid
-        self._tau = tau
+        self._grid, self._tau = grid, tau
         # a sum of B terms, and a product with the anchor's factor, have room beyond it
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._shift = (tau.reciprocal() - self._limit).clamp(min=0)

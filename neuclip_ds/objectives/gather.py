@@ -36,9 +36,8 @@ class FeatureGather:
                 see the same numbers and K ranks compute what one would.
             prefetch: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
         """
-        self._communicator, self._comm_dtype = communicator, comm_dtype
+        self._communicator, self._comm_dtype, self._prefetch = communicator, comm_dtype, prefetch
         self._index = communicator.begin_all_gather(torch.where(valid, index, -1), "features")
-        self._prefetch = prefetch
         self._texts: list[Pending] = []
         self._images: list[Pending] = []
 
@@ -103,13 +102,10 @@ class GatheredFeatures:
         comm_dtype: torch.dtype,
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """
-        Args:
-            features: this rank's rows; b must be equal on all ranks.
-            communicator, comm_dtype, prefetch: as for `FeatureGather`, where none has been begun.
-        """
+        """Take a rank's rows; b must be equal on all ranks. The rest is for a `FeatureGather`, where none has begun."""
         self._communicator = communicator
-        self._rows = features.index.shape[0]
+        count = len(features.index)
+        self._here = slice(communicator.rank * count, (communicator.rank + 1) * count)  # of the K b rows
         gather = features.gather
         if gather is None:
             gather = FeatureGather(features.index, features.valid, communicator, comm_dtype, prefetch)
@@ -118,14 +114,13 @@ class GatheredFeatures:
         self.padded_index = gather.padded_index
         image, text = gather.features(features.image.dtype)
         valid = self.padded_index >= 0
-        start = communicator.rank * self._rows
         # one read by the host: whole batches, by far the usual case, then need no compaction
         self._valid = None if bool(valid.all()) else valid
         if self._valid is None:
-            self.local = slice(start, start + self._rows)
+            self.local = self._here
             self.index, self.image, self.text = self.padded_index, image, text
             return
-        before, count = int(valid[:start].sum()), int(valid[start : start + self._rows].sum())
+        before, count = int(valid[: self._here.start].sum()), int(valid[self._here].sum())
         self.local = slice(before, before + count)
         self.index, self.image, self.text = self.padded_index[valid], image[valid], text[valid]
 
@@ -135,10 +130,7 @@ class GatheredFeatures:
         return self.index.shape[0]
 
     def require_pairs(self, step: int) -> None:
-        """
-        Raises:
-            UserError: fewer than two rows count, so that no anchor has a negative.
-        """
+        """Raise `UserError` if fewer than two rows count, so that no anchor has a negative."""
         if self.size < 2:
             raise UserError(
                 f"Step {step}: only {self.size} of the batch's {len(self.padded_index)} samples can be used, but a "
@@ -153,7 +145,7 @@ class GatheredFeatures:
     def sum_local(self, rows: Tensor, purpose: str) -> Tensor:
         """(B, ...) partial rows of every rank -> (local, ...): this rank's rows of their sum over ranks."""
         if self._valid is not None:
-            padded = rows.new_zeros((self._valid.shape[0], *rows.shape[1:]))
+            padded = rows.new_zeros((len(self._valid), *rows.shape[1:]))
             padded[self._valid] = rows
             rows = padded
         return self.compact(self._communicator.reduce_scatter(rows, purpose))
@@ -164,17 +156,13 @@ class GatheredFeatures:
 
     def compact(self, rows: Tensor) -> Tensor:
         """(b, ...) rows of this rank's batch -> (local, ...) the valid ones."""
-        return rows if self._valid is None else rows[self._local_valid()]
+        return rows if self._valid is None else rows[self._valid[self._here]]
 
     def expand(self, rows: Tensor) -> Tensor:
         """(local, ...) valid rows -> (b, ...) rows of this rank's batch, zeros where a row does not count."""
         if self._valid is None:
             return rows
-        padded = rows.new_zeros((self._rows, *rows.shape[1:]))
-        padded[self._local_valid()] = rows
+        here = self._valid[self._here]
+        padded = rows.new_zeros((len(here), *rows.shape[1:]))
+        padded[here] = rows
         return padded
-
-    def _local_valid(self) -> Tensor:
-        start = self._communicator.rank * self._rows
-        assert self._valid is not None
-        return self._valid[start : start + self._rows]

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, NoState, Step
+from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.temperature import TemperatureSignal, initial_within_bounds, rho_of
+from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal, initial_within_bounds, lr_of, rho_of
 from neuclip_ds.objectives.temperature_config import TemperatureConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
@@ -26,7 +26,7 @@ from neuclip_ds.state.sample_store import SampleStore
 _RELEASED_CLAMP = 5.0
 
 
-class IndividualTemperature(NoState):
+class IndividualTemperature(Temperature):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
     def __init__(self, config: TemperatureConfig, context: Context) -> None:
@@ -40,13 +40,12 @@ class IndividualTemperature(NoState):
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
         self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
-        self._reading: Pending | None = None
+        self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read_all(padded_index, count=2)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
-        assert self._reading is not None, "of follows prefetch"
         return batch.compact_all(self._reading.wait()).T.contiguous()
 
     def rho(self, step: Step) -> float:
@@ -65,7 +64,7 @@ class IndividualTemperature(NoState):
         moment = torch.lerp(gradient, moment, beta1)
         square = torch.lerp(gradient.square(), square, beta2)
         change = (moment / correction1) / ((square / correction2).sqrt() + self._eps)
-        tau = (tau - self._lr(step) * change).clamp(self._config.minimum, self._config.maximum)
+        tau = (tau - lr_of(self._config, step) * change).clamp(self._config.minimum, self._config.maximum)
         self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -76,12 +75,6 @@ class IndividualTemperature(NoState):
             times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf)
         beta1, beta2 = self._betas
         return 1 - beta1**times, 1 - beta2**times
-
-    def _lr(self, step: Step) -> float:
-        peak = step.peak_lr if self._config.lr is None else self._config.lr
-        if self._config.schedule == "constant":
-            return peak
-        return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"temperatures": self._store.rows()}

@@ -27,17 +27,17 @@ class Search(NamedTuple):
     values: tuple[Any, Any] = (0.07, 0.03)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Method:
     """One method: how its objective is composed, the options that it reads, and how it is tested and documented."""
 
     source: str
     """Paper and equation."""
-    pair_loss: str
+    pair_loss: str = "identity"
     """Pair loss l, for the table in the docs; likewise the next three."""
     normalizer: str | None
     """Where the weights w_i come from; None for a loss without normalisers."""
-    scale: str
+    scale: str = "tau"
     temperature: str
     compose: Callable[[ObjectiveConfig, Context], Objective]
     """Build the objective. Import its parts inside this function: they import torch."""

@@ -40,15 +40,9 @@ class PairGrid:
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """
-        Args:
-            batch: gathered features.
-            columns: width of a block; None suits the device.
-            budget: bytes of similarities that may be kept between two visits.
-        """
+        """Cut blocks `columns` wide, or as suits the device; `budget` bytes of similarities may be kept."""
         self._features = (batch.image, batch.text)
-        self.local = batch.local
-        self.size = batch.size
+        self.local, self.size = batch.local, batch.size
         self.positive = torch.einsum("id,id->i", batch.image, batch.text)
         self._count = self.local.stop - self.local.start
         self.keeps = self._count * (2 * self.size - self._count) * batch.image.element_size() <= budget
@@ -92,8 +86,7 @@ class PairGrid:
     def gradient(self, weight: Callable[[Block], Tensor]) -> tuple[Tensor, Tensor]:
         """Return the feature gradient of a function of the similarities: (local, d) rows for images and texts.
 
-        Args:
-            weight: the (rows, columns) derivative by each similarity of a block.
+        `weight` is the (rows, columns) derivative by each similarity of a block.
         """
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():

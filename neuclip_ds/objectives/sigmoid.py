@@ -9,17 +9,15 @@ count their loss.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Step
-from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
 
@@ -27,36 +25,21 @@ if TYPE_CHECKING:
     from neuclip_ds.objectives.config import ObjectiveConfig
 
 
-class SigmoidObjective(NoState):
-    """Feature gradient of one batch, and one Adam step of temperature and bias."""
+class SigmoidObjective(Objective):
+    """Feature gradient of one batch, and one Adam step of temperature and bias; without a bias, the encoders'."""
 
     def __init__(self, config: ObjectiveConfig, bias: float | None, context: Context) -> None:
-        """
-        Args:
-            config: options that all methods share.
-            bias: of the logits at step 0; None for that of the encoders.
-            context: width, size of the data set, ranks.
-
-        Raises:
-            UserError: neither the config nor the checkpoint has a bias.
-        """
-        self._config = config
-        self._communicator = context.communicator
-        self.comm_dtype = context.comm_dtype
         bias = context.bias if bias is None else bias
         if bias is None:
             raise UserError(
                 "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts with; give "
                 "--objective.siglip.bias (SigLIP begins with -10)."
             )
-        self._logit = LearnableTemperature(config.temperature, context, bias=bias)
-
-    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather:
-        return FeatureGather(index, valid, self._communicator, self.comm_dtype)
+        self._config, self._logit = config, LearnableTemperature(config.temperature, context, bias=bias)
+        super().__init__(context, {"": self._logit})
 
     @torch.no_grad()
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        """Return the gradient of the global loss for this rank's features; updates temperature and bias."""
         batch = GatheredFeatures(features, self._communicator, self.comm_dtype)
         batch.require_pairs(step.number)
         tau, bias = self._logit.of(batch), self._logit.scalar("bias")
@@ -81,12 +64,3 @@ class SigmoidObjective(NoState):
             self._logit.descend(step, theta=grad_theta, bias=grad_bias)
         metrics = {"tau": tau, "bias": bias, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return self._logit.replicated_state()
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        self._logit.load_replicated_state(state)
-
-    def parameters(self) -> dict[str, Parameter]:
-        return self._logit.parameters()

@@ -8,18 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, NoState, PerSample, Stateful, Step
+from neuclip_ds.objectives.base import Context, Stateful, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.temperature_config import TemperatureConfig
-
-_SCHEDULE_THRESHOLD = 0.03  # FastCLIP section 5: below it the temperature's learning rate is divided by 3
 
 
 class TemperatureSignal(NamedTuple):
@@ -36,28 +34,23 @@ class TemperatureSignal(NamedTuple):
     local_tau_term: Tensor  # (2, local)
 
 
-class Temperature(Stateful, PerSample, Protocol):
+class Temperature(Stateful):
     """A rule for tau."""
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         """Return the temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
-        ...
+        raise NotImplementedError
 
     def rho(self, step: Step) -> float:
         """Return rho of a step; the loss holds rho tau for each anchor and direction."""
-        ...
+        return 0.0
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         """Take one optimizer step, after the gradient of the batch."""
-        ...
 
 
 def initial_temperature(config: TemperatureConfig, context: Context) -> float:
-    """Return tau at step 0: the config's, or that of the encoders.
-
-    Raises:
-        UserError: neither has one.
-    """
+    """Return tau at step 0, the config's or that of the encoders; raise `UserError` if neither has one."""
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
@@ -68,11 +61,7 @@ def initial_temperature(config: TemperatureConfig, context: Context) -> float:
 
 
 def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
-    """Return tau at step 0 for a temperature that is learned and clamped.
-
-    Raises:
-        UserError: neither has one, or a checkpoint's lies beyond the bounds.
-    """
+    """Return tau at step 0 of a learned temperature; raise `UserError` if a checkpoint's lies beyond the bounds."""
     tau = initial_temperature(config, context)
     bounded = min(max(tau, config.minimum), config.maximum)
     if not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
@@ -83,7 +72,22 @@ def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
     return bounded
 
 
-class ConstantTemperature(NoState):
+def lr_of(config: TemperatureConfig, step: Step) -> float:
+    """Return the temperature's learning rate of a step, but for `third_below_0.03`."""
+    peak = step.peak_lr if config.lr is None else config.lr
+    if config.schedule != "encoder":
+        return peak
+    return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
+
+
+def rho_of(config: TemperatureConfig, step: Step) -> float:
+    """Return rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
+    if isinstance(config.rho, float):
+        return config.rho
+    return config.rho[min(int(step.progress * len(config.rho)), len(config.rho) - 1)]
+
+
+class ConstantTemperature(Temperature):
     """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
 
     def __init__(self, config: TemperatureConfig, context: Context) -> None:
@@ -93,12 +97,6 @@ class ConstantTemperature(NoState):
     def of(self, batch: GatheredFeatures) -> Tensor:
         return self._tau
 
-    def rho(self, step: Step) -> float:
-        return 0.0
-
-    def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        pass
-
     def replicated_state(self) -> dict[str, Tensor]:
         return {"tau": self._tau}
 
@@ -106,7 +104,7 @@ class ConstantTemperature(NoState):
         self._tau = state["tau"].to(self._tau)
 
 
-class LearnableTemperature(NoState):
+class LearnableTemperature(Temperature):
     """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned with it."""
 
     def __init__(self, config: TemperatureConfig, context: Context, **further: float) -> None:
@@ -140,41 +138,27 @@ class LearnableTemperature(NoState):
         """0-dim copy of a learned scalar."""
         return self._scalars[name].detach().squeeze(0).clone()
 
-    def rho(self, step: Step) -> float:
-        return 0.0
-
     def descend(self, step: Step, **gradients: Tensor) -> None:
         """Take an Adam step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         if self._own_optimizer:
-            self._adam.param_groups[0]["lr"] = self._lr(step)
+            falls = self._config.schedule == "third_below_0.03" and float(self.tau) < 0.03  # FastCLIP section 5
+            self._adam.param_groups[0]["lr"] = lr_of(self._config, step) / (3 if falls else 1)
             self._adam.step()
             self._clamp()
-
-    def _lr(self, step: Step) -> float | Tensor:
-        peak = step.peak_lr if self._config.lr is None else self._config.lr
-        if self._config.schedule == "encoder":
-            return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
-        if self._config.schedule == "constant":
-            return peak
-        return peak if float(self.tau) >= _SCHEDULE_THRESHOLD else peak / 3
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {name: scalar.detach() for name, scalar in self._scalars.items()}
         for name, scalar in self._scalars.items():
-            state.update({f"adam.{name}.{key}": value for key, value in self._adam.state[scalar].items()})
+            state |= adam_state(self._adam, scalar, f"adam.{name}.")
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for name, scalar in self._scalars.items():
             with torch.no_grad():
                 scalar.copy_(state[name])
-            prefix = f"adam.{name}."
-            moments = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
-            self._adam.state[scalar] = {
-                key: value.clone() if key == "step" else value.clone().to(scalar) for key, value in moments.items()
-            }
+            load_adam_state(self._adam, scalar, state, f"adam.{name}.")
 
 
 class LogTemperature(LearnableTemperature):
@@ -191,29 +175,21 @@ class RobustTemperature(LearnableTemperature):
     papers and 2 in FastCLIP's released code.
     """
 
+    _data_coefficients: ClassVar = {"paper": 1.0, "released_code": 2.0}
+
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        grad_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient() * signal.mean_logit
+        coefficient = self._data_coefficients[self._config.data_term]
+        grad_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
         self.descend(step, theta=-self.tau * grad_tau)
-
-    def _data_coefficient(self) -> float:
-        return {"paper": 1.0, "released_code": 2.0}[self._config.data_term]
 
 
 class RescaledTemperature(RobustTemperature):
     """AmorLIP's rescaled loss tau l + rho tau: as RGCL-g, but rho counts once and not for each direction."""
 
+    _data_coefficients: ClassVar = {"paper": 1.0, "released_code": 1.0}  # the doubled term is FastCLIP's code's
+
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step) / 2
-
-    def _data_coefficient(self) -> float:
-        return 1.0  # the doubled term is FastCLIP's code's
-
-
-def rho_of(config: TemperatureConfig, step: Step) -> float:
-    """Return rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
-    if isinstance(config.rho, float):
-        return config.rho
-    return config.rho[min(int(step.progress * len(config.rho)), len(config.rho) - 1)]

@@ -53,7 +53,7 @@ class SimulatedRank(Communicator):
         self.rank, self.world_size = 0, world_size
         self.calls: list[Call] = []
 
-    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Callable[[], Any]) -> Pending:
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
         if op == "all_gather":
             result.copy_(torch.cat([x] * self.world_size))

@@ -6,7 +6,7 @@ every rank computes the whole (B, B) loss. Gradients and temperature are those o
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.base import Context, FeatureGradients, NoState, Objective, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.temperature import LearnableTemperature
 from neuclip_ds.objectives.temperature_config import AdamSettings
@@ -55,15 +55,14 @@ def openclip_loss(
     return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
 
 
-class OpenClipReference(NoState):
+class OpenClipReference(Objective):
     """Feature gradients by autograd through the gather; a rank computes the whole loss, or its rows (`local_loss`)."""
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype, local_loss: bool) -> None:
-        self._communicator = context.communicator
-        self.comm_dtype = comm_dtype
-        self._local_loss = local_loss
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
         self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
+        super().__init__(context, {"": self._temperature})
+        self.comm_dtype, self._local_loss = comm_dtype, local_loss
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> None:
         """Start nothing: the gather needs its gradient, so features travel when all are there."""
@@ -92,12 +91,6 @@ class OpenClipReference(NoState):
         self._temperature.descend(step, theta=grad_theta)
         metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
         return FeatureGradients(image, text, mean_loss, metrics)
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return self._temperature.replicated_state()
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        self._temperature.load_replicated_state(state)
 
 
 REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {

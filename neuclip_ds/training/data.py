@@ -54,11 +54,7 @@ class TrainingData(NamedTuple):
 
 
 def open_training_data(config: Config, source: ModelSource, communicator: Communicator, folder: Path) -> TrainingData:
-    """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
-
-    Raises:
-        UserError: no data are named, or they cannot be used.
-    """
+    """Open the training data of a run; a tokenizer is trained on their captions where the model names none."""
     data, preprocessing = config.data, source.preprocessing
     if not data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -120,11 +116,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 
 
 def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
-    """Return the order of a run's samples.
-
-    Raises:
-        UserError: the batch size does not fit the data or the shard streams.
-    """
+    """Return the order of a run's samples; raise `UserError` if the batch does not fit the data or shard streams."""
     data = config.data
     order = GlobalOrder(
         manifest.starts,
@@ -143,17 +135,13 @@ def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
     return order
 
 
-def open_cache(data: DataConfig, manifest: Manifest) -> ShardCache | None:
-    """Open the node's cache of remote shards; None where all shards are local."""
-    if all(is_local(shard.path) for shard in manifest.shards):
-        return None
-    folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
-    # a fetch with all its retries times out before the loader's own time-out
-    return ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
-
-
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return how batches of `manifest` are loaded."""
+    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
+    cache = None
+    if not all(is_local(shard.path) for shard in manifest.shards):
+        folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
+        # a fetch with all its retries times out before the loader's own time-out
+        cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
     return LoaderOptions(
         data.workers,
         data.prefetch,
@@ -161,6 +149,6 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
         data.restarts,
         data.reader,
         tuple(data.captions),
-        open_cache(data, manifest),
+        cache,
         pin_memory=communicator.device.type == "cuda",
     )

@@ -32,20 +32,12 @@ class DataPosition(NamedTuple):
 
     def record(self, manifest: Manifest) -> dict[str, Any]:
         """Return what a checkpoint keeps of the data."""
-        return {
-            "hash": manifest.content_hash,
-            "shards": manifest.n_shards,
-            "in_use": manifest.use_hash,
-            **self._asdict(),
-        }
+        data = {"hash": manifest.content_hash, "shards": manifest.n_shards, "in_use": manifest.use_hash}
+        return {**data, **self._asdict()}
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """Check that the data are those of a checkpoint, or have grown from them.
-
-    Raises:
-        UserError: they are other data.
-    """
+    """Raise `UserError` unless the data are those of a checkpoint, or have grown from them."""
     if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
         raise UserError(
             f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
@@ -58,15 +50,8 @@ def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, steps_per_ep
     """Return the position of a run that resumes after `done` steps.
 
     Data that have changed since (shards were appended or removed) have another order of samples, so the epoch that was
-    begun cannot be finished: the next one begins at once.
-
-    Args:
-        saved: the checkpoint's record.
-        manifest: the present data.
-        steps_per_epoch: of the present data.
-
-    Raises:
-        UserError: the data are not those of the checkpoint.
+    begun cannot be finished: the next one begins at once. Raises `UserError` if they are not those of the checkpoint's
+    record `saved`.
     """
     check_data(saved, manifest)
     before = DataPosition(saved["step"], saved["epoch"], saved["steps_per_epoch"])

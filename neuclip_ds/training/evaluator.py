@@ -17,7 +17,6 @@ from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
-from neuclip_ds.evaluation.sharded_batches import run_on_all_ranks
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
@@ -41,16 +40,8 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """
-        Args:
-            config: of the run.
-            data: its training data and tokenizer.
-            preprocessing: how an image becomes the input of the model.
-            communicator: the ranks, which evaluate together.
-            folder: of the run.
-        """
-        self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
-        self._communicator = communicator
+        self._config, self._communicator = config, communicator
+        self._manifest, self._tokenizer = data.manifest, data.tokenizer
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         options = config.data
@@ -60,18 +51,14 @@ class Evaluator:
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-            self._zero_shot = run_on_all_ranks(communicator, lambda: ZeroShotSet.read(folder_of_images))
+            self._zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
         self._on_disk = []
         if options.evaluation_sets is not None:
             root, self._tasks = options.evaluation_sets, load_tasks()
             self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, options.evaluation_tasks))
 
     def check(self, objective: Objective) -> None:
-        """Check that what is to be measured exists.
-
-        Raises:
-            UserError: the normalisers' error is requested for a method without normalisers.
-        """
+        """Raise `UserError` where the normalisers' error is requested for a method without normalisers."""
         if self._config.run.normalizer_anchors and not isinstance(objective, ContrastiveObjective):
             raise UserError(
                 f"run.normalizer_anchors={self._config.run.normalizer_anchors} measures normalisers, but "

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -53,34 +53,20 @@ class RunContext(NamedTuple):
 
 @dataclass(frozen=True)
 class StepResult:
-    """What one training step gave.
+    """What one training step gave."""
 
-    Attributes:
-        step: number of steps done, this one included.
-        last: whether it is the run's last.
-        logs, saves: whether metrics are logged and a checkpoint is saved after it.
-        batch: this rank's samples.
-        gradients: loss and metrics of the global batch, equal on all ranks.
-        lr: learning rate of the encoders.
-        grad_norm: norm of the encoders' gradient; None where DeepSpeed does not compute it (float32 without ZeRO).
-        applied: whether DeepSpeed moved the weights.
-        waited: seconds for the batch.
-        seconds: of the whole step.
-        samples_per_second: over all ranks, in the last steps.
-    """
-
-    step: int
-    last: bool
-    logs: bool
-    saves: bool
-    batch: Batch
-    gradients: FeatureGradients
-    lr: float
-    grad_norm: float | None
-    applied: bool
-    waited: float
-    seconds: float
-    samples_per_second: float
+    step: int  # number of steps done, this one included
+    last: bool  # whether it is the run's last
+    logs: bool  # whether metrics are logged after it
+    saves: bool  # whether a checkpoint is saved after it
+    batch: Batch  # this rank's samples
+    gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
+    lr: float  # of the encoders
+    grad_norm: float | None  # of the encoders; None where DeepSpeed does not compute it (float32 without ZeRO)
+    applied: bool  # whether DeepSpeed moved the weights
+    waited: float  # seconds for the batch
+    seconds: float  # of the whole step
+    samples_per_second: float  # over all ranks, in the last steps
 
     @cached_property
     def loss(self) -> float:
@@ -113,6 +99,7 @@ class Loop:
         total: number of steps after which the loop ends.
         saved: last step with a checkpoint.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
+        resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
     """
 
     def __init__(
@@ -129,8 +116,7 @@ class Loop:
         Args:
             context, folder, fingerprint: see the attributes.
             objective: turns features into their gradients.
-            budget: how long to train.
-            learning_rate: of each step.
+            budget, learning_rate: how long to train, and how fast.
             epochs_before: epochs that the objective's schedules have behind them.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
@@ -143,21 +129,20 @@ class Loop:
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
-
-    def newest(self) -> Path | None:
-        """Return the newest checkpoint, the same on all ranks; None where the loop has not begun."""
-        return self.checkpoints.newest()
+        self.resources = ExitStack()
 
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Resume from the newest checkpoint, or start; return False when a stop was requested before the end.
 
-        Args:
-            evaluate: what to measure of the model, if anything.
-            hooks: further ones.
+        Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones.
         """
         self._resume()
         self._announce()
-        with self._started(standard_hooks(self, evaluate, hooks)) as every_hook:
+        with self.resources:
+            every_hook = standard_hooks(self, evaluate, hooks)
+            for hook in every_hook:
+                hook.start(self)
+                self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self.context.data.batches(
                 self.context.communicator, *self.position.at(self.done), self.total - self.done
             )
@@ -209,18 +194,9 @@ class Loop:
             samples_per_second=rate.update((number + 1) * config.data.batch_size),
         )
 
-    @contextmanager
-    def _started(self, hooks: list[Hook]) -> Iterator[list[Hook]]:
-        """Start hooks in their order, and close them in the reverse order."""
-        with ExitStack() as stack:
-            for hook in hooks:
-                hook.start(self)
-                stack.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
-            yield hooks
-
     def _resume(self) -> None:
         """Fill engine and objective from the newest checkpoint, if there is one."""
-        newest = self.newest()
+        newest = self.checkpoints.newest()
         if newest is None:
             return
         self.done, saved = self.checkpoints.read(newest, self.fingerprint)

@@ -48,11 +48,7 @@ def recovery_budget(recovery: RecoveryConfig) -> BudgetConfig:
 
 
 def check_recovery(config: Config, objective: Objective) -> None:
-    """Check that there is something to recover.
-
-    Raises:
-        UserError: recovery is requested, but the method keeps no u.
-    """
+    """Raise `UserError` where recovery is requested of a method that keeps no u."""
     if is_asked_for(config.recovery) and _TABLE not in objective.row_tables():
         raise UserError(
             f"recovery.* recovers u, which objective.method={config.objective.method} does not keep; "
@@ -63,8 +59,7 @@ def check_recovery(config: Config, objective: Objective) -> None:
 def recover(context: RunContext) -> Path | None:
     """Run the recovery, or the rest of it, in the run's folder, from the weights in the engine.
 
-    Returns:
-        The checkpoint that holds what was recovered; None if the recovery was stopped early.
+    Returns the checkpoint that holds what was recovered; None if the recovery was stopped early.
     """
     recovery, cached = context.config.recovery, context.config.recovery.mode == "cached"
     method, average = _METHODS[recovery.loss], context.config.objective.section(MovingAverageConfig)
@@ -77,9 +72,9 @@ def recover(context: RunContext) -> Path | None:
     fingerprint = {**context.fingerprint, "method": method, "mode": recovery.mode}
     loop = Loop(context, objective, folder, recovery_budget(recovery), lambda step, total: 0.0, fingerprint)
     with kept_statistics(context.engine.module):
-        if cached and loop.newest() is None:
+        if cached and loop.checkpoints.newest() is None:
             _fill_in_blocks(context, objective, recovery.cached_block)
-        return loop.newest() if loop.run() else None
+        return loop.checkpoints.newest() if loop.run() else None
 
 
 @torch.no_grad()
@@ -106,19 +101,15 @@ def _fill_in_blocks(context: RunContext, objective: Objective, block: int) -> No
 def _features(context: RunContext, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
     """Return (b, d) float32 features of a rank's batch, by micro-batches."""
     device, size = context.communicator.device, context.micro_batch
-    found = [
-        context.engine(image[low : low + size].to(device), tokens[low : low + size].to(device))
-        for low in range(0, len(image), size)
-    ]
-    images, texts = zip(*found, strict=True)
+    parts = zip(image.split(size), tokens.split(size), strict=True)
+    images, texts = zip(*(context.engine(pixels.to(device), part.to(device)) for pixels, part in parts), strict=True)
     return torch.cat(images), torch.cat(texts)
 
 
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
     """Fill a fresh engine and objective with what was recovered, as far as `recovery.transfer` says.
 
-    Raises:
-        UserError: it was recovered with other weights, another optimizer, or (for u) other data.
+    Raises `UserError` if it was recovered with other weights, another optimizer, or (for u) other data.
     """
     recovery = context.config.recovery
     meta = read_meta(checkpoint)
@@ -154,11 +145,7 @@ def epochs_behind(recovery: RecoveryConfig) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the newest checkpoint of the recovery that `recovery.reuse` names, or the checkpoint that it names.
-
-    Raises:
-        UserError: there is none.
-    """
+    """Return the newest checkpoint of the recovery that `recovery.reuse` names, or the checkpoint that it names."""
     path = context.config.recovery.reuse
     assert path is not None
 

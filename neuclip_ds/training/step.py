@@ -35,22 +35,17 @@ class TrainStep:
         """
         Args:
             engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
-            objective: turns features into feature gradients.
-            communicator: the ranks of the objective.
+            objective, communicator: what turns features into their gradients, and its ranks.
             micro_batch: rows that go through the towers at once; divides the rank's batch.
             seed: of dropout.
         """
-        self._engine = engine
-        self._objective = objective
-        self._communicator = communicator
-        self._micro_batch = micro_batch
-        self._seed = seed
+        self._engine, self._objective, self._communicator = engine, objective, communicator
+        self._micro_batch, self._seed = micro_batch, seed
 
     def __call__(self, batch: Batch, step: Step) -> FeatureGradients:
         """Update encoders, temperature and normaliser by one global batch.
 
-        Raises:
-            TrainingDiverged: loss or gradient is not finite; weights are left as they were.
+        Raises `TrainingDiverged` where loss or gradient is not finite; weights are left as they were.
         """
         if not self._engine.module.training:  # train() visits every module
             self._engine.train()
@@ -65,18 +60,16 @@ class TrainStep:
         if len(rows) == 1:
             self._fix_dropout(step, 0)
             features = self._forward(image, tokens, gather)
-            with phase_range("objective"):
-                gradients = self._objective(
-                    Features(features[0].detach(), features[1].detach(), index, valid, gather), step
-                )
-            self._backward(features, gradients, rows[0], last=True)
+            collected = features[0].detach(), features[1].detach()
         else:
-            features = self._first_pass(image, tokens, rows, step, gather)
-            with phase_range("objective"):
-                gradients = self._objective(Features(*features, index, valid, gather), step)
-            for number, part in enumerate(rows):
+            collected = self._first_pass(image, tokens, rows, step, gather)
+        with phase_range("objective"):
+            gradients = self._objective(Features(*collected, index, valid, gather), step)
+        for number, part in enumerate(rows):
+            if len(rows) > 1:
                 self._fix_dropout(step, number)
-                self._backward(self._forward(image[part], tokens[part]), gradients, part, last=part is rows[-1])
+                features = self._forward(image[part], tokens[part])
+            self._backward(features, gradients, part, last=part is rows[-1])
         # after the backward pass is launched: reading a number makes the host wait for the GPU
         self._check_finite(gradients, batch, step)
         with phase_range("optimizer"):

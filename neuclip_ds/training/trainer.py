@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -42,11 +42,6 @@ log = logging.getLogger(__name__)
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
     """Train, evaluate and leave everything in runs/NAME.
 
-    Args:
-        config: of the run.
-        environment: the ranks of the launch.
-        hooks: what else happens around training steps.
-
     Raises:
         UserError: anything in config or data that cannot work, before the first step where possible.
         TrainingDiverged: a loss or gradient is not finite.
@@ -54,16 +49,11 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
     with connected(dump(config)) as communicator:
-        folder = open_folder(config, communicator)
-        build(config, communicator, folder, hooks).run()
+        run(*build(config, communicator, open_folder(config, communicator)), hooks)
 
 
 def open_folder(config: Config, communicator: Communicator) -> Path:
-    """Make runs/NAME and start its log and records; return it.
-
-    Raises:
-        UserError: it holds checkpoints that are not to be resumed, or the nodes do not share it.
-    """
+    """Make runs/NAME and start its log and records; return it."""
     folder = config.run.folder / str(config.run.name)
 
     def prepare() -> None:
@@ -83,51 +73,30 @@ def open_folder(config: Config, communicator: Communicator) -> Path:
     return folder
 
 
-def build(config: Config, communicator: Communicator, folder: Path, hooks: Sequence[Hook] = ()) -> Trainer:
-    """Build a run, phase by phase; all ranks build it together.
+def build(config: Config, communicator: Communicator, folder: Path) -> tuple[RunContext, Objective, Evaluator]:
+    """Build a run in a folder from `open_folder`, phase by phase; all ranks build it together.
 
-    Args:
-        config: of the run.
-        communicator: its ranks.
-        folder: from `open_folder`.
-        hooks: what else happens around training steps.
-
-    Raises:
-        UserError: anything in config or data that cannot work.
+    Raises `UserError` for anything in config or data that cannot work.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
     data = open_training_data(config, source, communicator, folder)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, folder)
-    encoders = start_encoders(config, engine_config, source, data.tokenizer, communicator, folder)
+    engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, folder)
     context = RunContext(
         config,
         communicator,
         folder,
         data,
-        encoders.engine,
-        Context(
-            source.embed_dim,
-            data.manifest.n,
-            communicator,
-            temperature=encoders.logits.temperature,
-            bias=encoders.logits.bias,
-        ),
+        engine,
+        Context(source.embed_dim, data.manifest.n, communicator, temperature=logits.temperature, bias=logits.bias),
         resolve_comm_dtype(config, engine_config),
-        fingerprint(config, encoders.parameters),
+        fingerprint(config, parameters),
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     evaluator.check(objective)
     check_recovery(config, objective)
-    return Trainer(context, objective, evaluator, hooks)
-
-
-class Encoders(NamedTuple):
-    """The encoders under DeepSpeed."""
-
-    engine: Any
-    logits: LogitParameters  # temperature and bias that they bring
-    parameters: int
+    return context, objective, evaluator
 
 
 def start_encoders(
@@ -137,15 +106,18 @@ def start_encoders(
     tokenizer: ModelTokenizer,
     communicator: Communicator,
     folder: Path,
-) -> Encoders:
-    """Build or load the encoders, keep what reopens them in the run's folder, and start DeepSpeed's engine."""
+) -> tuple[Any, LogitParameters, int]:
+    """Build or load the encoders, keep what reopens them in the run's folder, and start DeepSpeed's engine.
+
+    Returns the engine, temperature and bias that they bring, and their number of parameters.
+    """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)
     communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
     parameters = parameter_count(model)  # before ZeRO 3 partitions them
     if config.model.compile:
         model.compile_towers()
-    return Encoders(start_engine(model, config.optimizer, engine_config, communicator), logits, parameters)
+    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
 
 
 def fingerprint(config: Config, parameters: int) -> Fingerprint:
@@ -163,33 +135,25 @@ def fingerprint(config: Config, parameters: int) -> Fingerprint:
     }
 
 
-class Trainer:
-    """A run that has been built, on one rank."""
-
-    def __init__(
-        self, context: RunContext, objective: Objective, evaluator: Evaluator, hooks: Sequence[Hook] = ()
-    ) -> None:
-        self._context, self._objective, self._evaluator, self._hooks = context, objective, evaluator, hooks
-
-    def run(self) -> None:
-        """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
-        context, objective, config = self._context, self._objective, self._context.config
-        loop = Loop(
-            context,
-            objective,
-            context.folder,
-            config.budget,
-            lambda step, total: warmup_cosine(step, total, config.optimizer),
-            context.fingerprint,
-            epochs_behind(config.recovery),
-        )
-        if loop.newest() is None and is_asked_for(config.recovery):
-            recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
-            if recovered is None:  # stopped before its end
-                return
-            take_over(recovered, context, objective)
-        complete = loop.run(lambda: self._evaluator(context.engine, objective), self._hooks)
-        if config.run.report:
-            context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
-        if complete:
-            log.info("everything is in %s", context.folder)
+def run(context: RunContext, objective: Objective, evaluator: Evaluator, hooks: Sequence[Hook] = ()) -> None:
+    """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
+    config = context.config
+    loop = Loop(
+        context,
+        objective,
+        context.folder,
+        config.budget,
+        lambda step, total: warmup_cosine(step, total, config.optimizer),
+        context.fingerprint,
+        epochs_behind(config.recovery),
+    )
+    if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
+        recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
+        if recovered is None:  # stopped before its end
+            return
+        take_over(recovered, context, objective)
+    complete = loop.run(lambda: evaluator(context.engine, objective), hooks)
+    if config.run.report:
+        context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
+    if complete:
+        log.info("everything is in %s", context.folder)

@@ -14,7 +14,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
-from neuclip_ds.objectives.pair_loss import Hinge, Identity
+from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
 TAUS = [0.01, 0.07, 1.0]
@@ -140,7 +140,7 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
     results = []
     for dtype in (torch.float32, torch.float64):
         gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), Identity(), torch.tensor(0.01, dtype=dtype))
+        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), PairLoss(), torch.tensor(0.01, dtype=dtype))
         log_g = similarities.log_mean_exp()
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):

@@ -60,10 +60,10 @@ def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, s
             GatheredFeatures(features, Communicator(), torch.float64, method._temperature.prefetch)
         )
         found = method(features, step(number, epoch=number))
-        is_hinge = isinstance(method._pair_loss, Hinge)
-        hinge = (method._pair_loss.margin, method._pair_loss.power) if is_hinge else None
+        is_hinge = isinstance(method.pair_loss, Hinge)
+        hinge = (method.pair_loss.margin, method.pair_loss.power) if is_hinge else None
         log_g = [oracle.log_mean_exp(x) for x in oracle.logits(image, text, taus, hinge)]
-        divisor = math.log((size - 1) / method._pair_loss.divisor(size))
+        divisor = math.log((size - 1) / method.pair_loss.divisor(size))
         weight = method._scale(taus) * seen[-1].log_weight.exp()
         loss = (weight * (torch.stack(log_g) + divisor).exp()).mean(1).sum()
         wanted = list(torch.autograd.grad(loss, (image, text)))

@@ -32,11 +32,7 @@ SECTIONS: dict[str, type[Section]] = {name: kind for m in METHODS.values() for n
 
 
 def find_method(name: str) -> Method:
-    """Return the method of that name.
-
-    Raises:
-        UserError: there is none; names the nearest.
-    """
+    """Return the method of that name; raise `UserError` that names the nearest if there is none."""
     if name not in METHODS:
         nearest = difflib.get_close_matches(str(name), METHODS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "choose one."

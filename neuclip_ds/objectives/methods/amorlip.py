@@ -51,19 +51,17 @@ class AmortizedConfig(Section):
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
     from neuclip_ds.objectives.normalizers.amortized import AmortizedNormalizer
-    from neuclip_ds.objectives.pair_loss import Identity
+    from neuclip_ds.objectives.pair_loss import PairLoss
     from neuclip_ds.objectives.temperature import RescaledTemperature
 
     normalizer = AmortizedNormalizer(config.section(AmortizedConfig), context)
     temperature = RescaledTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, Identity(), normalizer, temperature, scale_tau)
+    return ContrastiveObjective(config, context, PairLoss(), normalizer, temperature, scale_tau)
 
 
 METHOD = Method(
     source="AmorLIP eq. 6",
-    pair_loss="identity",
     normalizer="MLP of the feature, lambda: exp(s_ii/tau)/lambda_i",
-    scale="tau",
     temperature="its rescaled loss with (annealed) rho",
     compose=compose,
     sections={"amortized": AmortizedConfig},

@@ -7,26 +7,10 @@ log(1/tau) follows the gradient of L.
 
 from __future__ import annotations
 
-from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
-from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS, compose_average
+from neuclip_ds.objectives.sogclr_family import average_method
 
-
-def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.composed import scale_one
-    from neuclip_ds.objectives.temperature import LogTemperature
-
-    return compose_average(config, context, LogTemperature(config.temperature, context), scale_one)
-
-
-METHOD = Method(
+METHOD = average_method(
+    "log",
     source="FastCLIP eq. 8",
-    pair_loss="identity",
-    normalizer=COSINE,
-    scale="1",
-    temperature="learnable, gradient of the loss",
-    compose=compose,
-    sections=SECTIONS,
     starts={"temperature": {"initial": 0.03}},  # FastCLIP's study of temperatures; the README's script starts at 0.07
-    test_options=TEST_OPTIONS,
-    search=Search(),
 )

@@ -5,20 +5,11 @@ L = tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ],   w_i = 1/(eps + u_i), ta
 
 from __future__ import annotations
 
-from neuclip_ds.objectives.method import Method, Search
-from neuclip_ds.objectives.methods.sogclr import compose
-from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS
+from neuclip_ds.objectives.sogclr_family import average_method
 
-METHOD = Method(
+METHOD = average_method(
+    "constant",
     source="FastCLIP eq. 1-2",
-    pair_loss="identity",
-    normalizer=COSINE,
-    scale="tau",
-    temperature="constant",
-    compose=compose,
-    sections=SECTIONS,
     # FastCLIP's study of gamma. The README's script has 0.07, the code no factor tau (objective.scale=released_code)
     starts={"temperature": {"initial": 0.03}},
-    test_options=TEST_OPTIONS,
-    search=Search(),
 )

@@ -7,29 +7,15 @@ tau follows dL/dtau with u in place of g under the logarithms (temperature.Robus
 
 from __future__ import annotations
 
-from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
-from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS, compose_average
+from neuclip_ds.objectives.method import Search
+from neuclip_ds.objectives.sogclr_family import average_method
 
-
-def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.composed import scale_tau
-    from neuclip_ds.objectives.temperature import RobustTemperature
-
-    return compose_average(config, context, RobustTemperature(config.temperature, context), scale_tau)
-
-
-METHOD = Method(
+METHOD = average_method(
+    "robust",
     source="FastCLIP eq. 10",
-    pair_loss="identity",
-    normalizer=COSINE,
-    scale="tau",
-    temperature="RGCL-g with rho",
-    compose=compose,
-    sections=SECTIONS,
     # FastCLIP Table 7. Its rho were tuned with the released code, which counts the data term of tau's gradient twice
     # (objective.temperature.data_term=released_code)
     defaults={"temperature": {"schedule": "third_below_0.03"}},
     starts={"temperature": {"initial": 0.07}},
-    test_options=TEST_OPTIONS,
     search=Search({"temperature.rho": 6.5}),
 )

@@ -7,27 +7,21 @@ A caption made of a class's name is never a false negative of another class, so 
 
 from __future__ import annotations
 
-from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig
-from neuclip_ds.objectives.sogclr_family import COSINE, SECTIONS, TEST_OPTIONS, compose_average
+from neuclip_ds.objectives.method import Context, Objective, ObjectiveConfig
+from neuclip_ds.objectives.sogclr_family import average_method, compose_average
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.pair_loss import OverBatch
-    from neuclip_ds.objectives.temperature import ConstantTemperature
 
-    temperature = ConstantTemperature(config.temperature, context)
-    return compose_average(config, context, temperature, pair_loss=OverBatch())
+    return compose_average(config, context, "constant", OverBatch())
 
 
-METHOD = Method(
+METHOD = average_method(
+    "constant",
     source="TuneCLIP, GCL",
     pair_loss="identity, sum over B",
-    normalizer=COSINE,
-    scale="tau",
-    temperature="constant",
     compose=compose,
-    sections=SECTIONS,
     defaults={"moving_average": {"gamma_min": 0.9, "gamma_epochs": 4}},  # those of tuneclip
-    test_options=TEST_OPTIONS,
     search=None,  # fastclip_v1 but for the divisor
 )

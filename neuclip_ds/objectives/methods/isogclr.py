@@ -8,36 +8,16 @@ g1_i is taken at tau1_i, and w_i = 1/(eps + u_i) with a constant gamma. Each tau
 
 from __future__ import annotations
 
-from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
-from neuclip_ds.objectives.sogclr_family import (
-    CONSTANT,
-    CONSTANT_GAMMA,
-    INDIVIDUAL,
-    SECTIONS,
-    TEST_OPTIONS,
-    TUNED_GAMMA,
-    compose_average,
-)
+from neuclip_ds.objectives.method import Search
+from neuclip_ds.objectives.sogclr_family import CONSTANT, CONSTANT_GAMMA, INDIVIDUAL, TUNED_GAMMA, average_method
 
-
-def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.individual_temperature import IndividualTemperature
-
-    return compose_average(config, context, IndividualTemperature(config.temperature, context))
-
-
-METHOD = Method(
+METHOD = average_method(
+    "individual",
     source="Qiu et al. 2023; FastCLIP eq. 9",
-    pair_loss="identity",
     normalizer=CONSTANT,
-    scale="tau_i",
-    temperature="one for each sample and direction",
-    compose=compose,
-    sections=SECTIONS,
     # as tuned in FastCLIP's study of gamma; its code has no tau_i before the loss (objective.scale=released_code) and
     # another Adam (objective.temperature.individual=released_code)
     defaults={"temperature": {"lr": 1e-2, "schedule": "constant", "rho": 9.0}, "moving_average": TUNED_GAMMA},
     starts={"temperature": {"initial": 0.03}},
-    test_options=TEST_OPTIONS,
     search=Search({**INDIVIDUAL, **CONSTANT_GAMMA}),
 )

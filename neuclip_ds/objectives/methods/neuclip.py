@@ -45,19 +45,15 @@ class NpnConfig(Section):
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
-    from neuclip_ds.objectives.pair_loss import Identity
-    from neuclip_ds.objectives.temperature import RobustTemperature
-
-    temperature = RobustTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, Identity(), _network(config, context), temperature, scale_tau)
-
-
-def _network(config: ObjectiveConfig, context: Context) -> Any:
     from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
+    from neuclip_ds.objectives.pair_loss import PairLoss
+    from neuclip_ds.objectives.temperature import RobustTemperature
 
     npn = config.section(NpnConfig)
-    return (MlpNpnNormalizer if npn.network == "mlp" else NpnNormalizer)(npn, config.eps, context)
+    network = (MlpNpnNormalizer if npn.network == "mlp" else NpnNormalizer)(npn, config.eps, context)
+    temperature = RobustTemperature(config.temperature, context)
+    return ContrastiveObjective(config, context, PairLoss(), network, temperature, scale_tau)
 
 
 # 7 prototypes: no world size divides them. A warm accumulator: from zero, AdaGrad's first step is a sign.
@@ -66,9 +62,7 @@ _SMALL: dict[str, Any] = {
 }  # fmt: skip
 METHOD = Method(
     source="NeuCLIP eq. 10-12",
-    pair_loss="identity",
     normalizer="network (NPN) that predicts alpha_i: exp(-alpha_i)",
-    scale="tau",
     temperature="RGCL-g with rho",
     compose=compose,
     sections={"npn": NpnConfig},

@@ -14,16 +14,15 @@ from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveCo
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.composed import ContrastiveObjective, scale_half
     from neuclip_ds.objectives.normalizers.batch import BatchNormalizer
-    from neuclip_ds.objectives.pair_loss import Identity
+    from neuclip_ds.objectives.pair_loss import PairLoss
     from neuclip_ds.objectives.temperature import LogTemperature
 
     temperature = LogTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, Identity(), BatchNormalizer(), temperature, scale_half)
+    return ContrastiveObjective(config, context, PairLoss(), BatchNormalizer(), temperature, scale_half)
 
 
 METHOD = Method(
     source="Radford et al. 2021",
-    pair_loss="identity",
     normalizer="this batch: 1/(1/(B-1) + g_i)",
     scale="1/2",
     temperature="learnable through log(1/tau), in [0.01, 1]",

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
-from neuclip_ds.objectives.sogclr_family import COSINE, TEST_OPTIONS, compose_average
-from neuclip_ds.objectives.sogclr_family import SECTIONS as AVERAGE
+from neuclip_ds.objectives.method import Context, Objective, ObjectiveConfig, Search
+from neuclip_ds.objectives.sogclr_family import SECTIONS, average_method, compose_average
 from neuclip_ds.section import Section
 
 
@@ -26,23 +25,18 @@ class HingeConfig(Section):
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.pair_loss import Hinge
-    from neuclip_ds.objectives.temperature import ConstantTemperature
 
     hinge = config.section(HingeConfig)
-    temperature = ConstantTemperature(config.temperature, context)
-    return compose_average(config, context, temperature, pair_loss=Hinge(hinge.margin, hinge.power))
+    return compose_average(config, context, "constant", Hinge(hinge.margin, hinge.power))
 
 
-METHOD = Method(
+METHOD = average_method(
+    "constant",
     source="TuneCLIP eq. 8",
     pair_loss="hinge max(x + 0.1, 0)^2, sum over B",
-    normalizer=COSINE,
-    scale="tau",
-    temperature="constant",
     compose=compose,
-    sections={**AVERAGE, "hinge": HingeConfig},
+    sections={**SECTIONS, "hinge": HingeConfig},
     # TuneCLIP Table 7: "decay every 4 epochs" is read as the length of gamma's cosine, "margin smoothing 2.0" as power
     defaults={"moving_average": {"gamma_min": 0.9, "gamma_epochs": 4}},
-    test_options=TEST_OPTIONS,
     search=Search({"moving_average.gamma_min": 0.9}),
 )

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import softplus
 
-from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
@@ -77,15 +77,13 @@ def fit_gradient(
     return divergence + config.divergence_l2 * (-peak).exp() * squared, peak
 
 
-class AmortizedNormalizer(NoState):
+class AmortizedNormalizer(Normalizer):
     """w_i = exp(L s_ii) / lambda_i."""
 
     def __init__(self, config: AmortizedConfig, context: Context) -> None:
         self._config, self._own_optimizer = config, context.own_optimizers
-        self._log_positive_weight = (
-            math.log(self._config.positive_weight) if self._config.positive_weight else -math.inf
-        )
-        self._mlp = AmortizationMlp(context.dim, max(1, int(self._config.width * context.dim)))
+        self._log_positive_weight = math.log(config.positive_weight) if config.positive_weight else -math.inf
+        self._mlp = AmortizationMlp(context.dim, max(1, int(config.width * context.dim)))
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
         self._online = Parameter(blank)
         self._target = blank.clone()
@@ -95,44 +93,31 @@ class AmortizedNormalizer(NoState):
         self._steps = 0  # since they were drawn
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
+        """Estimate after a fit; without learning from the nets as they are, or from the batch while none are drawn."""
         features, positive = self._inputs(batch, tau)
-        if not step.learn:
-            return self._report(batch, log_g, tau)
-        starts = step.epoch != self._epoch
+        starts = step.learn and step.epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
-        fits = starts or self._steps % self._config.online_every == 0
+        fits = step.learn and (starts or self._steps % self._config.online_every == 0)
         # only a fit and the released code's stage II ask for log C and log Z of the other ranks' anchors
-        everyone = fits or self._config.stage2 == "combined"
+        everyone = fits or self._config.stage2 == "combined" or not step.learn
         rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.local, log_g)
         log_total = self._log_total(log_g, positive[rows], batch.size)
-        log_target = self._log_target(log_total, features[:, rows], step.epoch)
+        log_target = self._log_target(log_total, features[:, rows], step.epoch if step.learn else self._epoch)
         if starts:
             self._draw(step.epoch, features, log_target)
         if fits:
             self._fit(features, log_target, log_total)
-        if self._steps % self._config.target_every == 0:
-            self._target.lerp_(self._online.detach(), 1 - self._config.ema)
-        self._steps += 1
-        predicted = self._mlp(self._target, features)
-        if everyone:
-            log_total, own_target = log_total[:, batch.local], log_target[:, batch.local]
-        else:
-            own_target = log_target
-        error = (predicted[:, batch.local] - own_target).square()
-        log_lambda = predicted if self._config.stage2 == "ema" else log_target
-        return self._estimate(batch, positive, tau, log_total, log_lambda, error)
-
-    def _report(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> NormalizerOutput:
-        """Estimate without learning: from the nets, or from the batch while none are drawn."""
-        features, positive = self._inputs(batch, tau)
-        log_total = self._log_total(batch.gather(log_g, "normalizer"), positive, batch.size)
-        log_target = self._log_target(log_total, features, self._epoch)
+        if step.learn:
+            if self._steps % self._config.target_every == 0:
+                self._target.lerp_(self._online.detach(), 1 - self._config.ema)
+            self._steps += 1
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
+        local = batch.local if everyone else slice(None)
+        error = (predicted[:, batch.local] - log_target[:, local]).square()
         log_lambda = predicted if drawn and self._config.stage2 == "ema" else log_target
-        error = (predicted - log_target)[:, batch.local].square()
-        return self._estimate(batch, positive, tau, log_total[:, batch.local], log_lambda, error)
+        return self._estimate(batch, positive, tau, log_total[:, local], log_lambda, error)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
@@ -157,8 +142,7 @@ class AmortizedNormalizer(NoState):
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
         """(2, rows) log Z."""
-        weight = previous_weight(epoch, self._config)
-        if self._previous is None or not weight:
+        if self._previous is None or not (weight := previous_weight(epoch, self._config)):
             return log_total
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
@@ -206,18 +190,12 @@ class AmortizedNormalizer(NoState):
     ) -> NormalizerOutput:
         own_positive, own_log_lambda = positive[batch.local], log_lambda[:, batch.local]
         own_ratio = (own_total - own_log_lambda).exp()  # C/lambda
-        local_metrics = {
-            "amortization_ratio": own_ratio,
-            "amortization_error": own_error,
-            "log_lambda": own_log_lambda,
-        }
+        metrics = {"amortization_ratio": own_ratio, "amortization_error": own_error, "log_lambda": own_log_lambda}
         along_partner = (own_ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
         feature_grad = (along_partner * batch.text[batch.local], along_partner * batch.image[batch.local])
         # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
         tau_term = own_positive * (1 - own_ratio)
-        return NormalizerOutput(
-            positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, local_metrics
-        )
+        return NormalizerOutput(positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, metrics)
 
     def parameters(self) -> dict[str, Parameter]:
         return {"online": self._online}
@@ -227,7 +205,7 @@ class AmortizedNormalizer(NoState):
         state |= {"online": self._online.detach(), "target": self._target}
         if self._previous is not None:
             state["previous"] = self._previous
-        return state | {f"adam.{key}": value for key, value in self._adam.state[self._online].items()}
+        return state | adam_state(self._adam, self._online)
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._epoch, self._steps = int(state["epoch"]), int(state["steps"])
@@ -235,7 +213,4 @@ class AmortizedNormalizer(NoState):
         self._target.copy_(state["target"])
         self._previous = state["previous"].clone().to(self._target) if "previous" in state else None
         self._adam = self._new_adam()
-        moments = {key.removeprefix("adam."): value for key, value in state.items() if key.startswith("adam.")}
-        self._adam.state[self._online] = {
-            key: value.clone() if key == "step" else value.clone().to(self._target) for key, value in moments.items()
-        }
+        load_adam_state(self._adam, self._online, state)

@@ -11,11 +11,11 @@ import math
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.base import NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 
 
-class BatchNormalizer(NoState):
+class BatchNormalizer(Normalizer):
     """w_i = 1 / (1/(B-1) + g_i); keeps no state."""
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Pending
-from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import RowTable
@@ -37,7 +37,7 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(torch.isneginf(log_u), log_g, updated)
 
 
-class MovingAverageNormalizer(NoState):
+class MovingAverageNormalizer(Normalizer):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
     def __init__(self, config: MovingAverageConfig, eps: float, context: Context) -> None:
@@ -45,7 +45,7 @@ class MovingAverageNormalizer(NoState):
         self._log_eps = math.log(eps)
         fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
         self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
-        self._reading: Pending | None = None
+        self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
         self._reading = self._store.begin_read(padded_index)
@@ -67,7 +67,6 @@ class MovingAverageNormalizer(NoState):
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
         """(2, local) log u of this rank's anchors."""
-        assert self._reading is not None, "a call follows prefetch"
         return batch.compact(self._reading.wait()).T
 
     def row_tables(self) -> dict[str, RowTable]:

@@ -50,7 +50,7 @@ from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import normalize
 
-from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
@@ -76,7 +76,7 @@ class _Prediction(NamedTuple):
     sides: tuple[_Side, _Side]
 
 
-class NpnNormalizer(NoState):
+class NpnNormalizer(Normalizer):
     """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
 
     The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen there is nothing to
@@ -84,21 +84,17 @@ class NpnNormalizer(NoState):
     """
 
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        self._config = config
-        self._eps = eps
-        self._communicator, self._own_optimizer = context.communicator, context.own_optimizers
-        self._partition = Partition.of(
-            self._config.prototypes, context.communicator.rank, context.communicator.world_size
-        )
-        shape = (self._partition.size, context.dim)
-        empty = torch.zeros(shape, dtype=context.dtype, device=context.communicator.device)
+        self._config, self._eps, self._own_optimizer = config, eps, context.own_optimizers
+        self._communicator = ranks = context.communicator
+        self._partition = Partition.of(config.prototypes, ranks.rank, ranks.world_size)
+        empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
         self._prototypes = [Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
-        self._health = NpnHealth(self._config.lr)
+        self._health = NpnHealth(config.lr)
         self._adagrad = torch.optim.Adagrad(
-            self._prototypes, lr=self._config.lr, initial_accumulator_value=self._config.initial_accumulator
+            self._prototypes, lr=config.lr, initial_accumulator_value=config.initial_accumulator
         )
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Context, NormalizerOutput, NoState, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
@@ -25,7 +25,7 @@ from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 _SEED = 0
 
 
-class MlpNpnNormalizer(NoState):
+class MlpNpnNormalizer(Normalizer):
     """w_i = exp(-alpha_i), alpha_i held constant in the encoders' gradient."""
 
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
@@ -85,13 +85,10 @@ class MlpNpnNormalizer(NoState):
         return {"weights": self._weights}
 
     def replicated_state(self) -> dict[str, Tensor]:
-        moments = {f"adam.{key}": value for key, value in self._adam.state[self._weights].items()}
-        return {"weights": self._weights.detach(), "started": torch.tensor(self._started), **moments}
+        state = {"weights": self._weights.detach(), "started": torch.tensor(self._started)}
+        return state | adam_state(self._adam, self._weights)
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._weights.data.copy_(state["weights"])
         self._started = bool(state["started"])
-        moments = {key.removeprefix("adam."): value for key, value in state.items() if key.startswith("adam.")}
-        self._adam.state[self._weights] = {
-            key: value.clone() if key == "step" else value.clone().to(self._weights) for key, value in moments.items()
-        }
+        load_adam_state(self._adam, self._weights, state)

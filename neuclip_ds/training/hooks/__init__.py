@@ -7,13 +7,11 @@ from typing import TYPE_CHECKING
 
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.training.hooks.base import Hook
-from neuclip_ds.training.hooks.checkpoints import SaveCheckpoints
+from neuclip_ds.training.hooks.checkpoints import SaveCheckpoints, StopOnSignal
 from neuclip_ds.training.hooks.data import ListBadSamples, LogSamples, PrefetchShards
 from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
-from neuclip_ds.training.hooks.metrics import ShowProgress, WriteMetrics, open_metrics
-from neuclip_ds.training.hooks.profiling import ProfileSteps
-from neuclip_ds.training.hooks.signals import StopOnSignal
+from neuclip_ds.training.hooks.metrics import ProfileSteps, ShowProgress, WriteMetrics, open_metrics
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop
@@ -22,19 +20,12 @@ __all__ = ["Evaluate", "Hook", "standard_hooks"]
 
 
 def standard_hooks(loop: Loop, evaluate: Evaluate | None, further: Sequence[Hook] = ()) -> list[Hook]:
-    """Return the hooks of a loop in their order.
-
-    Args:
-        loop: what they belong to.
-        evaluate: what to measure of the model; None measures nothing.
-        further: the user's hooks; they run before a stop and a checkpoint are decided on.
-    """
+    """Return the hooks of a loop in their order; the user's run before a stop and a checkpoint are decided on."""
     run = loop.context.config.run
     events = EventLog(loop.folder, loop.context.communicator.rank, loop.done)
-    metrics = open_metrics(loop)
-    bad_samples = ListBadSamples(loop)
+    metrics, bad_samples = open_metrics(loop), ListBadSamples(loop)
     return [
-        ProfileSteps(loop),  # first, so that its steps hold no other hook
+        ProfileSteps(),  # first, so that its steps hold no other hook
         PrefetchShards(),
         bad_samples,
         *([LogSamples()] if run.sample_log else []),

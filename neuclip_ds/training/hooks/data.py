@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 class PrefetchShards(Hook):
     """Fetch the remote shards that a node needs ahead of training, on one rank of each node."""
 
-    def __init__(self) -> None:
-        self._prefetcher: Prefetcher | None = None
+    _prefetcher: Prefetcher | None = None
 
     def start(self, loop: Loop) -> None:
         context = loop.context
@@ -30,7 +29,7 @@ class PrefetchShards(Hook):
         # batches of the order that were no steps of this run, as the data grew in between
         self._offset = epoch * order.steps_per_epoch + step - loop.done
         rank_batch = order.batch_size // communicator.world_size
-        self._prefetcher = Prefetcher(
+        prefetcher = Prefetcher(
             cache,
             order,
             context.data.manifest.shards,
@@ -39,15 +38,11 @@ class PrefetchShards(Hook):
             rows=slice(node[0] * rank_batch, (node[-1] + 1) * rank_batch),
             total_steps=self._offset + loop.total,
         )
-        self._prefetcher.__enter__()
+        self._prefetcher = loop.resources.enter_context(prefetcher)
 
     def before_step(self, loop: Loop) -> None:
         if self._prefetcher is not None:
             self._prefetcher.advance(self._offset + loop.done)
-
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        if self._prefetcher is not None:
-            self._prefetcher.__exit__(None, None, None)
 
 
 class ListBadSamples(Hook):
@@ -70,19 +65,10 @@ class ListBadSamples(Hook):
 class LogSamples(Hook):
     """Write this rank's sample indices of every step to samples/ (`run.sample_log`)."""
 
-    def __init__(self) -> None:
-        self._log: SampleLog | None = None
-
     def start(self, loop: Loop) -> None:
         folder, communicator = loop.folder / "samples", loop.context.communicator
         communicator.on_rank_zero(lambda: drop_samples_beyond(folder, loop.done))
-        self._log = SampleLog(folder, communicator.rank)
-        self._log.__enter__()
+        self._log = loop.resources.enter_context(SampleLog(folder, communicator.rank))
 
     def on_batch(self, loop: Loop, batch: Batch) -> None:
-        if self._log is not None:
-            self._log.write(loop.done + 1, batch.index.tolist())
-
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        if self._log is not None:
-            self._log.__exit__(None, None, None)
+        self._log.write(loop.done + 1, batch.index.tolist())

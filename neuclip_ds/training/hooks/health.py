@@ -25,7 +25,6 @@ class WatchHealth(Hook):
             lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
         )
         self._health = StepHealth(events, samples, context.communicator.rank, context.config.data.workers)
-
         self._step = loop.done
 
     def on_batch(self, loop: Loop, batch: Batch) -> None:

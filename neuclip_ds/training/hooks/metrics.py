@@ -1,11 +1,13 @@
-"""Write metrics and show progress."""
+"""Write metrics, show progress and profile steps."""
 
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.reporting.progress import Progress
 from neuclip_ds.reporting.weights_and_biases import WeightsAndBiases
@@ -36,6 +38,8 @@ class WriteMetrics(Hook):
         self._metrics, self._bad_samples = metrics, bad_samples
 
     def start(self, loop: Loop) -> None:
+        if self._metrics is not None:
+            loop.resources.enter_context(self._metrics)
         self._begin_interval(loop)
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -45,10 +49,6 @@ class WriteMetrics(Hook):
         if self._metrics is not None:
             self._metrics.write(result.step, {**result.metrics, **self._of_interval(loop, result)})
         self._begin_interval(loop)
-
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        if self._metrics is not None:
-            self._metrics.__exit__(None if error is None else type(error), error, None)
 
     def _of_interval(self, loop: Loop, result: StepResult) -> dict[str, float]:
         passed = time.perf_counter() - self._since
@@ -69,13 +69,25 @@ class ShowProgress(Hook):
 
     def start(self, loop: Loop) -> None:
         shown = loop.context.communicator.rank == 0 and loop.done < loop.total
-        self._progress = Progress(loop.total, loop.done, enabled=shown)
-        self._progress.__enter__()
+        self._progress = loop.resources.enter_context(Progress(loop.total, loop.done, enabled=shown))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self._progress.update(
             result.step, loss=result.loss, tau=result.tau, samples_per_second=result.samples_per_second
         )
 
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        self._progress.__exit__(None, None, None)
+
+class ProfileSteps(Hook):
+    """Record `run.profile_steps` steps, the wait for their batches included, into profile/."""
+
+    def start(self, loop: Loop) -> None:
+        context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
+        labels = {"method": loop.fingerprint["method"], "zero_stage": int(context.engine.zero_optimization_stage())}
+        recorder = Recorder(folder, context.communicator, run.profile_steps, run.profile_after, labels)
+        self._recorder, self._step = loop.resources.enter_context(recorder), ExitStack()
+
+    def before_step(self, loop: Loop) -> None:
+        self._step.enter_context(self._recorder.step())
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._step.close()
