@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.functional import normalize
 from torch.optim.lr_scheduler import CosineAnnealingLR
 
@@ -121,19 +122,18 @@ def trained(model: nn.Module, temperature: float) -> Trained:
     weights, gradients = {}, {}
     for name, weight in model.named_parameters():
         if weight.grad is not None:
-            weights[name], gradients[name] = _full(weight.detach()).clone(), _full(weight.grad).clone()
+            weights[name], gradients[name] = whole(weight.detach()).clone(), whole(weight.grad).clone()
     return Trained(weights, gradients, temperature)
 
 
-def _full(value: Tensor) -> Tensor:
-    whole: Tensor = value.full_tensor() if hasattr(value, "full_tensor") else value
-    return whole
+def whole(value: Tensor) -> Tensor:
+    """Return a tensor that FSDP2 may have sharded, on all ranks together."""
+    return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def assert_equal(found: Trained, wanted: Trained) -> None:
-    """Compare in float64: ranks sum in another order, which moves the last bits only."""
+    """Compare in float64: ranks sum in another order, which moves the last bits; measured, by less than 1e-13."""
     for have, want in ((found.weights, wanted.weights), (found.gradients, wanted.gradients)):
-        assert have.keys() == want.keys() and have
-        for name, value in want.items():
-            torch.testing.assert_close(have[name], value, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}")
-    assert abs(found.temperature / wanted.temperature - 1) < 1e-9
+        assert want
+        torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-14)
+    assert abs(found.temperature / wanted.temperature - 1) < 1e-11

@@ -17,11 +17,16 @@ from reference import (
     python_blocks,
     train,
     trained,
+    whole,
     with_method,
 )
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.loss import ContrastiveLoss
 
 SAMPLES, RANKS, ROWS, EPOCHS, LR = 24, 2, 4, 3, 1e-2
 STEPS = EPOCHS * SAMPLES // (RANKS * ROWS)
@@ -71,3 +76,33 @@ def test_the_loop_equals_the_trainer(loop: str, method: str) -> None:
     wanted = train(model, torch.optim.AdamW(model.parameters(), LR), global_batches(), method, 6, SAMPLES, STEPS)
     for found in run_ranks(RANKS, _on_ranks, loops()[loop], method):
         assert_equal(found, wanted)
+
+
+def _after_each_micro_batch(communicator: Communicator, shards: bool) -> list[bool]:
+    """Say after each of two micro-batches of a step whether gradients have been reduced over ranks."""
+    encoders = Encoders()
+    model: nn.Module = encoders
+    if shards:
+        fully_shard(encoders, mesh=init_device_mesh("cpu", (RANKS,)))
+    else:
+        model = DistributedDataParallel(encoders)
+    images, texts = (torch.stack(column)[communicator.rank :: RANKS] for column in zip(*pairs(), strict=True))
+    parts = list(zip(images[:ROWS].split(2), texts[:ROWS].split(2), strict=True))
+    reduced = []
+    with ContrastiveLoss("openclip", dim=6).accumulate(model) as passes:
+        for part in parts:
+            with passes.features():
+                passes.add(*model(*part))
+        passes.loss()
+        for part in parts:
+            with passes.gradients():
+                passes.backward(*model(*part))
+            gradient = next(encoders.parameters()).grad
+            everywhere = None if gradient is None else communicator.all_gather(whole(gradient)[None], "control")
+            reduced.append(everywhere is not None and bool(everywhere.eq(everywhere[0]).all()))
+    return reduced
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["ddp", "fsdp2"])
+def test_gradients_are_reduced_in_the_last_micro_batch_only(shards: bool) -> None:
+    assert run_ranks(RANKS, _after_each_micro_batch, shards) == [[False, True]] * RANKS
