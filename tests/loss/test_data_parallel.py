@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,6 +12,7 @@ from ranks import run_ranks
 from reference import (
     OPTIONS,
     Encoders,
+    GlobalBatch,
     Trained,
     assert_equal,
     in_micro_batches,
@@ -38,14 +40,15 @@ def pairs() -> list[tuple[Tensor, Tensor]]:
     return list(zip(images, images + torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64), strict=True))
 
 
-def global_batches() -> Iterator[tuple[int, Tensor, Tensor, Tensor]]:
+def global_batches() -> Iterator[GlobalBatch]:
     """What the ranks' samplers give in each step, rank after rank."""
     images, texts = (torch.stack(column) for column in zip(*pairs(), strict=True))
+    rates = (LR * (1 + math.cos(math.pi * number / STEPS)) / 2 for number in range(STEPS))
     for epoch in range(EPOCHS):
         order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))  # as DistributedSampler does
         for rows in order.view(-1, ROWS, RANKS):
             index = rows.T.flatten()
-            yield epoch, images[index], texts[index], index
+            yield GlobalBatch(epoch, next(rates), images[index], texts[index], index)
 
 
 def _on_ranks(communicator: Communicator, code: str, method: str) -> Trained:
