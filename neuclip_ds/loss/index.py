@@ -32,18 +32,22 @@ class IndexedDataset(Dataset[Any]):
 
 
 def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Add `index` to webdataset samples: the shard's first index plus the sample's place in the shard.
+    """Add `__index__` to webdataset samples: the shard's first index plus the sample's place in the shard.
 
-    Use it as the stage after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed.
+    Use it as the stage after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed. `wds.decode`
+    leaves keys with two underscores alone; `wds.to_tuple("image", "text", "__index__")` hands them on.
 
     Args:
-        samples: webdataset's, with `__url__`, in the order of their tars.
+        samples: webdataset's, with `__url__` and `__key__`, in the order of their tars.
         starts: shard URL -> index of its first sample; shards must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.
     """
-    url, place = None, 0
+    first, place = ("", ""), 0
     for sample in samples:
-        url, place = (url, place + 1) if sample["__url__"] == url else (sample["__url__"], 0)
-        yield {**sample, "index": starts[url] + place}
+        url, key = sample["__url__"], sample["__key__"]
+        if url != first[0] or key == first[1]:  # a shard may be drawn twice in a row
+            first, place = (url, key), 0
+        yield {**sample, "__index__": starts[url] + place}
+        place += 1

@@ -1,0 +1,161 @@
+"""For developers of neuclip_ds: time `ContrastiveLoss` against the losses of open_clip and fast_clip.
+
+All take the same given features, forward and backward, in the same loop and processes, in turns; each as its own
+training loop calls it. Ratios are to open_clip's ClipLoss; times are medians of the slowest rank. fast_clip is read
+from a checkout that you name, and left out without one.
+
+Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from neuclip_ds.loss import ContrastiveLoss
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
+
+Loss = Callable[[Tensor, Tensor], Tensor]
+PEER = "open_clip ClipLoss"
+
+
+def open_clip_loss(device: torch.device) -> Loss:
+    """Return ClipLoss in the form that open_clip recommends: local loss, features gathered with gradient."""
+    from open_clip.loss import ClipLoss
+
+    loss = ClipLoss(True, True, cache_labels=True, rank=dist.get_rank(), world_size=dist.get_world_size())
+    log_scale = torch.tensor(1 / 0.07, device=device).log().requires_grad_()
+    return lambda image, text: loss(image, text, log_scale.exp())
+
+
+def fast_clip_loss(folder: Path, rows: int, device: torch.device) -> Loss:
+    """Return FastCLIP-v3's loss of a fast_clip checkout, called as its training loop does.
+
+    Raises:
+        ImportError, OSError: the folder has no such loss.
+    """
+    spec = importlib.util.spec_from_file_location("fast_clip_loss", folder / "src" / "fast_clip" / "loss.py")
+    if spec is None or spec.loader is None:
+        raise ImportError("no module can be loaded from it")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    loss = module.FastCLIPLoss(rows * dist.get_world_size(), 0.2, gamma_decay_epochs=1, rho=6.5, device=device)
+    loss.adjust_hyperparams(1)
+    log_scale = torch.tensor(1 / 0.07, device=device).log().requires_grad_()
+    offset = dist.get_rank() * rows
+    index = torch.arange(rows) + offset
+
+    def call(image: Tensor, text: Tensor) -> Tensor:
+        scale = log_scale.exp()
+        gathered = _gathered([image, text])
+        loss1, loss2, by_image, by_text, u = loss.local([image, text], (index, index), gathered, scale, offset)
+        all_u, all_index = _gathered(u), _gathered([index[:, None].to(device)] * 2)
+        loss.set_params(*(x.squeeze(-1).cpu() for x in all_index), *all_u)
+        similar = (by_text.T, by_image.T)
+        result: Tensor = loss([image, text], gathered, all_u, (loss1, loss2), u, similar, scale, offset)
+        return result
+
+    return call
+
+
+def _gathered(tensors: list[Tensor]) -> list[Tensor]:
+    """Return the rows of all ranks, without gradient and by one collective."""
+    stacked = torch.stack(tensors).detach()
+    parts = [torch.empty_like(stacked) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, stacked)
+    return list(torch.cat(parts, dim=1))
+
+
+def our_loss(method: str, rows: int, dim: int, device: torch.device) -> Loss:
+    samples = rows * dist.get_world_size()
+    loss = ContrastiveLoss(method, dim=dim, samples=samples, epochs=30, steps_per_epoch=1000, device=device)
+    index = torch.arange(rows, device=device) + dist.get_rank() * rows
+    return lambda image, text: loss(image, text, index)
+
+
+def measure(rank: int, world_size: int, rows: int, options: argparse.Namespace, folder: str) -> None:
+    """Write to FOLDER/RANK.pt name -> seconds of each repeat."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
+    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    losses: dict[str, Loss] = {PEER: open_clip_loss(device)}
+    if options.fast_clip is not None:
+        try:
+            losses["fast_clip FastCLIPLoss"] = fast_clip_loss(options.fast_clip, rows, device)
+        except (ImportError, OSError) as error:
+            if rank == 0:
+                print(f"fast_clip is skipped: {options.fast_clip} cannot be imported: {error}", flush=True)
+    losses |= {f"ours, {method}": our_loss(method, rows, options.dim, device) for method in options.methods}
+    generator = torch.Generator().manual_seed(rank)
+    pair = (normalize(torch.randn(rows, options.dim, generator=generator), dim=1).to(device) for _ in range(2))
+    leaves = [x.requires_grad_() for x in pair]
+    seconds: dict[str, list[float]] = {name: [] for name in losses}
+    warm_up = 2 + NpnConfig().prototypes // (rows * world_size)  # the NPN predicts once its queue is full
+    for number in range(warm_up + options.repeats):
+        for name, loss in losses.items():
+            spent = _seconds(loss, leaves)
+            if number >= warm_up:
+                seconds[name].append(spent)
+    torch.save(seconds, Path(folder, f"{rank}.pt"))
+    dist.destroy_process_group()
+
+
+def _seconds(loss: Loss, leaves: list[Tensor]) -> float:
+    for leaf in leaves:
+        leaf.grad = None
+    dist.barrier()
+    began = time.perf_counter()
+    loss(*leaves).backward()
+    if leaves[0].is_cuda:
+        torch.cuda.synchronize()
+    return time.perf_counter() - began
+
+
+def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
+    """Return lines of a Markdown table; the first is the peer."""
+    with tempfile.TemporaryDirectory() as folder:
+        mp.spawn(measure, (world_size, rows, options, folder), nprocs=world_size)
+        ranks: list[dict[str, Any]] = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world_size)]
+    slowest = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
+    return [
+        f"| {world_size} | {rows} | {name} | {seconds * 1e3:.1f} | {seconds / slowest[PEER]:.2f} |"
+        for name, seconds in slowest.items()
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
+    parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="rows a rank (default 512 2048)")
+    parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
+    parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
+    parser.add_argument("--methods", nargs="+", default=["openclip", "fastclip_v3", "neuclip"], help="of ours")
+    parser.add_argument("--fast-clip", type=Path, help="a checkout of Optimization-AI/fast_clip")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    options = parser.parse_args()
+    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, float32, d = {options.dim}\n")
+    print("| ranks | b | loss | ms | ratio |\n|---|---|---|---|---|", flush=True)
+    for world_size in options.ranks:
+        for rows in options.batch:
+            print("\n".join(compare(world_size, rows, options)), flush=True)
+
+
+if __name__ == "__main__":
+    main()
