@@ -337,7 +337,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
     parser.add_argument("--rows", type=int, default=BILLION, help="samples of the store (1e9: 8 GB of memory and disk)")
     setting = parser.parse_args(namespace=Setting())
-    exit_on_mistake(lambda: run(setting))
+    with exit_on_mistake():
+        run(setting)
 
 
 def run(setting: Setting) -> None:

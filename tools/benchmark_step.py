@@ -123,7 +123,8 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("runs/benchmark_step"), help="what the programs say and leave")
     arguments, overrides = parser.parse_known_args()
     arguments.overrides = overrides
-    exit_on_mistake(lambda: measure(arguments))
+    with exit_on_mistake():
+        measure(arguments)
 
 
 def measure(arguments: argparse.Namespace) -> None:

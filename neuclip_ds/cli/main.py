@@ -4,6 +4,7 @@ import importlib
 import re
 import sys
 from collections.abc import Sequence
+from types import ModuleType
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.errors import UserError
@@ -31,17 +32,17 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
-    exit_on_mistake(lambda: _run(arguments))
-
-
-def _run(arguments: Sequence[str]) -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return
-    name = arguments[0]
+    with exit_on_mistake():
+        _command(arguments[0]).main(arguments[1:])
+
+
+def _command(name: str) -> ModuleType:
     if name not in COMMANDS:
         raise UserError(f"Unknown command {name}{nearest(name, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}.")
-    importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}").main(arguments[1:])
+    return importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}")
 
 
 def _help() -> str:

@@ -7,19 +7,18 @@ import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import TrainingDiverged, UserError
 from neuclip_ds.recipe import nearest
 
-T = TypeVar("T")
 
-
-def exit_on_mistake(work: Callable[[], T]) -> T:
-    """Run `work`; a `UserError` is printed once a node and ends every rank with exit code 2, divergence with 1."""
+@contextmanager
+def exit_on_mistake() -> Iterator[None]:
+    """Print a `UserError` once a node and end every rank with exit code 2; a divergence ends with 1."""
     try:
-        return work()
+        yield
     except (UserError, TrainingDiverged) as error:
         environment = read_environment()
         if environment.local_rank == 0:

@@ -37,7 +37,8 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=2, help="steps of an objective that count")
     arguments = parser.parse_args()
     if arguments.objective or arguments.random:
-        exit_on_mistake(lambda: (objectives if arguments.objective else random_steps)(arguments))
+        with exit_on_mistake():
+            (objectives if arguments.objective else random_steps)(arguments)
         return
     where = [f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"]
     run_command(["train", str(arguments.config), *where])
