@@ -133,7 +133,7 @@ class ContrastiveLoss(nn.Module):
         Args:
             image_features, text_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
             index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
-                of its last row. Only methods with statistics of each sample need it.
+                of its last row. Only methods with statistics of each sample need it. On any device, as `valid`.
             valid: (b,) bool, False for rows that do not count.
 
         Raises:
@@ -142,6 +142,7 @@ class ContrastiveLoss(nn.Module):
         """
         learns = self.training and torch.is_grad_enabled()
         inputs = (image_features, text_features)
+        index, valid = (None if x is None else x.to(image_features.device) for x in (index, valid))
         with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
             self._follow(image_features)
             rows = self._agreed_rows(image_features, text_features, index, valid, learns)
@@ -300,8 +301,8 @@ class ContrastiveLoss(nn.Module):
         return Features(
             pad(image.detach().to(self._target.dtype), (0, 0, 0, more)),
             pad(text.detach().to(self._target.dtype), (0, 0, 0, more)),
-            pad(index.to(device, torch.int64), (0, more)),
-            pad(valid.to(device), (0, more)),
+            pad(index.long(), (0, more)),
+            pad(valid, (0, more)),
         )
 
     def _step(self, learns: bool) -> Step:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -69,12 +69,14 @@ class TwoPass:
         self._micro += 1
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Back-propagate the gradient of this micro-batch's rows; the features have their graph."""
+        """Back-propagate the gradient of this micro-batch's rows; the features of a frozen tower have no graph."""
         if self._gradients is None:
             raise RuntimeError("Call loss() before backward().")
         rows = slice(self._row, self._row + len(image_features))
         self._row = rows.stop
-        torch.autograd.backward([image_features, text_features], [gradient[rows] for gradient in self._gradients])
+        pairs = zip((image_features, text_features), self._gradients, strict=True)
+        features, gradients = zip(*((x, gradient[rows]) for x, gradient in pairs if x.requires_grad), strict=True)
+        torch.autograd.backward(features, gradients)
 
 
 @contextmanager
@@ -112,10 +114,14 @@ def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
         torch.cuda.set_rng_state(state[1])
 
 
-def _without_reduction(model: Any, last: bool) -> AbstractContextManager[Any]:
-    if model is None:
-        return nullcontext()
+@contextmanager
+def _without_reduction(model: Any, last: bool) -> Iterator[None]:
     if hasattr(model, "set_requires_gradient_sync"):  # FSDP2
         model.set_requires_gradient_sync(last)
-        return nullcontext()
-    return nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync()
+        try:
+            yield
+        finally:
+            model.set_requires_gradient_sync(True)
+    else:
+        with nullcontext() if last or not hasattr(model, "no_sync") else model.no_sync():
+            yield

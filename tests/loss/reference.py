@@ -134,7 +134,7 @@ def whole(value: Tensor) -> Tensor:
 def assert_equal(found: Trained, wanted: Trained) -> None:
     """Compare in float64, as ranks sum in another order: measured, 3e-14 of a weight and 1e-14 of the largest gradient.
 
-    Gradients that are zero but for rounding, such as those of the keys' biases, are divided by Adam's eps: 3e-12.
+    Gradients that are zero but for rounding, such as those of the keys' biases, are divided by Adam's eps.
     """
     for have, want in ((found.weights, wanted.weights), (found.gradients, wanted.gradients)):
         assert want

@@ -292,3 +292,35 @@ def test_accumulated_micro_batches_equal_one_batch(name: str) -> None:
     assert torch.equal(accumulated, loss.detach())
     for p, gradient in zip(tower.parameters(), wanted, strict=True):
         assert torch.allclose(p.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+def test_micro_batches_pass_a_frozen_tower_by() -> None:
+    image_tower, text_tower = torch.nn.Linear(8, DIM), torch.nn.Linear(8, DIM).requires_grad_(False)
+
+    def encode(x: Tensor) -> tuple[Tensor, Tensor]:
+        image, text = (torch.nn.functional.normalize(tower(x), dim=1) for tower in (image_tower, text_tower))
+        return image, text
+
+    inputs = torch.randn(4, 8)
+    loss_of("openclip")(*encode(inputs)).backward()
+    wanted = image_tower.weight.grad.clone()
+    image_tower.zero_grad()
+    with loss_of("openclip").accumulate() as passes:
+        for part in inputs.split(2):
+            with passes.features():
+                passes.add(*encode(part))
+        passes.loss()
+        for part in inputs.split(2):
+            with passes.gradients():
+                passes.backward(*encode(part))
+    assert torch.allclose(image_tower.weight.grad, wanted, rtol=1e-5, atol=1e-7)
+    assert text_tower.weight.grad is None
+
+
+@pytest.mark.gpu
+def test_the_index_may_lie_on_another_device_than_the_features() -> None:
+    image, text, index = features(0)
+    on_gpu = (x.detach().cuda() for x in (image, text))
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    loss = loss_of("fastclip_v3")(*on_gpu, index, valid)
+    assert torch.allclose(loss.cpu(), loss_of("fastclip_v3")(image, text, index))

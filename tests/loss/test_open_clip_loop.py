@@ -56,7 +56,7 @@ def _on_ranks(communicator: Communicator, folder: Path, method: str) -> tuple[Tr
     settings |= {"skip_scheduler": False, "grad_clip_norm": None, "log_every_n_steps": 1, "wandb": False}
     args, clip = SimpleNamespace(**settings), small_clip()
     model = torch.nn.parallel.DistributedDataParallel(clip)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, eps=1e-6, weight_decay=0.0)
     data = get_data(args, (pixels, pixels), tokenizer=lambda text: tokenize([text]))
     scheduler = cosine_lr(optimizer, LR, 1, STEPS)
     names = {"args": args, "data": data, "optimizer": optimizer, "device": "cpu", "os": os}
@@ -98,7 +98,7 @@ def test_the_loop_equals_the_trainer(method: str, tmp_path: Path) -> None:
     for batch in batches:
         assert torch.equal(batch.texts, tokenize([f"caption {index}" for index in batch.index.tolist()]))
     clip = small_clip()
-    optimizer = torch.optim.AdamW(clip.parameters(), LR, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(clip.parameters(), LR, eps=1e-6, weight_decay=0.0)
     wanted = train(_Encoders(clip), optimizer, batches, method, DIM, sum(SIZES), STEPS)
     wanted = trained(clip, wanted.temperature)
     for found in (first, second):
