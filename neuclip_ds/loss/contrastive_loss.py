@@ -273,10 +273,11 @@ class ContrastiveLoss(nn.Module):
                     f"The loss was built for {was}, but the features are those of {target}. Build it after the process "
                     "group, and with own_optimizer=False on the device of the features (device=...) and in float32."
                 )
-            self._build(features.device, dtype)
-            if self._calls:
-                tables = {name: table.tensors for name, table in before.row_tables().items()}
-                _copy_state(before.replicated_state(), tables, self._objective)
+            with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
+                self._build(features.device, dtype)
+                if self._calls:
+                    tables = {name: table.tensors for name, table in before.row_tables().items()}
+                    _copy_state(before.replicated_state(), tables, self._objective)
         self._objective.comm_dtype = comm_dtypes[self._config.comm_dtype]
 
     def _agreed_rows(
