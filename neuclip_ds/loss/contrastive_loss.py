@@ -199,7 +199,8 @@ class ContrastiveLoss(nn.Module):
         if self._communicator.rank == 0:
             state = self._objective.replicated_state()
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, folder / _REPLICATED)
-            (folder / _META).write_text(json.dumps({**self._identity(), "calls": self._calls}), encoding="utf-8")
+            meta = {**self._identity(), "calls": self._calls, "dtype": self._dtype_name()}
+            (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
@@ -213,6 +214,7 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"{folder} holds no saved loss: {_META} is missing.")
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         self._check_identity(meta, str(folder))
+        self._prepare_for(meta["dtype"])
         for name, table in self._objective.row_tables().items():
             load_rows(folder, name, table)
         self._objective.load_replicated_state(load_file(folder / _REPLICATED))
@@ -221,12 +223,13 @@ class ContrastiveLoss(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
         tables = {name: dict(table.tensors) for name, table in self._objective.row_tables().items()}
-        identity = {**self._identity(), **self._place()}
+        identity = {**self._identity(), **self._place(), "dtype": self._dtype_name()}
         return {**identity, "calls": self._calls, "replicated": self._objective.replicated_state(), "tables": tables}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Fill this rank's state, of `state_dict()` at the same rank and world size."""
         self._check_identity(state, "The state_dict")
+        self._prepare_for(state["dtype"])
         if {key: state[key] for key in self._place()} != self._place():
             raise UserError(
                 f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank "
@@ -279,6 +282,16 @@ class ContrastiveLoss(nn.Module):
                     tables = {name: table.tensors for name, table in before.row_tables().items()}
                     _copy_state(before.replicated_state(), tables, self._objective)
         self._objective.comm_dtype = comm_dtypes[self._config.comm_dtype]
+
+    def _prepare_for(self, dtype_name: str) -> None:
+        """Build the objective again if state of another dtype, or of a process group that is new, is to be loaded."""
+        ranks = Communicator(self._target.device, self._group)
+        target = _Target(self._target.device, getattr(torch, dtype_name), ranks.rank, ranks.world_size)
+        if target != self._target and self._own_optimizer:
+            self._build(target.device, target.dtype)
+
+    def _dtype_name(self) -> str:
+        return str(self._target.dtype).removeprefix("torch.")
 
     def _agreed_rows(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, learns: bool

@@ -216,6 +216,19 @@ def test_state_dict_round_trip(name: str, tmp_path: Path) -> None:
     assert fresh.metrics == loss_fn.metrics
 
 
+@every_method
+def test_double_precision_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    loss_fn, by_folder, by_dict = loss_of(name), loss_of(name), loss_of(name)
+    for number in range(3):
+        loss_fn(*features(number))
+    loss_fn.save(tmp_path)
+    by_folder.load(tmp_path)
+    by_dict.load_state_dict(loss_fn.state_dict())
+    wanted = loss_fn(*features(3))
+    assert torch.equal(by_folder(*features(3)), wanted)
+    assert torch.equal(by_dict(*features(3)), wanted)
+
+
 def test_the_state_of_another_method_is_refused() -> None:
     with pytest.raises(UserError, match="method=openclip, this loss has method=neuclip"):
         loss_of("neuclip").load_state_dict(loss_of("openclip").state_dict())
