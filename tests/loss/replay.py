@@ -158,7 +158,5 @@ def assert_equal(found: Trained, wanted: Trained) -> None:
     """Compare in float64: ranks sum in another order, which moves the last bits only."""
     assert found.weights.keys() == wanted.weights.keys()
     for name, value in wanted.weights.items():
-        torch.testing.assert_close(
-            found.weights[name], value, rtol=1e-9, atol=1e-12, msg=lambda text: f"{name}: {text}"
-        )
+        assert torch.allclose(found.weights[name], value, rtol=1e-9, atol=1e-12), name
     assert abs(found.temperature / wanted.temperature - 1) < 1e-9

@@ -1,0 +1,82 @@
+"""The page's `transformers.Trainer` gives the weights of the project's trainer, on one process and on two."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from replay import DIM, LR, OPTIONS, RENDEZVOUS, SAMPLES, Trained, assert_equal, recorded, replay, run_page
+from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
+PAGE = "loss_in_hf_trainer.md"
+
+
+def clip() -> Any:
+    """A small random CLIPModel in float64."""
+    torch.manual_seed(0)
+    tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    text = {**tower, "vocab_size": 20, "max_position_embeddings": 4, "eos_token_id": 19, "bos_token_id": 0}
+    vision = {**tower, "image_size": 4, "patch_size": 2}
+    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=DIM)
+    return transformers.CLIPModel(config).double()
+
+
+def samples() -> list[tuple[Tensor, Tensor]]:
+    generator = torch.Generator().manual_seed(1)
+    images = torch.randn(SAMPLES, 3, 4, 4, generator=generator, dtype=torch.float64)
+    tokens = torch.randint(1, 19, (SAMPLES, 4), generator=generator)
+    tokens[:, -1] = 19
+    return list(zip(images, tokens, strict=True))
+
+
+def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
+    os.chdir(folder)
+    os.environ.update(RENDEZVOUS)
+    data = [{"pixel_values": image, "input_ids": tokens} for image, tokens in samples()]
+    with recorded() as calls:
+        names = run_page(
+            PAGE,
+            method,
+            {"model": clip(), "train_set": data, "val_set": data[:16]},
+            {'TrainingArguments(\n    "': 'TrainingArguments(\n    use_cpu=True, output_dir="', **changes},
+        )
+    model, loss_fn = names["model"], names["loss_fn"]
+    assert model.logit_scale.exp().item() == pytest.approx(1 / loss_fn.temperature)
+    before, evaluated = len(calls), names["trainer"].evaluate()["eval_loss"]
+    assert 0 < evaluated < 20 and len(calls) == before
+    return Trained.of(model, loss_fn, calls)
+
+
+def _replayed(found: list[Trained], method: str) -> Trained:
+    model = clip()
+    model.logit_scale.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)  # what Trainer builds
+
+    def encode(image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        outputs = model(pixel_values=image, input_ids=tokens)
+        return outputs.image_embeds, outputs.text_embeds
+
+    return replay([rank.calls for rank in found], samples(), method, model, optimizer, encode, clip=1.0)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", OPTIONS)
+def test_the_trainer_equals_that_of_the_project(method: str, ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, _trained, method, tmp_path, {})
+    assert len(found[0].calls) == 12 // ranks
+    wanted = _replayed(found, method)
+    for rank in found:
+        assert_equal(rank, wanted)
+    last = f"runs/clip/checkpoint-{6 // ranks}"
+    resume = f'loss_fn.load("{last}/loss")\ntrainer.train(resume_from_checkpoint="{last}")'
+    for rank in run_ranks(ranks, _trained, method, tmp_path, {"trainer.train()": resume}):
+        assert len(rank.calls) == 6 // ranks
+        assert_equal(rank, wanted)
