@@ -37,13 +37,15 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
     Use it as the stage after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed.
 
     Args:
-        samples: webdataset's, with `__url__`, in the order of their tars.
+        samples: webdataset's, with `__url__` and `__key__`, in the order of their tars.
         starts: shard URL -> index of its first sample; shards must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.
     """
-    url, place = None, 0
+    url, first, place = None, None, 0
     for sample in samples:
-        url, place = (url, place + 1) if sample["__url__"] == url else (sample["__url__"], 0)
+        place += 1
+        if sample["__url__"] != url or sample["__key__"] == first:  # a shard may also come twice in a row
+            url, first, place = sample["__url__"], sample["__key__"], 0
         yield {**sample, "index": starts[url] + place}
