@@ -52,9 +52,11 @@ class ContrastiveLoss(nn.Module):
     that are not in the training set.
 
     Example:
+        ```python
         loss_fn = ContrastiveLoss("neuclip", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
         loss = loss_fn(image_features, text_features, index)
         loss.backward()
+        ```
 
     Attributes:
         lr: present learning rate of the encoders, which that of the temperature follows; set it after each step of
@@ -88,7 +90,8 @@ class ContrastiveLoss(nn.Module):
             epochs: length of the run, for schedules.
             steps_per_epoch: calls in training that count as an epoch, for schedules; None is a single epoch.
             lr: peak learning rate of the encoders.
-            betas, adam_eps: of the temperature's Adam.
+            betas: of the temperature's Adam.
+            adam_eps: epsilon of the temperature's Adam.
             reduction: `ddp_mean` if the encoders' gradients will be averaged over ranks (DDP, FSDP, DeepSpeed): the
                 features' gradients then hold the factor K; `sum` if they will be summed.
             group: ranks of the global batch; None is the default process group, or this process alone.
@@ -131,7 +134,8 @@ class ContrastiveLoss(nn.Module):
         """Return the loss of the global batch, the same on all ranks.
 
         Args:
-            image_features, text_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
+            image_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
+            text_features: likewise.
             index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
                 of its last row. Only methods with statistics of each sample need it.
             valid: (b,) bool, False for rows that do not count.
@@ -179,6 +183,7 @@ class ContrastiveLoss(nn.Module):
             scale: factor of all gradients, such as that of a `GradScaler`.
 
         Example:
+            ```python
             with loss_fn.accumulate(model) as passes:
                 for images, texts, index in micro_batches:
                     with passes.features():
@@ -187,6 +192,7 @@ class ContrastiveLoss(nn.Module):
                 for images, texts, _ in micro_batches:
                     with passes.gradients():
                         passes.backward(*model(images, texts))
+            ```
         """
         yield TwoPass(self, model, scale)
 
