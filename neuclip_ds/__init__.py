@@ -1,1 +1,43 @@
-"""Large-scale CLIP training on DeepSpeed with one gradient and many normalisers."""
+"""Large-scale CLIP training on DeepSpeed: OpenCLIP, SigLIP, FastCLIP, AmorLIP, NeuCLIP and TuneCLIP in one system.
+
+The names below are the stable surface; everything else is private and may change.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from neuclip_ds.api import Model, Run, load, train
+    from neuclip_ds.config import Config
+    from neuclip_ds.errors import TrainingDiverged, UserError
+    from neuclip_ds.loss import ContrastiveLoss, IndexedDataset, add_index
+    from neuclip_ds.training.hooks import Hook
+
+__all__ = [
+    "Config",
+    "ContrastiveLoss",
+    "Hook",
+    "IndexedDataset",
+    "Model",
+    "Run",
+    "TrainingDiverged",
+    "UserError",
+    "add_index",
+    "load",
+    "train",
+]
+_HOMES = {  # imported when first used: torch takes seconds
+    **dict.fromkeys(("Model", "Run", "load", "train"), "api"),
+    "Config": "config",
+    **dict.fromkeys(("TrainingDiverged", "UserError"), "errors"),
+    **dict.fromkeys(("ContrastiveLoss", "IndexedDataset", "add_index"), "loss"),
+    "Hook": "training.hooks",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

@@ -199,6 +199,8 @@ class BudgetConfig(Section):
 
 
 class Config(Section):
+    """All options of a run, as a recipe nests them."""
+
     run: RunConfig = Field(default_factory=RunConfig)
     data: DataConfig = Field(default_factory=DataConfig)
     model: ModelConfig = Field(default_factory=ModelConfig)

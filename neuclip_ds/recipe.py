@@ -8,7 +8,7 @@ A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:`
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -73,14 +73,11 @@ def parse(argv: Sequence[str]) -> Invocation:
     recipe = given.pop("recipe", None)
     if recipe is None:
         raise UserError(f"Name a recipe as the first argument, or a path (see --help). Recipes: {_listed()}.")
-    tree = load_recipe(recipe)
-    tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
     asked = _validate(TrainCommand, {key: given.pop(key) for key in list(given) if key not in Config.model_fields})
-    if asked.profile:
-        tree = merge(tree, {"run": {"profile_steps": _PROFILED_STEPS}})
     if (asked.hostfile or asked.gpu_memory) and not asked.dry_run:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
-    config = validate(override(tree, given))
+    profile = {"run.profile_steps": _PROFILED_STEPS} if asked.profile else {}
+    config = recipe_config(recipe, {**profile, **given})
     return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
 
 
@@ -96,6 +93,22 @@ def parse_for(method: str | None, argv: Sequence[str]) -> Config:
     own = [f"--objective.method={method}"] if method else []
     read = [option for option in options if chosen.reads(option.removeprefix("--").split("=")[0])]
     return parse([recipe, *own, *read]).config
+
+
+def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
+    """Return the config of a recipe with options over it, nested or with dotted names.
+
+    Raises:
+        UserError: as `parse`.
+    """
+    tree = load_recipe(recipe)
+    tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
+    given: dict[str, Any] = {}
+    for name, value in options.items():
+        for key in reversed(name.split(".")):
+            value = {key: value}
+        given = merge(given, value)
+    return validate(override(tree, given))
 
 
 def recipe_names() -> list[str]:

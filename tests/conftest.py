@@ -15,8 +15,11 @@ sys.path[:0] = [str(HERE / folder) for folder in ("evaluation", "models/pretrain
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
+settings.register_profile("unhurried", deadline=None)  # a busy machine is no mistake of the code
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="module")

@@ -23,7 +23,7 @@ LAYERS: list[set[str]] = [
     {"profiling", "engine"},
     {"checkpoint"},
     {"training"},
-    {"planning", "reproduction"},
+    {"api", "planning", "reproduction"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

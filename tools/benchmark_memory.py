@@ -112,7 +112,7 @@ def measure(rank: int, case: Case, port: int, steps: int, folder: str) -> None:
 
 
 def _random_batch(rows: int, size: int, length: int, rank: int) -> Any:
-    from neuclip_ds.data.loader import Batch
+    from neuclip_ds.data.dataset import Batch
 
     image = torch.randint(0, 256, (rows, 3, size, size), dtype=torch.uint8)
     tokens = torch.randint(1, _TOKENS, (rows, length))

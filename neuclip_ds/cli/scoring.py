@@ -13,12 +13,11 @@ from typing import NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
-from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.encoding import encoder_of
+from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
@@ -104,8 +103,8 @@ def _suite(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> S
     encoder = BatchEncoder(
         encoder_of(model, communicator.device), saved.tokenizer, communicator, max(1, scoring.batch_size)
     )
-    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
-    return Suite(encoder, transform, communicator, scoring.workers)
+    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    return Suite(encoder, transform, scoring.workers)
 
 
 def _compare_size(task: Task, folder: Path) -> None:
@@ -125,8 +124,8 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
     encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64)
-    transform = eval_transform(saved.preprocessing.size, saved.preprocessing.squash)
-    shown = nearest_captions(encoder, captioned, transform, communicator, images, captions)
+    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
     out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
 

@@ -7,7 +7,6 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
@@ -18,13 +17,7 @@ log = logging.getLogger(__name__)
 _MIN_SAMPLES = 1000
 
 
-class SampleCounts(NamedTuple):
-    """Samples that one rank has seen since the last merge."""
-
-    seen: int  # padding excluded
-    bad: tuple[BadSample, ...]
-
-
+SampleCounts = tuple[int, list[BadSample]]  # the samples seen since the last merge, without padding, and the bad ones
 Gather = Callable[[SampleCounts], list[SampleCounts]]  # from one rank to all ranks' counts in rank order
 
 
@@ -33,7 +26,7 @@ class BadSampleLog:
 
     Args:
         folder: created when the first bad sample is listed.
-        max_fraction: largest own of bad samples, in [0, 1] (`data.max_bad_fraction`).
+        max_fraction: largest share of bad samples, in [0, 1] (`data.max_bad_fraction`).
         writes: whether this rank writes the file; true on rank 0 only.
 
     Attributes:
@@ -73,10 +66,10 @@ class BadSampleLog:
         Raises:
             UserError: on all ranks, when too many samples are bad.
         """
-        counts = gather(SampleCounts(self._new_seen, tuple(self._new_bad)))
+        counts = gather((self._new_seen, self._new_bad))
         self._new_seen, self._new_bad = 0, []
-        bad = [sample for own in counts for sample in own.bad]
-        self.seen += sum(own.seen for own in counts)
+        bad = [sample for _, found in counts for sample in found]
+        self.seen += sum(seen for seen, _ in counts)
         self.causes.update(sample.cause for sample in bad)
         if self._writes:
             self._list(bad)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
@@ -21,12 +20,10 @@ from typing import NamedTuple
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
-from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_loss, describe_paths, scan_shard
+from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
-
-log = logging.getLogger(__name__)
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 
@@ -61,7 +58,7 @@ def build_manifest(
             results = pool.map(_scan, paths, [options] * len(paths), chunksize=1)
         for scan in results:
             scans.append(scan)
-            _warn(scan)
+            log_loss(scan)
             on_progress(len(scans), len(paths))
     check_usable(scans, describe_paths(list(paths)))
     return extend(None, [scan.shard for scan in scans])
@@ -69,12 +66,6 @@ def build_manifest(
 
 def _scan(path: str, options: ScanOptions) -> Scan:
     return scan_shard(path, options)[0]
-
-
-def _warn(scan: Scan) -> None:
-    loss = describe_loss(scan)
-    if loss:
-        log.warning(loss)
 
 
 def open_manifest(
@@ -283,7 +274,7 @@ def _collect(groups: Sequence[_Group]) -> list[Scan]:
         for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_text())
     ]
     for scan in scans:
-        _warn(scan)
+        log_loss(scan)
     return scans
 
 

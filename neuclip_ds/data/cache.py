@@ -88,7 +88,9 @@ class ShardCache:
         lock = self._folder / "locks" / _hash(url)
         with self._locked(lock, f"another process that fetches {url}"):
             if not self.touch(url, expected_bytes):  # else another process has fetched it meanwhile
-                _raise_recent(lock)
+                status = lock.stat()
+                if status.st_size and abs(time.time() - status.st_mtime) < _RETRY_AFTER:
+                    raise OSError(lock.read_text(encoding="utf-8"))  # again, as every one of its samples asks for it
                 self._fetch(url, expected_bytes, lock)
             return self._shard(url)
 
@@ -187,13 +189,6 @@ class ShardCache:
 
 def _hash(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:24]
-
-
-def _raise_recent(lock: Path) -> None:
-    """Raise the shard's last failure again while it is recent, since every one of its samples asks for it."""
-    status = lock.stat()
-    if status.st_size and abs(time.time() - status.st_mtime) < _RETRY_AFTER:
-        raise OSError(lock.read_text(encoding="utf-8"))
 
 
 def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

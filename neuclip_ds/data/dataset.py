@@ -17,7 +17,7 @@ from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest, indices_at
-from neuclip_ds.data.readers import RawSample, TarReader, open_reader
+from neuclip_ds.data.readers import READERS, RawSample, TarReader
 from neuclip_ds.data.transforms import ImageTransform
 
 log = logging.getLogger(__name__)
@@ -78,7 +78,7 @@ class PairDataset(Dataset[Batch]):
     ) -> None:
         self._manifest, self._transform, self._tokenize, self._seed = manifest, transform, tokenize, seed
         self._captions = Captions(captions)
-        self._reader = open_reader(reader, manifest, self._captions.extensions, cache)
+        self._reader = READERS[reader](manifest, self._captions.extensions, cache)
 
     @property
     def folder(self) -> Path:
@@ -92,10 +92,7 @@ class PairDataset(Dataset[Batch]):
         return self.__getitems__([item])
 
     def __getitems__(self, items: Sequence[tuple[int, int]]) -> Batch:
-        """Return the batch of these samples.
-
-        Args:
-            items: (epoch, index) of each row; index -1 gives an empty row.
+        """Return the batch of these (epoch, index) rows, where index -1 gives an empty one.
 
         Raises:
             UserError: a shard differs from the manifest's description.

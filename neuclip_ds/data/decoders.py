@@ -66,8 +66,8 @@ def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
-    # libjpeg fills the missing part of a truncated file with grey, and torchvision reports no error
-    if not data.startswith(_JPEG) or not _is_complete(data):
+    # libjpeg fills the missing part of a truncated file, which has no end-of-image marker, with grey without an error
+    if not data.startswith(_JPEG) or data.rfind(b"\xff\xd9") <= 0:
         return decode_pil(data, min_side)
     try:
         image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
@@ -104,11 +104,6 @@ DECODERS: dict[str, tuple[str, Decode]] = {
     "torchvision": ("torchvision", decode_torchvision),
     "simplejpeg": ("simplejpeg", decode_simplejpeg),
 }
-
-
-def _is_complete(data: bytes) -> bool:
-    """Whether the JPEG has an end-of-image marker; bytes after it do not matter."""
-    return data.rfind(b"\xff\xd9") > 0
 
 
 def _checked(full_size: tuple[int, int]) -> tuple[int, int]:

@@ -103,7 +103,10 @@ def make_demo_data(
         shards = [_Shard(temporary / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
         for split, count in (("train", pairs), ("val", held_out)):
             shards += _pair_shards(temporary / split, count, partial(_pair, seed, split, duplicate_share, size))
-        _write_shards(shards, processes, on_progress)
+        total, done = sum(len(shard.indices) for shard in shards), 0
+        for written in _written(shards, min(processes, len(shards))):
+            done += written
+            on_progress(done, total)
 
 
 def demo_split(source: str, cache: Path) -> Path:
@@ -170,14 +173,6 @@ def _pair_shards(folder: Path, count: int, sample: Callable[[int], Sample]) -> I
     for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
         indices = range(first, min(first + PAIRS_PER_SHARD, count))
         yield _Shard(folder / f"{number:05d}.tar", indices, sample)
-
-
-def _write_shards(shards: list[_Shard], processes: int, on_progress: Callable[[int, int], None]) -> None:
-    total = sum(len(shard.indices) for shard in shards)
-    done = 0
-    for written in _written(shards, min(processes, len(shards))):
-        done += written
-        on_progress(done, total)
 
 
 def _written(shards: list[_Shard], processes: int) -> Iterator[int]:

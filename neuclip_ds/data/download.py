@@ -54,7 +54,8 @@ def describe_error(error: BaseException) -> tuple[str, bool]:
     if isinstance(error, ImportError):
         return f"{error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp)", True
     refused = status is not None and 400 <= status < 500 and status not in _RETRYABLE
-    final = refused or isinstance(error, PermissionError | ValueError) or _is_full(error)
+    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    final = refused or is_full or isinstance(error, PermissionError | ValueError)
     return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": "), final
 
 
@@ -63,10 +64,6 @@ def _http_status(error: BaseException) -> int | None:
     response = getattr(error, "response", None)
     found = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
     return next((value for value in found if isinstance(value, int)), None)
-
-
-def _is_full(error: BaseException) -> bool:
-    return isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
 if __name__ == "__main__":

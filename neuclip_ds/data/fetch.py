@@ -91,9 +91,13 @@ def _attempt(url: str, target: Path, expected_bytes: int | None, timeout: float)
     try:
         transfer.start()
         _watch(transfer, part, expected_bytes, timeout)
-        if transfer.error is not None:
-            raise _as_failure(transfer.error) from transfer.error
-        _check_size(part, expected_bytes)
+        if isinstance(transfer.error, _Failure):
+            raise transfer.error
+        if transfer.error is not None:  # it may be one of this machine (disk full, no bash)
+            raise _Failure(*describe_error(transfer.error)) from transfer.error
+        size = part.stat().st_size
+        if expected_bytes is not None and size != expected_bytes:
+            raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
         part.replace(target)
     finally:
         transfer.close()
@@ -122,12 +126,6 @@ def _state(part: Path) -> tuple[int, int]:
     except FileNotFoundError:
         return 0, 0
     return status.st_size, status.st_mtime_ns
-
-
-def _check_size(part: Path, expected_bytes: int | None) -> None:
-    size = part.stat().st_size
-    if expected_bytes is not None and size != expected_bytes:
-        raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
 
 
 class _Transfer(threading.Thread):
@@ -251,10 +249,3 @@ def _last_line(messages: IO[bytes]) -> str:
     messages.seek(max(0, messages.seek(0, os.SEEK_END) - 1000))
     lines = messages.read().decode("utf-8", "replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")
-
-
-def _as_failure(error: BaseException) -> _Failure:
-    """Turn the thread's error into a _Failure; it may be one of this machine (disk full, no bash)."""
-    if isinstance(error, _Failure):
-        return error
-    return _Failure(*describe_error(error))

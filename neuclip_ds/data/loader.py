@@ -9,35 +9,20 @@ from __future__ import annotations
 import atexit
 import logging
 import signal
-from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
-from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.dataset import PADDING, BadSample, Batch, PairDataset, Tokenize, iter_captions
+from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.errors import UserError
-
-__all__ = [
-    "PADDING",
-    "BadSample",
-    "BadSampleLog",
-    "Batch",
-    "LoaderOptions",
-    "PairDataset",
-    "Tokenize",
-    "eval_loader",
-    "iter_captions",
-    "train_loader",
-]
 
 log = logging.getLogger(__name__)
 
@@ -45,95 +30,56 @@ Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
 
 
 class LoaderOptions(NamedTuple):
-    """How batches are loaded, which does not change their contents.
+    """How batches are loaded, which does not change their contents."""
 
-    Attributes:
-        workers: number of loader processes; 0 loads in this process.
-        prefetch: batches that each worker prepares ahead.
-        timeout: seconds to wait for a batch.
-        restarts: how many times in a row dead or hanging workers are restarted at the same batch.
-        reader: as `data.reader`.
-        captions: as `data.captions`.
-        cache: cache of remote shards.
-        pin_memory: whether batches are in pinned memory.
-    """
-
-    workers: int = 2
-    prefetch: int = 4
-    timeout: float = 300
-    restarts: int = 2
-    reader: Literal["tar", "webdataset"] = "tar"
-    captions: tuple[str, ...] = ("txt",)
-    cache: ShardCache | None = None
-    pin_memory: bool = False
+    workers: int = 2  # number of loader processes; 0 loads in this process
+    prefetch: int = 4  # batches that each worker prepares ahead
+    timeout: float = 300  # seconds to wait for a batch
+    restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
+    reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
+    captions: tuple[str, ...] = ("txt",)  # as `data.captions`
+    cache: ShardCache | None = None  # of remote shards
+    pin_memory: bool = False  # whether batches are in pinned memory
 
 
-class RankSampler(ABC):
-    """Select a rank's rows of every batch."""
+class RankBatches(NamedTuple):
+    """A rank's rows of every batch."""
 
-    @abstractmethod
-    def __len__(self) -> int:
-        """Return the number of batches."""
-
-    @abstractmethod
-    def items(self, number: int) -> Items:
-        """Return the rank's rows of batch `number`."""
-
-    @abstractmethod
-    def describe(self, number: int) -> str:
-        """Return a name of batch `number` for messages."""
+    number: int  # of batches
+    items: Callable[[int], Items]  # the rank's rows of a batch
+    describe: Callable[[int], str]  # name of a batch for messages
 
 
-class TrainSampler(RankSampler):
+def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
     """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs."""
+    if order.batch_size % world_size:
+        raise UserError(
+            f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
+        )
+    first, share = epoch * order.steps_per_epoch + step, order.batch_size // world_size
 
-    def __init__(self, order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> None:
-        if order.batch_size % world_size:
-            raise UserError(
-                f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
-            )
-        self._order, self._first, self._steps = order, epoch * order.steps_per_epoch + step, steps
-        share = order.batch_size // world_size
-        self._rows = slice(rank * share, (rank + 1) * share)
+    def items(number: int) -> Items:
+        epoch, step = divmod(first + number, order.steps_per_epoch)
+        return [(epoch, index) for index in order.batch(epoch, step)[rank * share : (rank + 1) * share].tolist()]
 
-    def __len__(self) -> int:
-        return self._steps
-
-    def describe(self, number: int) -> str:
-        epoch, step = self._position(number)
+    def describe(number: int) -> str:
+        epoch, step = divmod(first + number, order.steps_per_epoch)
         return f"step {step} of epoch {epoch}"
 
-    def items(self, number: int) -> Items:
-        epoch, step = self._position(number)
-        return [(epoch, index) for index in self._order.batch(epoch, step)[self._rows].tolist()]
-
-    def _position(self, number: int) -> tuple[int, int]:
-        return divmod(self._first + number, self._order.steps_per_epoch)
+    return RankBatches(steps, items, describe)
 
 
-class EvalSampler(RankSampler):
-    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use.
+def _eval_batches(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> RankBatches:
+    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use, in equally many batches."""
+    share = -(-manifest.n_used // world_size)
+    end = min((rank + 1) * share, manifest.n_used)
 
-    Batches are padded, so that every rank has equally many full ones.
-    """
+    def items(number: int) -> Items:
+        start = rank * share + number * batch_size
+        indices = manifest.used(np.arange(start, min(start + batch_size, end))).tolist()
+        return [(0, index) for index in indices] + [(0, PADDING)] * (batch_size - len(indices))
 
-    def __init__(self, manifest: Manifest, rank: int, world_size: int, batch_size: int) -> None:
-        share = -(-manifest.n_used // world_size)
-        self._manifest = manifest
-        self._first, self._end = rank * share, min((rank + 1) * share, manifest.n_used)
-        self._batch_size, self._batches = batch_size, -(-share // batch_size)
-
-    def __len__(self) -> int:
-        return self._batches
-
-    def describe(self, number: int) -> str:
-        return f"evaluation batch {number}"
-
-    def items(self, number: int) -> Items:
-        start = self._first + number * self._batch_size
-        used = range(start, min(start + self._batch_size, self._end))
-        indices = self._manifest.used(np.arange(start, start + len(used))).tolist()
-        return [(0, index) for index in indices] + [(0, PADDING)] * (self._batch_size - len(indices))
+    return RankBatches(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")
 
 
 def train_loader(
@@ -159,8 +105,8 @@ def train_loader(
         UserError: the batch is not divisible by the ranks, a shard has changed, or workers repeatedly die or exceed
             `options.timeout`.
     """
-    sampler = TrainSampler(order, rank, world_size, epoch, step, steps)
-    return _batches(_dataset(manifest, transform, tokenize, order.seed, options), sampler, options)
+    batches = _train_batches(order, rank, world_size, epoch, step, steps)
+    return _load(manifest, transform, tokenize, order.seed, batches, options)
 
 
 def eval_loader(
@@ -177,16 +123,7 @@ def eval_loader(
 
     All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
     """
-    sampler = EvalSampler(manifest, rank, world_size, batch_size)
-    return _batches(_dataset(manifest, transform, tokenize, 0, options), sampler, options)
-
-
-def _dataset(
-    manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, seed: int, options: LoaderOptions
-) -> PairDataset:
-    return PairDataset(
-        manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
-    )
+    return _load(manifest, transform, tokenize, 0, _eval_batches(manifest, rank, world_size, batch_size), options)
 
 
 class _UserErrorsAsValues(Dataset[Batch | UserError]):
@@ -202,29 +139,29 @@ class _UserErrorsAsValues(Dataset[Batch | UserError]):
             return error
 
 
-class _BatchSampler(Sampler[Items]):
-    """Iterate over a rank's batches from `first` on."""
-
-    def __init__(self, sampler: RankSampler, first: int) -> None:
-        self._sampler, self._first = sampler, first
-
-    def __iter__(self) -> Iterator[Items]:
-        return map(self._sampler.items, range(self._first, len(self._sampler)))
-
-
 class _WorkerFailure(Exception):
     """A worker died or does not respond; the message has the cause and a fix."""
 
 
-def _batches(dataset: PairDataset, sampler: RankSampler, options: LoaderOptions) -> Iterator[Batch]:
+def _load(
+    manifest: Manifest,
+    transform: ImageTransform,
+    tokenize: Tokenize,
+    seed: int,
+    batches: RankBatches,
+    options: LoaderOptions,
+) -> Iterator[Batch]:
     """Iterate over all batches; after a failure, restart the workers at the batch that was due."""
+    dataset = PairDataset(
+        manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
+    )
     number = failures = 0
-    while number < len(sampler):
-        iterator = _start(dataset, sampler, number, options)
+    while number < batches.number:
+        iterator = _start(dataset, map(batches.items, range(number, batches.number)), options)
         with _stopping_workers(iterator):
             try:
-                while number < len(sampler):
-                    waited_for = f"{sampler.describe(number)} from {options.workers} loader processes"
+                while number < batches.number:
+                    waited_for = f"{batches.describe(number)} from {options.workers} loader processes"
                     yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options.timeout)
                     number, failures = number + 1, 0
             except _WorkerFailure as error:
@@ -234,18 +171,15 @@ def _batches(dataset: PairDataset, sampler: RankSampler, options: LoaderOptions)
                 log.warning("%s; restarting the loader processes (%d of %d)", error, failures, options.restarts)
 
 
-def _start(
-    dataset: PairDataset, sampler: RankSampler, first: int, options: LoaderOptions
-) -> Iterator[Batch | UserError]:
-    workers = options.workers
+def _start(dataset: PairDataset, batches: Iterator[Items], options: LoaderOptions) -> Iterator[Batch | UserError]:
     return iter(
         DataLoader(
             _UserErrorsAsValues(dataset),
-            batch_sampler=_BatchSampler(sampler, first),
+            batch_sampler=batches,
             collate_fn=_collate,
-            num_workers=workers,  # each with one torch thread, torch's default
-            prefetch_factor=options.prefetch if workers else None,
-            timeout=options.timeout if workers else 0,
+            num_workers=options.workers,  # each with one torch thread, torch's default
+            prefetch_factor=options.prefetch if options.workers else None,
+            timeout=options.timeout if options.workers else 0,
             worker_init_fn=_ignore_signals,
             pin_memory=options.pin_memory,
         )

@@ -15,9 +15,9 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_longlong
-from typing import NamedTuple
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
@@ -26,13 +26,7 @@ log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
 _AHEAD = 0.5  # share of the cache for shards of later batches
-
-
-class StoredShard(NamedTuple):
-    """The location of a shard and its size."""
-
-    url: str
-    bytes: int
+_TRANSFERS = 4  # shards fetched at the same time
 
 
 class Prefetcher:
@@ -45,11 +39,10 @@ class Prefetcher:
     Args:
         cache: the node's cache.
         order: order of the training batches.
-        shards: (n_shards,) in the manifest's order; local ones are skipped.
+        shards: those of the manifest; local ones are skipped.
         epoch, step: where training starts.
         rows: the node's rows of the global batch; with start and stop.
         total_steps: step at which training ends, counted since step 0 of epoch 0.
-        transfers: number of shards fetched at the same time.
 
     Example:
         with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 512), total_steps=1000) as prefetcher:
@@ -61,19 +54,17 @@ class Prefetcher:
         self,
         cache: ShardCache,
         order: GlobalOrder,
-        shards: Sequence[StoredShard],
+        shards: Sequence[Shard],
         *,
         epoch: int,
         step: int,
         rows: slice,
         total_steps: int,
-        transfers: int = 4,
     ) -> None:
         context = multiprocessing.get_context("spawn")  # this process has threads, which break under fork
         # No lock: its holder may be killed, and a 64-bit write is atomic.
         self._reached = context.RawValue(c_longlong, epoch * order.steps_per_epoch + step)
-        start = (epoch, step, rows)
-        arguments = (cache, order, list(shards), start, total_steps, transfers, self._reached, os.getpid())
+        arguments = (cache, order, shards, (epoch, step, rows), total_steps, self._reached, os.getpid())
         self._process = context.Process(target=_run, args=arguments, name="prefetch", daemon=True)
         self._warned = False
 
@@ -99,17 +90,16 @@ class Prefetcher:
 def _run(
     cache: ShardCache,
     order: GlobalOrder,
-    shards: list[StoredShard],
+    shards: Sequence[Shard],
     start: tuple[int, int, slice],
     total_steps: int,
-    transfers: int,
     reached: c_longlong,
     parent: int,
 ) -> None:
     """Run the prefetching process. SIGTERM, which launchers send to the whole tree, ends it; readers do not need it."""
     for number in (signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_IGN)
-    window = _Window(cache, shards, order.shards_ahead(*start), transfers)
+    window = _Window(cache, shards, order.shards_ahead(*start))
     while os.getppid() == parent:
         window.move(reached.value, min(reached.value + order.steps_per_epoch, total_steps))
         time.sleep(_POLL)
@@ -119,14 +109,12 @@ def _run(
 class _Window:
     """The shard requests from the batch reached up to where the cache is full."""
 
-    def __init__(
-        self, cache: ShardCache, shards: Sequence[StoredShard], requests: Iterator[ShardRequest], transfers: int
-    ) -> None:
+    def __init__(self, cache: ShardCache, shards: Sequence[Shard], requests: Iterator[ShardRequest]) -> None:
         self._cache, self._shards, self._requests = cache, shards, requests
         self._next = next(requests, None)
         self._inside: deque[ShardRequest] = deque()
         self._reached = 0
-        self._pool = ThreadPoolExecutor(transfers)
+        self._pool = ThreadPoolExecutor(_TRANSFERS)
         self._warned = False
 
     def move(self, reached: int, end: int) -> None:
@@ -172,9 +160,9 @@ class _Window:
                 *(self._cache.capacity_bytes / 1e9, in_use / 1e9),
             )
 
-    def _is_cached(self, shard: StoredShard) -> bool:
+    def _is_cached(self, shard: Shard) -> bool:
         """Whether a shard needs no fetch; counts as a use."""
-        return is_local(shard.url) or self._cache.touch(shard.url, shard.bytes)
+        return is_local(shard.path) or self._cache.touch(shard.path, shard.bytes)
 
     def _fetch(self, request: ShardRequest) -> None:
         """Fetch a shard, in a thread of the pool."""
@@ -182,6 +170,6 @@ class _Window:
         if request.last < self._reached or self._is_cached(shard):
             return
         try:
-            self._cache.path(shard.url, shard.bytes)
+            self._cache.path(shard.path, shard.bytes)
         except (OSError, UserError) as error:
             log.warning("cannot prefetch a shard: %s", error)

@@ -10,7 +10,7 @@ import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Generic, Literal, NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
 import webdataset
 
@@ -35,16 +35,6 @@ class RawSample(NamedTuple):
     texts: Mapping[str, bytes]
 
 
-class Reader(Protocol):
-    """Random access to the samples of a manifest."""
-
-    def read(self, index: int, with_image: bool = True) -> RawSample:
-        """Return the bytes of a sample; raise OSError if reading fails, UserError if the shard has changed."""
-
-    def key(self, index: int) -> str:
-        """Return the sample's key: the folder and stem of its members."""
-
-
 class RecentlyUsed(Generic[Value]):
     """A cache of one value per shard: keeps the most recently used ones up to a total weight, at least one."""
 
@@ -52,8 +42,8 @@ class RecentlyUsed(Generic[Value]):
         self,
         load: Callable[[int], Value],
         capacity: int,
-        weigh: Callable[[Value], int] | None = None,
-        release: Callable[[Value], None] | None = None,
+        weigh: Callable[[Value], int] = lambda value: 1,
+        release: Callable[[Value], None] = lambda value: None,
     ) -> None:
         self._load, self._capacity, self._weigh, self._release = load, capacity, weigh, release
         self._values: OrderedDict[int, Value] = OrderedDict()
@@ -63,7 +53,7 @@ class RecentlyUsed(Generic[Value]):
         """Return a shard's value, loading it if needed."""
         if shard not in self._values:
             self._values[shard] = self._load(shard)
-            self._weight += self._weight_of(self._values[shard])
+            self._weight += self._weigh(self._values[shard])
             while self._weight > self._capacity and len(self._values) > 1:
                 self.drop(next(iter(self._values)))
         self._values.move_to_end(shard)
@@ -73,12 +63,8 @@ class RecentlyUsed(Generic[Value]):
         """Remove a shard's value, if it is cached."""
         if shard in self._values:
             value = self._values.pop(shard)
-            self._weight -= self._weight_of(value)
-            if self._release is not None:
-                self._release(value)
-
-    def _weight_of(self, value: Value) -> int:
-        return 1 if self._weigh is None else self._weigh(value)
+            self._weight -= self._weigh(value)
+            self._release(value)
 
 
 class TarReader:
@@ -99,6 +85,7 @@ class TarReader:
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
+        """Return the bytes of a sample; raise OSError if reading fails, UserError if the shard has changed."""
         shard, row = self._manifest.locate(index)
         extents = self._tables.get(shard).extents[row].tolist()
         wanted = [extents[member] for member in (self._members if with_image else self._members[1:])]
@@ -111,6 +98,7 @@ class TarReader:
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def key(self, index: int) -> str:
+        """Return the sample's key: the folder and stem of its members."""
         shard, row = self._manifest.locate(index)
         return self._tables.get(shard).key(row)
 
@@ -137,10 +125,9 @@ class TarReader:
 
 
 class WebdatasetReader:
-    """Read whole shards with webdataset and keep them in memory; for comparison."""
+    """Read whole shards with webdataset and keep them in memory, as `TarReader`; for comparison."""
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
-        """Take the arguments of `TarReader`."""
         self._manifest, self._texts, self._cache = manifest, texts, cache
         self._shards = RecentlyUsed(self._load, _WEBDATASET_BYTES, weigh=_bytes_of)
 
@@ -159,8 +146,7 @@ class WebdatasetReader:
         path = shard.path
         if not is_local(path):
             path = str(_cache_for(path, self._cache).path(path, shard.bytes))
-        source = [{"url": path}]
-        found = webdataset.tariterators.tarfile_samples(source)
+        found = webdataset.tariterators.tarfile_samples([{"url": path}])
         samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
         if shard.selection is not None and self._manifest.samples is not None:
             rows = self._manifest.samples.table(number).ordinals.tolist()
@@ -188,9 +174,4 @@ def _check_count(shard: Shard, found: int, hint: str) -> None:
         raise UserError(f"Shard {shard.path} yields {found} samples where the manifest has {shard.n}: {hint}.")
 
 
-def open_reader(
-    name: Literal["tar", "webdataset"], manifest: Manifest, texts: Sequence[str], cache: ShardCache | None
-) -> Reader:
-    """Return the reader of that name (`data.reader`)."""
-    reader = TarReader if name == "tar" else WebdatasetReader
-    return reader(manifest, texts, cache)
+READERS: dict[str, type[TarReader | WebdatasetReader]] = {"tar": TarReader, "webdataset": WebdatasetReader}

@@ -5,6 +5,7 @@ For a checksum the file is first read from end to end; the header walk then find
 
 from __future__ import annotations
 
+import logging
 import os
 import tempfile
 import zlib
@@ -22,30 +23,24 @@ from neuclip_ds.data.fetch import fetch
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.tar import SampleEntry, read_index, read_member
+from neuclip_ds.data.tar import read_index, read_member
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
 from neuclip_ds.errors import UserError
+
+log = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 8 << 20
 _STALL_TIMEOUT = 300.0  # seconds without a byte after which a transfer is retried
 
 
 class ScanOptions(NamedTuple):
-    """What a scan checks.
+    """What a scan checks."""
 
-    Attributes:
-        captions: as `data.captions`; a sample without any of them is bad.
-        checksum: whether to compute the CRC-32 of the file.
-        verify: whether to decode every image and read every caption.
-        uids: files of the uids to keep; empty keeps all samples.
-        uid_key: key of the uid in a sample's JSON.
-    """
-
-    captions: tuple[str, ...] = ("txt",)
-    checksum: bool = False
-    verify: bool = False
-    uids: tuple[str, ...] = ()
-    uid_key: str = "uid"
+    captions: tuple[str, ...] = ("txt",)  # as `data.captions`; a sample without any of them is bad
+    checksum: bool = False  # whether to compute the CRC-32 of the file
+    verify: bool = False  # whether to decode every image and read every caption
+    uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
+    uid_key: str = "uid"  # key of the uid in a sample's JSON
 
 
 class BadRow(NamedTuple):
@@ -102,12 +97,13 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         if options.uids:
             table = table.take(_selected(path, opened.fileno(), table, options))
             selection = zlib.crc32(table.ordinals.tobytes())
-        images, captions = table.has("image"), _with_captions(table, options)
+        images = table.has("image")
+        captions = np.logical_or.reduce([table.has(member) for member in Captions(options.captions).extensions])
         bad = tuple(_verify(opened.fileno(), table, options)) if options.verify else ()
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection)
     lost = sum(gap.size for gap in index.gaps)
-    extensions = _extensions(index.samples)
+    extensions = tuple(sorted({extension for entry in index.samples[:100] for extension in entry.members}))
     return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
 
 
@@ -117,15 +113,6 @@ def _crc32(file: Path) -> int:
         while chunk := opened.read(_CHUNK_BYTES):
             value = zlib.crc32(chunk, value)
     return value
-
-
-def _extensions(samples: list[SampleEntry]) -> tuple[str, ...]:
-    return tuple(sorted({extension for entry in samples[:100] for extension in entry.members}))
-
-
-def _with_captions(table: SampleTable, options: ScanOptions) -> NDArray[np.bool_]:
-    found = [table.has(extension) for extension in Captions(options.captions).extensions]
-    return np.logical_or.reduce(found)
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
@@ -163,16 +150,15 @@ def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
     return b"" if extent is None else read_member(fd, extent)
 
 
-def describe_loss(scan: Scan) -> str | None:
-    """Return a message about a shard's damage or bad samples, or None if it is fine."""
-    shard = scan.shard
-    if scan.lost_bytes:
-        return (
-            f"Shard {shard.path} is damaged: {scan.lost_bytes} of {shard.bytes} bytes cannot be read; download it again"
+def log_loss(scan: Scan) -> None:
+    """Log a warning if a shard is damaged or has bad samples."""
+    shard, lost = scan.shard, scan.lost_bytes
+    if lost:
+        log.warning(
+            "Shard %s is damaged: %d of %d bytes cannot be read; download it again", shard.path, lost, shard.bytes
         )
-    if shard.n_bad or (shard.n == 0 and shard.selection is None):
-        return f"Shard {shard.path}: only {shard.n - shard.n_bad} of {shard.n} samples can be used"
-    return None
+    elif shard.n_bad or (shard.n == 0 and shard.selection is None):
+        log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
 
 
 def check_usable(scans: list[Scan], source: str) -> None:

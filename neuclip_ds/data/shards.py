@@ -44,7 +44,10 @@ def resolve_shards(source: str) -> list[str]:
         return _urls(source)
     path = Path(source).expanduser()
     if path.is_dir():
-        return _tars_of(path)
+        tars = sorted(path.glob("*.tar")) or sorted(path.rglob("*.tar"))
+        if not tars:
+            raise UserError(f"No *.tar in {path} or its subfolders; name the folder that holds the shards.")
+        return [str(tar.absolute()) for tar in tars]
     if path.is_file():
         return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
@@ -89,17 +92,12 @@ def _file_system(url: str) -> tuple[Any, str]:
         raise UserError(f"{url}: {error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp).") from error
 
 
-def _tars_of(folder: Path) -> list[str]:
-    tars = sorted(folder.glob("*.tar")) or sorted(folder.rglob("*.tar"))
-    if not tars:
-        raise UserError(f"No *.tar in {folder} or its subfolders; name the folder that holds the shards.")
-    return [str(tar.absolute()) for tar in tars]
-
-
 def _matches(pattern: str) -> list[str]:
     names = _braces(pattern)
-    found = [_expand(name) if glob.has_magic(name) else [name] for name in names]
-    paths = [Path(path) for matches in found for path in matches]
+    paths: list[Path] = []
+    for name in names:
+        found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]  # noqa: PTH207 - absolute
+        paths += map(Path, found)
     missing = [path for path in paths if not path.exists()]
     if not paths:
         raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
@@ -118,7 +116,3 @@ def _braces(pattern: str) -> list[str]:
         return list(braceexpand(pattern))
     except ValueError as error:
         raise UserError(f"The braces of {pattern} do not match; close every one of them.") from error
-
-
-def _expand(pattern: str) -> list[str]:
-    return sorted(glob.glob(pattern, recursive=True))  # noqa: PTH207 - Path.glob takes no absolute patterns

@@ -12,6 +12,7 @@ import re
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from typing import NamedTuple
 
 _BLOCK = 512
@@ -94,11 +95,7 @@ def read_member(fd: int, extent: Extent) -> bytes:
 
 
 def read_members(fd: int, extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """Read some members of a sample, adjacent ones in one system call; None for those with a negative offset.
-
-    Raises:
-        OSError: the file ends before they do.
-    """
+    """Read members of a sample, adjacent ones in one system call, None for negative offsets; as `read_member`."""
     start, end, size = sys.maxsize, 0, 0
     for offset, length in extents:
         if offset >= 0:
@@ -116,18 +113,14 @@ def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
     samples: list[SampleEntry] = []
     for name, extent in members:
         match = _KEY_AND_EXTENSION.fullmatch(name)
-        if match is None or _is_meta(name):
+        # webdataset's metadata: `__name__` at the top, or anything in such a top folder
+        if match is None or _META_MEMBER.match(name) or ("/" not in name and name[:2] == "__" == name[-2:]):
             continue
         key, extension = match.groups()
         if not samples or samples[-1].key != key:
             samples.append(SampleEntry(key, {}))
         samples[-1].members.setdefault(extension.lower(), extent)
     return samples
-
-
-def _is_meta(name: str) -> bool:
-    """Whether webdataset treats a member as metadata: `__name__` at the top, or anything in such a top folder."""
-    return bool(_META_MEMBER.match(name)) or ("/" not in name and name.startswith("__") and name.endswith("__"))
 
 
 def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]:
@@ -140,24 +133,15 @@ def _walk(fd: int, end: int, gaps: list[Extent]) -> Iterator[tuple[str, Extent]]
             header, data, own = _member(blocks, fd, offset, end, shared)
         except _BadHeader:
             resumed = _next_header(fd, offset + _BLOCK, end)
-            if not _is_end_of_archive(fd, offset, end, resumed):
-                _add_gap(gaps, offset, resumed)
+            # the archive ends with zeros (two blocks, or all that is left), which no header follows
+            if resumed < end or os.pread(fd, 2 * _BLOCK, offset).strip(b"\0"):
+                start = gaps.pop().offset if gaps and sum(gaps[-1]) == offset else offset
+                gaps.append(Extent(start, resumed - start))
             offset = resumed
             continue
-        if header.kind in _REGULAR and not (own and _is_sparse(own)):
+        if header.kind in _REGULAR and not any(keyword.startswith("GNU.sparse.") for keyword in own):
             yield header.name, Extent(data, header.size)
         offset = data if header.kind in _WITHOUT_DATA else data + _padded(header.size)
-
-
-def _is_sparse(pax: dict[str, str]) -> bool:
-    return any(keyword.startswith("GNU.sparse.") for keyword in pax)
-
-
-def _add_gap(gaps: list[Extent], start: int, end: int) -> None:
-    """Append the gap [start, end), merged with the last one if they touch."""
-    if gaps and sum(gaps[-1]) == start:
-        start = gaps.pop().offset
-    gaps.append(Extent(start, end - start))
 
 
 def _member(
@@ -174,7 +158,9 @@ def _member(
         data = offset + _BLOCK
         if header.kind not in _EXTENSIONS:
             break
-        payload = _payload(fd, data, header.size, end)
+        if not 0 <= header.size <= end - data:
+            raise _BadHeader
+        payload = os.pread(fd, header.size, data)
         if header.kind == _GNU_NAME:
             long_name = long_name or own.get("path") or _text(payload)
         elif header.kind == _PAX_GLOBAL:
@@ -240,12 +226,6 @@ def _text(field: bytes) -> str:
     return field.split(b"\0", 1)[0].decode("utf-8", "surrogateescape")
 
 
-def _payload(fd: int, offset: int, size: int, end: int) -> bytes:
-    if not 0 <= size <= end - offset:
-        raise _BadHeader
-    return os.pread(fd, size, offset)
-
-
 def _pax_records(payload: bytes) -> dict[str, str]:
     """Parse records `LENGTH KEYWORD=VALUE\\n`, where LENGTH counts the whole record (POSIX.1-2001 pax)."""
     records: dict[str, str] = {}
@@ -270,21 +250,8 @@ def _next_header(fd: int, offset: int, end: int) -> int:
         chunk = os.pread(fd, _SCAN_CHUNK, offset)
         if chunk.strip(b"\0"):
             for start in range(0, len(chunk), _BLOCK):
-                if _is_header(chunk[start : start + _BLOCK]):
+                with suppress(_BadHeader):
+                    _parse(chunk[start : start + _BLOCK])
                     return offset + start
         offset += _SCAN_CHUNK
     return end
-
-
-def _is_header(block: bytes) -> bool:
-    try:
-        _parse(block)
-    except _BadHeader:
-        return False
-    return True
-
-
-def _is_end_of_archive(fd: int, offset: int, end: int, resumed: int) -> bool:
-    """Whether zeros start at `offset` (two blocks, or all that is left) and no header follows them."""
-    marker = os.pread(fd, 2 * _BLOCK, offset)
-    return resumed == end and not marker.strip(b"\0")

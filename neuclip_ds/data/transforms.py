@@ -8,8 +8,6 @@ resized image or, for models trained that way, the whole image squashed. Augment
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Protocol
 
 import torch
@@ -31,26 +29,20 @@ class ImageTransform(Protocol):
     def __call__(self, data: bytes, seed: int = 0) -> Tensor: ...
 
 
-class CentreCrop:
-    """Resize the shorter side to `image_size`, then crop the centre square."""
+class EvalTransform:
+    """Resize the shorter side to `image_size` and crop the centre square, or `squash` the whole image to the square.
 
-    def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size, self._decode = image_size, decode
+    SigLIP and DFN were trained on squashed images, whose proportions are ignored.
+    """
 
-    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        image = F.resize(self._decode(data, None).image, [self.image_size], InterpolationMode.BICUBIC)
-        return _as_tensor(F.center_crop(image, [self.image_size, self.image_size]))
-
-
-class Squash:
-    """Resize the whole image to the square, ignoring proportions, as SigLIP and DFN were trained."""
-
-    def __init__(self, image_size: int, decode: Decode = decode_pil) -> None:
-        self.image_size, self._decode = image_size, decode
+    def __init__(self, image_size: int, squash: bool = False, decode: Decode = decode_pil) -> None:
+        self.image_size, self._squash, self._decode = image_size, squash, decode
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        side = [self.image_size, self.image_size]
-        return _as_tensor(F.resize(self._decode(data, None).image, side, InterpolationMode.BICUBIC))
+        square = [self.image_size, self.image_size]
+        size = square if self._squash else [self.image_size]  # of the shorter side
+        image = F.resize(self._decode(data, None).image, size, InterpolationMode.BICUBIC)
+        return _as_tensor(image if self._squash else F.center_crop(image, square))
 
 
 class RandomCrop:
@@ -64,8 +56,10 @@ class RandomCrop:
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image, (full_width, full_height) = self._decode(data, self._min_side)
-        with _seeded(seed):
-            top, left, height, width = _draw_crop(full_height, full_width, self._scale)
+        shape_only = torch.empty(1, 1, 1).expand(1, full_height, full_width)  # only its shape is read
+        with torch.random.fork_rng(devices=[]):  # torch's CPU generator; CUDA's are not touched
+            torch.default_generator.manual_seed(seed)
+            top, left, height, width = RandomResizedCrop.get_params(shape_only, list(self._scale), list(_RATIO))
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
         box = round(top * down), round(left * across), round(height * down), round(width * across)
@@ -77,30 +71,8 @@ def _as_tensor(image: Image.Image | Tensor) -> Tensor:
     return image if isinstance(image, Tensor) else F.pil_to_tensor(image)
 
 
-def _draw_crop(height: int, width: int, scale: tuple[float, float]) -> tuple[int, int, int, int]:
-    """Draw (top, left, height, width) of torchvision's random crop from torch's generator."""
-    shape_only = torch.empty(1, 1, 1).expand(1, height, width)  # only its shape is read
-    return RandomResizedCrop.get_params(shape_only, list(scale), list(_RATIO))
-
-
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
 ) -> ImageTransform:
     """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
-    return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else eval_transform(image_size, squash, decode)
-
-
-def eval_transform(image_size: int, squash: bool = False, decode: Decode = decode_pil) -> ImageTransform:
-    """Return a resize with centre crop, or with `squash` a resize of the whole image to the square."""
-    return Squash(image_size, decode) if squash else CentreCrop(image_size, decode)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Seed torch's CPU generator within the block and restore it afterwards; CUDA's are not touched."""
-    state = torch.get_rng_state()
-    torch.default_generator.manual_seed(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state)
+    return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

@@ -21,11 +21,7 @@ UidArray = NDArray[np.void]  # dtype UID
 
 
 class UidFiles:
-    """The sorted uids of some files, memory-mapped.
-
-    Raises:
-        UserError: a file is absent or has another dtype.
-    """
+    """The sorted uids of some files, memory-mapped; raise UserError if a file is absent or has another dtype."""
 
     def __init__(self, paths: Sequence[str | Path]) -> None:
         self._files = [_map(Path(path)) for path in paths]
@@ -35,7 +31,8 @@ class UidFiles:
         for file in self._files:
             for start in range(0, len(file), _CHUNK):
                 chunk = file[start : start + _CHUNK + 1]
-                if not _less_or_equal(chunk[:-1], chunk[1:]).all():
+                high, low = chunk["high"], chunk["low"]
+                if not ((high[:-1] < high[1:]) | ((high[:-1] == high[1:]) & (low[:-1] <= low[1:]))).all():
                     name = getattr(file, "filename", "a uid file")
                     raise UserError(f"{name} is not sorted; sort it with numpy (np.sort) and save it again.")
 
@@ -43,7 +40,7 @@ class UidFiles:
         """Return how often each of (q,) uids is listed."""
         found = np.zeros(len(uids), dtype=np.int64)
         for listed in self._files:
-            found += _bound(listed, uids, above=True) - _bound(listed, uids, above=False)
+            found += np.searchsorted(listed, uids, side="right") - np.searchsorted(listed, uids, side="left")
         return found
 
 
@@ -76,21 +73,3 @@ def _map(path: Path) -> UidArray:
     if listed.dtype.names is None or len(listed.dtype) != 2 or listed.dtype.itemsize != 16 or listed.ndim != 1:
         raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")
     return listed.view(UID)
-
-
-def _less_or_equal(left: UidArray, right: UidArray) -> NDArray[np.bool_]:
-    same = left["high"] == right["high"]
-    return (left["high"] < right["high"]) | (same & (left["low"] <= right["low"]))
-
-
-def _bound(listed: UidArray, uids: UidArray, *, above: bool) -> NDArray[np.int64]:
-    """Return the first positions whose uid is >= (or, if `above`, >) each of `uids`, by bisection."""
-    low = np.zeros(len(uids), dtype=np.int64)
-    high = np.full(len(uids), len(listed), dtype=np.int64)
-    for _ in range(len(listed).bit_length()):
-        middle = (low + high) // 2
-        probe = listed[np.minimum(middle, len(listed) - 1)]
-        goes_right = _less_or_equal(probe, uids) if above else ~_less_or_equal(uids, probe)
-        goes_right &= low < high
-        low, high = np.where(goes_right, middle + 1, low), np.where(goes_right, high, middle)
-    return low

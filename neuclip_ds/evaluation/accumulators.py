@@ -19,23 +19,11 @@ class ClassAccumulator:
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros((4, classes), dtype=torch.float64, device=device)
+        self._hold(torch.zeros((4, classes), dtype=torch.float64, device=device))
 
-    @property
-    def top1(self) -> Tensor:
-        return self._sums[0]
-
-    @property
-    def top5(self) -> Tensor:
-        return self._sums[1]
-
-    @property
-    def predicted(self) -> Tensor:
-        return self._sums[2]
-
-    @property
-    def support(self) -> Tensor:
-        return self._sums[3]
+    def _hold(self, sums: Tensor) -> None:
+        self._sums = sums
+        self.top1, self.top5, self.predicted, self.support = sums.unbind()  # views
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch; ties count by expectation, and a sample with a NaN score is predicted as no class.
@@ -53,32 +41,29 @@ class ClassAccumulator:
         top1, top5 = (hit_probability(ahead, tied.clamp(min=0), k) for k in (1, 5))
         best = (scores == scores.amax(dim=1, keepdim=True)).double()
         self._sums[:2].index_add_(1, labels, torch.stack([top1, top5]))
-        self._sums[2] += (best / best.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0)
-        self._sums[3] += labels.bincount(minlength=self._sums.shape[1])
+        self.predicted += (best / best.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0)
+        self.support += labels.bincount(minlength=len(self.support))
         return top1, top5
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's sums by those over all ranks."""
-        self._sums = communicator.all_reduce(self._sums, "evaluation")
+        self._hold(communicator.all_reduce(self._sums, "evaluation"))
 
 
 class GroupAccumulator:
-    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G follows the largest one added.
-
-    Attributes:
-        hits: samples of the group that are predicted correctly.
-        counts: samples of the group.
-    """
+    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G follows the largest one added."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._sums = torch.zeros((2, 0), dtype=torch.float64, device=device)
 
     @property
     def hits(self) -> Tensor:
+        """Samples of each group that are predicted correctly."""
         return self._sums[0]
 
     @property
     def counts(self) -> Tensor:
+        """Samples of each group."""
         return self._sums[1]
 
     def add(self, hits: Tensor, groups: Tensor) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 from neuclip_ds.evaluation.metrics import hit_probability
 from neuclip_ds.evaluation.retrieval import count_negatives, inner_products
@@ -41,17 +41,14 @@ def caption_retrieval(
     encoder: BatchEncoder,
     folder: EvaluationFolder,
     transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
     ks: Sequence[int] = (1, 5, 10),
     workers: int = 1,
 ) -> dict[str, float]:
     """Return recall@k in both directions, each image and each caption counted once.
 
     Args:
-        encoder: the model.
         folder: images, and captions in a .txt member, one per line.
         transform: encoded image -> (3, H, W) uint8.
-        communicator: the ranks.
         ks: lengths of the lists.
         workers: threads that decode.
 
@@ -62,7 +59,8 @@ def caption_retrieval(
     Raises:
         UserError: the set is empty, or a sample is broken or has no caption.
     """
-    images, captions, image_of = _encode_all(encoder, folder, transform, communicator, workers)
+    communicator = encoder.communicator
+    images, captions, image_of = _encode_all(encoder, folder, transform, workers)
     rows = torch.arange(len(images), device=images.device)
     score = inner_products(images[image_of], captions)  # of each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
@@ -80,11 +78,7 @@ def caption_retrieval(
 
 
 def read_captions(sample: Sample) -> list[str]:
-    """Return the captions of a sample, the lines of its .txt member.
-
-    Raises:
-        UserError: it has no caption.
-    """
+    """Return the captions of a sample, the lines of its .txt member; raise UserError if it has none."""
     captions = [line.strip() for line in sample.text("txt").splitlines() if line.strip()]
     if not captions:
         raise UserError(f"{sample.name} has no caption; its .txt member must hold one per line.")
@@ -107,11 +101,7 @@ def _recalls(
 
 
 def _encode_all(
-    encoder: BatchEncoder,
-    folder: EvaluationFolder,
-    transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
-    workers: int,
+    encoder: BatchEncoder, folder: EvaluationFolder, transform: Callable[[bytes], Tensor], workers: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
 
@@ -119,7 +109,7 @@ def _encode_all(
         return decode(sample, transform), read_captions(sample)
 
     images, captions, image_of, seen = [], [], [], 0
-    for batch in sharded_batches(folder, prepare, communicator, encoder.size, workers):
+    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, workers):
         images.append(encoder.encode_images([pixels for pixels, _ in batch.rows])[: batch.n_valid])
         lines = [(seen + row, line) for row, (_, found) in enumerate(batch.rows) for line in found]
         n_valid = sum(row - seen < batch.n_valid for row, _ in lines)

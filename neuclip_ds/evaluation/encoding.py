@@ -1,12 +1,15 @@
-"""The model as a function from images and tokens to features."""
+"""The model as a function from images and tokens to features, called equally often, with equal shapes, on all ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation import Encode
 
 
@@ -19,3 +22,33 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
             return model(*(None if x is None else x.to(device, non_blocking=True) for x in (image, tokens)))
 
     return encode
+
+
+@dataclass(frozen=True)
+class BatchEncoder:
+    """Model that encodes any number of rows in batches of one shape, equally often on every rank (ZeRO-3 needs it)."""
+
+    encode: Encode
+    tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
+    communicator: Communicator  # the ranks, which call `encode_images` and `encode_texts` together
+    size: int  # rows of every call
+
+    def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
+        """Encode n >= 1 images (3, H, W) to (n, d) features; n may differ between ranks."""
+        return self._encode_batches(lambda batch: self.encode(torch.stack(batch), None)[0], rows)
+
+    def encode_texts(self, rows: Sequence[str]) -> Tensor:
+        """Encode n >= 1 texts to (n, d) features; n may differ between ranks."""
+        return self._encode_batches(lambda batch: self.encode(None, self.tokenize(batch))[1], rows)
+
+    def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
+        """Encode batches that are padded with the first row, as many as the rank with the most rows needs."""
+        local = torch.tensor([len(rows)], device=self.communicator.device)
+        most = int(self.communicator.all_gather(local, "evaluation").max())
+        features = []
+        for low in range(0, most, self.size):
+            batch = list(rows[low : low + self.size])
+            found = encode(batch + [rows[0]] * (self.size - len(batch)))
+            assert found is not None
+            features.append(found)
+        return torch.cat(features)[: len(rows)]

@@ -37,11 +37,7 @@ class Sample:
         self._shard, self._members = shard, entry.members
 
     def image(self, prefix: str = "") -> bytes:
-        """Return the encoded image; of several, the one whose extension begins with `prefix`.
-
-        Raises:
-            UserError: the sample has no image, or it cannot be read.
-        """
+        """Return the encoded image whose extension begins with `prefix`; raise UserError if none can be read."""
         names = [prefix + extension for extension in IMAGE_EXTENSIONS]
         for name in names:
             if name in self._members:
@@ -49,11 +45,7 @@ class Sample:
         raise UserError(f"{self.name} has no image; add one of {', '.join(names)}.")
 
     def read(self, extension: str) -> bytes:
-        """Return the bytes of a member.
-
-        Raises:
-            UserError: the sample has no such member, or it cannot be read.
-        """
+        """Return the bytes of a member; raise UserError if the sample has no such member, or it cannot be read."""
         if extension not in self._members:
             raise UserError(f"{self.name} has no {extension} member; download the set again.")
         try:
@@ -68,25 +60,15 @@ class Sample:
 
 @dataclass(frozen=True)
 class EvaluationFolder:
-    """Evaluation set on disk.
+    """Evaluation set on disk."""
 
-    Attributes:
-        path: the folder.
-        shards: its tar files.
-        kind: content of dataset_type.txt: `classification` (without the file), `retrieval` or `multilabel`.
-    """
-
-    path: Path
-    shards: tuple[Path, ...]
-    kind: str
+    path: Path  # the folder
+    shards: tuple[Path, ...]  # its tar files
+    kind: str  # content of dataset_type.txt: `classification` (without the file), `retrieval` or `multilabel`
 
     @classmethod
     def read(cls, path: Path) -> EvaluationFolder:
-        """Find the shards of a set.
-
-        Raises:
-            UserError: a file is missing or malformed.
-        """
+        """Find the shards of a set; raise UserError if a file is missing or malformed."""
         shards_file = path / "test" / "nshards.txt"
         shard_count = read_lines(shards_file)[0]
         if not shard_count.isdecimal() or int(shard_count) == 0:
@@ -99,11 +81,7 @@ class EvaluationFolder:
         return cls(path, shards, kind)
 
     def samples(self) -> Iterator[Sample]:
-        """Yield all samples, in order.
-
-        Raises:
-            UserError: a shard cannot be read, or is damaged.
-        """
+        """Yield all samples, in order; raise UserError if a shard cannot be read, or is damaged."""
         for path in self.shards:
             shard = _Shard(path)
             for entry in shard.index():
@@ -140,11 +118,7 @@ class _Shard:
 
 
 def read_lines(path: Path) -> tuple[str, ...]:
-    """Return the stripped lines of a file that must have at least one and none blank, as line numbers have a meaning.
-
-    Raises:
-        UserError: the file is missing, or a line is blank.
-    """
+    """Return the stripped lines of a file; raise UserError if it is missing or a line blank: their numbers matter."""
     _require(path)
     lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
     if "" in lines:

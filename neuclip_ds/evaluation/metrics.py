@@ -1,6 +1,8 @@
 """Metrics as pure functions of float64 counts: what scikit-learn and WILDS compute from lists of predictions.
 
-Counts may be fractions: of two classes with equal scores, each counts as predicted by a half.
+The counts are (C,) by class or (G,) by group: samples that are predicted correctly (`hits`), that are predicted as the
+class (`predicted`), and all (`support`, `counts`). They may be fractions: of two classes with equal scores, each counts
+as predicted by a half.
 """
 
 from __future__ import annotations
@@ -15,12 +17,7 @@ def ratio(hits: Tensor, counts: Tensor) -> float:
 
 
 def mean_recall(hits: Tensor, support: Tensor) -> float:
-    """Return the balanced accuracy ("mean per class recall"): hits / support averaged over the classes that occur.
-
-    Args:
-        hits: (C,) samples of each class that are predicted correctly.
-        support: (C,) samples of each class.
-    """
+    """Return the balanced accuracy ("mean per class recall"): hits / support averaged over the classes that occur."""
     return float(_rates(hits, support).mean())
 
 
@@ -28,23 +25,13 @@ def macro_f1(hits: Tensor, predicted: Tensor, support: Tensor) -> float:
     """Return F1 = 2 hits / (predicted + support) averaged over the classes that occur, as WILDS does for iWildCam.
 
     A class that is predicted but never occurs has no F1 and lowers no other class's precision.
-
-    Args:
-        hits: (C,) samples of each class that are predicted correctly.
-        predicted: (C,) samples that are predicted as each class.
-        support: (C,) samples of each class.
     """
     occurs = support > 0
     return float((2 * hits[occurs] / (predicted[occurs] + support[occurs])).mean())
 
 
 def worst_group(hits: Tensor, counts: Tensor) -> float:
-    """Return the smallest accuracy among the groups that occur.
-
-    Args:
-        hits: (G,) samples of each group that are predicted correctly.
-        counts: (G,) samples of each group.
-    """
+    """Return the smallest accuracy among the groups that occur."""
     return float(_rates(hits, counts).min())
 
 

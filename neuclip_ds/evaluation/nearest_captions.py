@@ -17,10 +17,9 @@ import torch
 from PIL import Image
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.caption_retrieval import read_captions
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -37,16 +36,10 @@ class ScoredCaption(NamedTuple):
 
 
 class CaptionedImage(NamedTuple):
-    """An image with its own captions and the nearest of all captions.
+    """An image with its own captions and the nearest of all captions."""
 
-    Attributes:
-        encoded: the image's file.
-        own: its own captions, the nearest first.
-        nearest: the nearest of all captions.
-    """
-
-    encoded: bytes
-    own: list[ScoredCaption]
+    encoded: bytes  # the image's file
+    own: list[ScoredCaption]  # the nearest first
     nearest: list[ScoredCaption]
 
     @property
@@ -60,7 +53,6 @@ def nearest_captions(
     encoder: BatchEncoder,
     folder: EvaluationFolder,
     transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
     images: int,
     k: int = 5,
 ) -> list[CaptionedImage]:
@@ -78,7 +70,7 @@ def nearest_captions(
     nearest: list[list[ScoredCaption]] = [[] for _ in samples]
     own: list[list[ScoredCaption]] = [[] for _ in samples]
     seen = 0
-    for batch in sharded_batches(folder, read_captions, communicator, encoder.size):
+    for batch in sharded_batches(folder, read_captions, encoder.communicator, encoder.size):
         lines = [(seen + row, line) for row, captions in enumerate(batch.rows) for line in captions]
         scores = score_matrix(features, encoder.encode_texts([line for _, line in lines]))
         _keep_nearest(nearest, scores, lines, k)

@@ -58,13 +58,10 @@ def normalizer_error(
     """Return the errors of the estimates for the first `anchors` valid samples of `anchor_batches`.
 
     Args:
-        encode: gives the features of a batch; see `Encode`.
-        estimate: the method's estimator; see `EstimateNormalizers`.
-        pair_loss: the method's l.
+        estimate, pair_loss: the method's estimator and its l.
         anchor_batches: this rank's share of batches of the training's size, equally many and equally shaped on every
             rank. What they hold beyond the anchors only completes the last batch.
         all_batches: every training sample once over all ranks, equally many and equally shaped batches on every rank.
-        communicator: the ranks.
         anchors: A.
         chunk: anchors per block of logits.
 

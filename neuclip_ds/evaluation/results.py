@@ -19,33 +19,22 @@ FILE = "eval_results.jsonl"
 
 
 class Average(NamedTuple):
-    """Mean score of a group of tasks.
+    """Mean score of a group of tasks."""
 
-    Attributes:
-        value: the mean; None unless every task of the group has a score.
-        partial: mean of the scores that there are; None if there are none.
-        missing: names of the tasks without a score.
-        tasks: size of the group.
-    """
-
-    value: float | None
-    partial: float | None
-    missing: tuple[str, ...]
-    tasks: int
+    value: float | None  # the mean; None unless every task of the group has a score
+    partial: float | None  # mean of the scores that there are; None if there are none
+    missing: tuple[str, ...]  # names of the tasks without a score
+    tasks: int  # size of the group
 
 
 class Results:
-    """Scores of one model."""
+    """Scores of one model, in a folder that is created if absent; `model` identifies it.
+
+    Raises:
+        UserError: the folder has another model's scores, or broken ones.
+    """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
-        """
-        Args:
-            folder: of the scores; created if absent.
-            model: what identifies the model.
-
-        Raises:
-            UserError: the folder has another model's scores, or broken ones.
-        """
         self._path, self._model_path = folder / FILE, folder / "model.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics: dict[str, Metrics] = {}
@@ -83,12 +72,7 @@ class Results:
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:
-    """Return every average of the task list, without a value where a task is missing.
-
-    Args:
-        tasks: the list.
-        metrics: key -> metrics of the tasks that have been measured.
-    """
+    """Return every average of the task list from its tasks' metrics, without a value where a task is missing."""
     found = {}
     for name in tasks.averages:
         group = tasks.in_average(name)

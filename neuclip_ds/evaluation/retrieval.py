@@ -32,7 +32,6 @@ def retrieval(
     Scores take O(n / K x chunk) memory per rank, gathered features O(n d).
 
     Args:
-        encode: gives the features of a batch; see `Encode`.
         batches: the same number of equally shaped batches on every rank.
         ks: lengths of the lists to report.
         chunk: candidates scored at once.

@@ -43,16 +43,18 @@ def sharded_batches(
     """Yield this rank's batches; the next one is prepared while the current one is used.
 
     Args:
-        folder: the set, the same on all ranks.
+        folder: the set, the same on all ranks, which all take every batch.
         prepare: reads and decodes a sample, in a thread; raises `UserError` where it cannot be used.
-        communicator: the ranks, which all take every batch.
         size: samples per rank and batch, fewer in the last one.
         workers: threads that prepare; image decoders release Python's lock.
 
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
     """
-    _require_equal_copies(folder, communicator)
+    local = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
+    gathered = communicator.all_gather(local, "evaluation")
+    if (gathered != gathered[0]).any():  # ranks with different copies would wait for each other forever
+        raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     prepared = _prepare_ahead(_shard(folder, communicator, size), prepare, max(1, workers))
     # closed here, as the garbage collector may run while this thread holds a lock that the pool needs to shut down
     with closing(prepared):
@@ -61,11 +63,7 @@ def sharded_batches(
 
 
 def run_on_all_ranks(communicator: Communicator, work: Callable[[], T]) -> T:
-    """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`, so that none waits.
-
-    Raises:
-        UserError: `work` has failed on some rank.
-    """
+    """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`, so that none waits."""
     try:
         result = work()
     except UserError as error:
@@ -76,24 +74,12 @@ def run_on_all_ranks(communicator: Communicator, work: Callable[[], T]) -> T:
 
 
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
-    """Decode a sample's image to (3, H, W) uint8 pixels; for `prefix` see `Sample.image`.
-
-    Raises:
-        UserError: it has no image, or a broken one.
-    """
+    """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if that fails."""
     encoded = sample.image(prefix)
     try:
         return transform(encoded)
     except Exception as error:  # decoders raise anything; all of it is about this one file
         raise UserError(f"{sample.name} cannot be decoded ({error}); fix or remove it.") from error
-
-
-def _require_equal_copies(folder: EvaluationFolder, communicator: Communicator) -> None:
-    """Refuse copies of the set that differ between ranks, which would wait for each other forever."""
-    local = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
-    gathered = communicator.all_gather(local, "evaluation")
-    if (gathered != gathered[0]).any():
-        raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
 
 
 def _shard(folder: EvaluationFolder, communicator: Communicator, size: int) -> Iterator[ShardedBatch[Sample]]:

@@ -16,13 +16,7 @@ def summary_tree(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, A
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str | None = None) -> str:
-    """Return scores and averages in percent, and next to them those published for a setting.
-
-    Args:
-        tasks: the list.
-        metrics: key -> metrics of the tasks that have been measured.
-        setting: one of `settings`.
-    """
+    """Return scores and averages in percent, and next to them those published for a setting (one of `settings`)."""
     measured = [task for task in tasks.tasks if task.key in metrics]
     lines = ["| task | metric | score |", "|---|---|---|"]
     lines += [f"| {task.name} | {task.metric} | {_percent(metrics[task.key]['main_metric'])} |" for task in measured]

@@ -67,10 +67,10 @@ class TaskList(BaseModel):
         Raises:
             UserError: a name matches no task.
         """
-        unknown = [name for name in names if not any(_fits(task, name) for task in self.tasks)]
-        if unknown:
-            known = ", ".join(task.key for task in self.tasks)
-            raise UserError(f"There is no task {unknown[0]}; the tasks are {known}.")
+        for name in names:
+            if not any(_fits(task, name) for task in self.tasks):
+                known = ", ".join(task.key for task in self.tasks)
+                raise UserError(f"There is no task {name}; the tasks are {known}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def on_disk(self, root: Path, names: Sequence[str] = ()) -> list[tuple[Task, Path]]:

@@ -19,10 +19,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
@@ -44,16 +43,12 @@ def winogavil(
     encoder: BatchEncoder,
     folder: EvaluationFolder,
     transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
     workers: int = 1,
 ) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
     Args:
-        encoder: the model.
-        folder: the instances.
         transform: encoded image -> (3, H, W) uint8.
-        communicator: the ranks.
         workers: threads that decode.
 
     Returns:
@@ -63,7 +58,8 @@ def winogavil(
     Raises:
         UserError: the set is empty, or an instance is broken.
     """
-    by_size, device = GroupAccumulator(communicator.device), communicator.device
+    communicator, device = encoder.communicator, encoder.communicator.device
+    by_size = GroupAccumulator(device)
     size = max(1, encoder.size // 8)  # an instance has about eight images
     for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, workers):
         cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])

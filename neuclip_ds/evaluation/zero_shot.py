@@ -7,51 +7,39 @@ classes, such as two classes with the same name, count by expectation, as in `ne
 from __future__ import annotations
 
 import io
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import LAYOUT, EvaluationFolder, Sample, read_lines
 from neuclip_ds.evaluation.metrics import ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
+from neuclip_ds.evaluation.tasks import GroupRule
 
 PLACEHOLDER = "{c}"
 
 
 @dataclass(frozen=True)
 class ZeroShotSet:
-    """Labelled image set with class names and prompt templates.
+    """Labelled image set with class names and prompt templates."""
 
-    Attributes:
-        class_names: label -> name.
-        templates: prompts with `{c}` for the class name.
-        folder: images (jpg, jpeg, png or webp) and labels (cls).
-    """
-
-    class_names: tuple[str, ...]
-    templates: tuple[str, ...]
-    folder: EvaluationFolder
+    class_names: tuple[str, ...]  # label -> name
+    templates: tuple[str, ...]  # prompts with `{c}` for the class name
+    folder: EvaluationFolder  # images (jpg, jpeg, png or webp) and labels (cls)
 
     @classmethod
     def read(cls, path: Path) -> ZeroShotSet:
-        """Read the class names and templates of a set and find its shards.
-
-        Raises:
-            UserError: a file is missing, empty or malformed.
-        """
+        """Read names and templates of a set and find its shards; raise UserError if a file is missing or malformed."""
         templates_file = path / "zeroshot_classification_templates.txt"
         templates = read_lines(templates_file)
         for template in templates:
@@ -68,11 +56,7 @@ class ZeroShotSet:
         return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
     def label(self, sample: Sample) -> int:
-        """Return a sample's label.
-
-        Raises:
-            UserError: the sample has no label, or one without a class.
-        """
+        """Return a sample's label; raise UserError if it has none, or one without a class."""
         label = sample.text("cls")
         if not label.isdecimal() or int(label) >= len(self.class_names):
             last = len(self.class_names) - 1
@@ -82,89 +66,57 @@ class ZeroShotSet:
         return int(label)
 
 
-class GroupBy(NamedTuple):
-    """Grouping of the samples by a column of their .npy member, as in DataComp's WILDS and fairness sets."""
-
-    column: int
-    top: int = 1  # accuracy per group is top-1 or top-5
-
-
-class ClassificationCounts(NamedTuple):
-    """Counts over a whole set, equal on all ranks."""
-
-    classes: ClassAccumulator
-    groups: dict[str, GroupAccumulator]
-
-
 @torch.no_grad()
 def classify(
     encoder: BatchEncoder,
     image_set: ZeroShotSet,
     transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
-    groups: Mapping[str, GroupBy] = {},
+    rules: Sequence[GroupRule] = (),
     workers: int = 1,
-) -> ClassificationCounts:
+) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
     Args:
-        encoder: the model.
-        image_set: images, labels and prompts.
         transform: encoded image -> (3, H, W) uint8.
-        communicator: the ranks.
-        groups: groupings of the samples, by name.
+        rules: groupings of the samples, as in DataComp's WILDS and fairness sets.
         workers: threads that decode.
+
+    Returns:
+        Counts over the whole set by class, and by group for each of the rules; equal on all ranks.
 
     Raises:
         UserError: on all ranks; the set is empty, or one of its samples is unreadable.
     """
-    classes = class_embeddings(encoder, image_set, communicator)
+    classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)
-    by_group = {name: GroupAccumulator(classes.device) for name in groups}
-    columns = [group.column for group in groups.values()]
+    by_group = [GroupAccumulator(classes.device) for _ in rules]
+    columns = [rule.column for rule in rules]
     prepare = partial(_prepare, image_set=image_set, transform=transform, columns=columns)
-    for batch in sharded_batches(image_set.folder, prepare, communicator, encoder.size, workers):
+    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, workers):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
         table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64, device=scores.device)
-        labels, *members = table.reshape(batch.n_valid, 1 + len(groups)).unbind(dim=1)
+        labels, *members = table.reshape(batch.n_valid, 1 + len(rules)).unbind(dim=1)
         top = dict(zip((1, 5), counts.add(scores, labels), strict=True))
-        for name, member in zip(groups, members, strict=True):
-            by_group[name].add(top[groups[name].top], member)
-    counts.all_reduce(communicator)
-    for group_counts in by_group.values():
-        group_counts.all_reduce(communicator)
+        for rule, groups, member in zip(rules, by_group, members, strict=True):
+            groups.add(top[rule.top], member)
+    counts.all_reduce(encoder.communicator)
+    for groups in by_group:
+        groups.all_reduce(encoder.communicator)
     if not counts.support.sum():
         raise UserError(f"The zero-shot set {image_set.folder.path} has no image; {LAYOUT}.")
-    return ClassificationCounts(counts, by_group)
+    return counts, by_group
 
 
 def zero_shot(
-    encode: Encode,
-    tokenize: Callable[[list[str]], Tensor],
-    image_set: ZeroShotSet,
-    transform: Callable[[bytes], Tensor],
-    communicator: Communicator,
-    batch_size: int,
-    workers: int = 1,
+    encoder: BatchEncoder, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], workers: int = 1
 ) -> dict[str, float]:
-    """Return top-1 and top-5 accuracy over the whole set, each image counted once.
-
-    Args:
-        encode: gives the features of a batch; see `Encode`.
-        tokenize: n prompts -> (n, T) tokens.
-        transform: encoded image -> (3, H, W) uint8.
-        batch_size: rows per rank and call of `encode`.
-        workers: threads that decode.
+    """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
 
     Returns:
         `zero_shot_top1`, `zero_shot_top5` in [0, 1] and `zero_shot_images`, equal on all ranks.
-
-    Raises:
-        UserError: the set is empty or one of its samples is unreadable.
     """
-    encoder = BatchEncoder(encode, tokenize, communicator, batch_size)
-    counts, _ = classify(encoder, image_set, transform, communicator, workers=workers)
+    counts, _ = classify(encoder, image_set, transform, workers=workers)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
         "zero_shot_top5": ratio(counts.top5, counts.support),
@@ -173,13 +125,13 @@ def zero_shot(
 
 
 @torch.no_grad()
-def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet, communicator: Communicator) -> Tensor:
+def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
     """Return (C, d) float32: for each class the normalised mean of its prompts' normalised features.
 
     Prompts are sharded over ranks and summed in float64, so that the result does not depend on the number of ranks.
     """
     classes, templates = len(image_set.class_names), len(image_set.templates)
-    rank, world_size, size = communicator.rank, communicator.world_size, encoder.size
+    rank, world_size, size = encoder.communicator.rank, encoder.communicator.world_size, encoder.size
     sums: Tensor | None = None
     for start in range(0, classes * templates, world_size * size):
         local = range(start + rank, min(start + world_size * size, classes * templates), world_size)
@@ -189,20 +141,16 @@ def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet, communicator
         labels = torch.tensor(local, dtype=torch.int64, device=features.device) // templates
         sums.index_add_(0, labels, features.double())
     assert sums is not None  # `read` refuses sets without classes or templates
-    return functional.normalize(communicator.all_reduce(sums, "evaluation"), dim=1).float()
+    return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
 
 
 def _prepare(
     sample: Sample, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
-    """Return the pixels of a sample, and its label followed by its groups."""
-    return decode(sample, transform), [image_set.label(sample), *_metadata(sample, columns)]
-
-
-def _metadata(sample: Sample, columns: list[int]) -> list[int]:
-    """Return the groups of a sample, from the row of numbers in its .npy member."""
+    """Return the pixels of a sample, and its label followed by its groups, from the numbers in its .npy member."""
+    pixels, label = decode(sample, transform), image_set.label(sample)
     if not columns:
-        return []
+        return pixels, [label]
     try:
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
@@ -214,4 +162,4 @@ def _metadata(sample: Sample, columns: list[int]) -> list[int]:
         raise UserError(
             f"{sample.name}: its npy member has the group {min(groups)}, not 0 or more; download the set again."
         )
-    return groups
+    return pixels, [label, *groups]

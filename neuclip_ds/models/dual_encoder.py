@@ -48,11 +48,7 @@ class DualEncoder(nn.Module):
         return image_features, text_features
 
     def checkpoint_activations(self) -> None:
-        """Make the blocks of both towers recompute their activations in the backward pass.
-
-        Raises:
-            UserError: the image model does not support it.
-        """
+        """Make both towers recompute activations in the backward pass; raise UserError if the image model cannot."""
         self.vision.checkpoint_activations()
         self.text.checkpoint_activations()
 
@@ -73,8 +69,7 @@ def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> Dual
     """
     activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
     vision = VisionTower(config.vision, config.embed_dim)
-    text = TextTower(config.text, tokenizer, config.embed_dim, activation)
-    model = DualEncoder(vision, text)
+    model = DualEncoder(vision, TextTower(config.text, tokenizer, config.embed_dim, activation))
     if config.activation_checkpointing:
         model.checkpoint_activations()
     return model

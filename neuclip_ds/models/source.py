@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -31,25 +31,19 @@ _LOGITS = "logits.json"
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
-class ModelSource(Protocol):
-    """The interface through which a run builds, loads and saves its model.
+class FromConfig:
+    """A model built from the config with random weights, which depend on torch's seed only."""
 
-    Attributes:
-        name: name for messages.
-        preprocessing: size and normalisation of its images.
-        embed_dim: width d of the joint space.
-    """
-
-    name: str
-    preprocessing: Preprocessing
-    embed_dim: int
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self.name = config.vision.name  # for messages
+        self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
+        self.embed_dim = config.embed_dim  # width d of the joint space
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer; `train` makes one if none is named.
-
-        Raises:
-            UserError: it cannot be found.
-        """
+        """Return the model's tokenizer, from `train` if none is named; raise UserError if it cannot be found."""
+        text = self._config.text
+        return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         """Build the architecture; without memory under `torch.device("meta")`.
@@ -57,6 +51,7 @@ class ModelSource(Protocol):
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
+        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
@@ -64,37 +59,13 @@ class ModelSource(Protocol):
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
         """
-
-    def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save what `open_saved` needs in addition to config and tokenizer; the folder is created."""
-
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build`, in the form of the family's files."""
-
-
-class FromConfig:
-    """A model built from the config with random weights, which depend on torch's seed only."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self.name = config.vision.name
-        self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
-        self.embed_dim = config.embed_dim
-
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> CaptionTokenizer:
-        text = self._config.text
-        return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
-
-    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
-
-    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save nothing: the run's config.yaml and tokenizer are enough."""
+        """Save what `open_saved` needs in addition to config and tokenizer: nothing; or into the folder, created."""
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        """Return trained weights, named as those of `build`, in the form of the family's files."""
         with torch.device("meta"):
             model = self.build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
@@ -110,7 +81,7 @@ class FromConfig:
 
 
 class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights; the config only sets activation checkpointing."""
+    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets activation checkpointing."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -140,40 +111,27 @@ class Pretrained:
         return model
 
 
-def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
-    """Locate the checkpoint that the config names, downloading it from the hub if needed; call on one rank only.
+ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
 
-    Args:
-        config: config of the model.
-        weights: False needs the architecture only, as a plan does.
+
+def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
+    """Locate the config's checkpoint, if it names one, as `locate` does; call on one rank only.
 
     Returns:
         A reference for `model_source` on every rank; None without a checkpoint.
-
-    Raises:
-        UserError: the checkpoint does not exist, or cannot be downloaded.
     """
     return locate(config.pretrained, weights) if config.pretrained else None
 
 
 def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
-    """Open the source that `locate_model` found.
-
-    Raises:
-        UserError: the checkpoint's config is missing or lacks something.
-    """
+    """Open the source that `locate_model` found; raise UserError if the checkpoint's config lacks something."""
     return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
     """Open the model of a run and its initial logit parameters, without a pretrained checkpoint's weights.
 
-    Args:
-        config: config of the model.
-        folder: folder that `ModelSource.save` wrote.
-
-    Raises:
-        UserError: files are missing.
+    The folder is the one that `save` wrote; raise UserError if files are missing.
     """
     if not config.pretrained:
         return FromConfig(config), INITIAL_LOGITS

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -85,23 +85,9 @@ class CaptionTokenizer:
         rows = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
         start = [] if self.bos_id is None else [self.bos_id]
         room = self.context_length - len(start) - 1
-        for row, ids in zip(rows, self._encode(captions, room), strict=True):
+        for row, ids in zip(rows, token_ids(self._tokenizer, captions, room, add_special_tokens=False), strict=True):
             row[: len(start) + len(ids) + 1] = torch.tensor([*start, *ids, self.eos_id])
         return rows
-
-    def _encode(self, captions: list[str], room: int) -> list[list[int]]:
-        if not captions:  # transformers raises IndexError
-            return []
-        encoded = self._tokenizer(
-            captions,
-            add_special_tokens=False,
-            split_special_tokens=True,
-            padding=False,
-            truncation=True,
-            max_length=room,
-            return_attention_mask=False,
-        )
-        return encoded["input_ids"]
 
     @property
     def special_ids(self) -> dict[str, int | None]:
@@ -114,11 +100,7 @@ class CaptionTokenizer:
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
-        """Load a saved tokenizer, or one from the hub.
-
-        Raises:
-            UserError: it is neither local nor on the hub, or has no EOS token.
-        """
+        """Load a saved tokenizer, or one from the hub; raise UserError if there is none, or it has no EOS token."""
         try:
             tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
         except (OSError, ValueError, ImportError) as error:
@@ -130,7 +112,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     """Train a byte-level BPE on captions in NFC and lower case, deterministically.
 
     Args:
-        captions: captions, read once as a stream.
+        captions: read once as a stream.
         vocab_size: maximum number of tokens; few captions give fewer.
         context_length: number of tokens per row.
 
@@ -164,6 +146,14 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.train_from_iterator(chain([first], with_text), trainer=trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
     return CaptionTokenizer(tokenizer, context_length)
+
+
+def token_ids(tokenizer: Any, captions: list[str], length: int, **options: Any) -> list[list[int]]:
+    """Return each caption's ids, `length` at most; special tokens spelled in a caption are treated as plain text."""
+    if not captions:  # transformers raises IndexError
+        return []
+    options |= {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
+    return tokenizer(captions, max_length=length, **options)["input_ids"]
 
 
 def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:

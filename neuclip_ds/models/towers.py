@@ -36,11 +36,7 @@ class Encoder(nn.Module, ABC):
 
     @abstractmethod
     def checkpoint_activations(self) -> None:
-        """Make the blocks recompute their activations in the backward pass.
-
-        Raises:
-            UserError: the model does not support it.
-        """
+        """Make the blocks recompute activations in the backward pass; raise UserError if the model cannot."""
 
 
 class VisionTower(Encoder):
@@ -71,11 +67,6 @@ class VisionTower(Encoder):
         return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:
-        """Make the blocks recompute their activations in the backward pass.
-
-        Raises:
-            UserError: the timm model does not support it.
-        """
         try:
             self.trunk.set_grad_checkpointing(True)
         except (AssertionError, AttributeError) as error:
@@ -99,8 +90,7 @@ class TextTower(Encoder):
         self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
     ) -> None:
         super().__init__()
-        self._context_length = config.context_length
-        self._eos_id = tokenizer.eos_id
+        self._context_length, self._eos_id = config.context_length, tokenizer.eos_id
         self.trunk = CLIPTextModel(
             CLIPTextConfig(
                 vocab_size=_checked_vocab_size(config, tokenizer),
@@ -131,7 +121,6 @@ class TextTower(Encoder):
         return self.projection(hidden[torch.arange(len(hidden), device=hidden.device), first_eos])
 
     def checkpoint_activations(self) -> None:
-        """Make the blocks recompute their activations in the backward pass."""
         self.trunk.activation_checkpointing_enable({"use_reentrant": False})
 
 
@@ -179,11 +168,7 @@ def _create(config: VisionConfig) -> Any:
 
 
 def _checked_width(config: VisionConfig) -> int:
-    """Return the width of the pooled feature, from a trial run on the meta device.
-
-    Raises:
-        UserError: see `VisionTower`.
-    """
+    """Return the width of the pooled feature, from a trial run on the meta device."""
     _check_names(config)
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size} and options={config.options}"
     with torch.device("meta"):

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype

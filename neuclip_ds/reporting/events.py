@@ -30,19 +30,13 @@ class Event(NamedTuple):
     indices: list[int]
 
 
-Gather = Callable[[list[Event]], list[list[Event]]]
-
-
 class EventLog:
-    """One rank's events; rank 0 writes its own to the file at once, and those of the others in `settle`."""
+    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and those of the others in `merge`.
+
+    Events after step `done`, from before the run was resumed, are dropped; 0 drops all.
+    """
 
     def __init__(self, folder: Path, rank: int, done: int) -> None:
-        """
-        Args:
-            folder: of events.jsonl.
-            rank: of this process.
-            done: events after this step, from before the run was resumed, are dropped; 0 drops all.
-        """
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
         if rank == 0 and self._path.exists():
@@ -59,7 +53,7 @@ class EventLog:
         else:
             self._pending.append(event)
 
-    def settle(self, gather: Gather) -> None:
+    def merge(self, gather: Callable[[list[Event]], list[list[Event]]]) -> None:
         """Write the other ranks' events to the file; all ranks call it before a checkpoint.
 
         Later events belong to steps that a resumed run repeats, so none is lost.

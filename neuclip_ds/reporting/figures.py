@@ -16,17 +16,11 @@ Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]  # metric -> steps 
 
 
 class Panel(NamedTuple):
-    """Plot of curves that share an axis.
+    """Plot of curves that share an axis."""
 
-    Attributes:
-        title: of the plot and of its file.
-        metrics: names or patterns of names in metrics.jsonl.
-        log_scale: whether the values' axis is logarithmic.
-    """
-
-    title: str
-    metrics: tuple[str, ...]
-    log_scale: bool = False
+    title: str  # of the plot and of its file
+    metrics: tuple[str, ...]  # names or patterns of names in metrics.jsonl
+    log_scale: bool = False  # whether the values' axis is logarithmic
 
 
 PANELS = (

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
+from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.loss_spikes import LossSpikeDetector, Spike
@@ -27,30 +28,23 @@ _METRICS = {
 
 
 class SampleLookup(NamedTuple):
-    """Which samples a step uses, and where they are stored.
+    """Which samples a step uses, and where they are stored."""
 
-    Attributes:
-        batch: step (from 1) -> indices of its global batch, known on every rank.
-        shard: sample index -> name of its shard.
-        padding: index of rows that hold no sample.
-    """
-
-    batch: Callable[[int], list[int]]
-    shard: Callable[[int], str]
-    padding: int = -1
+    batch: Callable[[int], list[int]]  # step -> indices of its global batch, known on every rank
+    shard: Callable[[int], str]  # sample index -> name of its shard
 
 
 class StepHealth:
-    """Checks of every step since the run was started or resumed."""
+    """Checks of every step since the run was started or resumed; steps count from 1.
+
+    Args:
+        events: log of the findings.
+        samples: of the steps.
+        rank: of this process.
+        workers: `data.workers`, for the messages.
+    """
 
     def __init__(self, events: EventLog, samples: SampleLookup, rank: int, workers: int) -> None:
-        """
-        Args:
-            events: log of the findings.
-            samples: of the steps.
-            rank: of this process.
-            workers: `data.workers`, for the messages.
-        """
         self._events, self._samples, self._reports, self._workers = events, samples, rank == 0, workers
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
         self._stalled = 0
@@ -60,7 +54,6 @@ class StepHealth:
         """Report a step or an interval in which this rank's loader was slow.
 
         Args:
-            step: from 1.
             waited: seconds until the batch was there.
             seconds: duration of the whole step.
             indices: of this rank's rows.
@@ -72,13 +65,7 @@ class StepHealth:
                 self._report_interval(step, stall)
 
     def check_loss(self, step: int, loss: float, metrics: Callable[[], Mapping[str, float]]) -> None:
-        """Report the beginning and the end of a loss spike.
-
-        Args:
-            step: from 1.
-            loss: of the global batch.
-            metrics: gives the step's metrics; called only when they are reported.
-        """
+        """Report the beginning and the end of a spike of the global batch's loss, with `metrics()` of the step."""
         spike = self._spikes.update(loss)
         if spike is not None and self._reports:
             self._report_spike(step, loss, spike, metrics)
@@ -87,7 +74,6 @@ class StepHealth:
         """Report an update that DeepSpeed has skipped because the encoders' gradient is not finite.
 
         Args:
-            step: from 1.
             norm: of the encoders' gradient; None where DeepSpeed does not compute it (float32 without ZeRO).
             applied: whether DeepSpeed has updated the weights.
 
@@ -127,7 +113,7 @@ class StepHealth:
         self._stalled += 1
         # warns of the 1st, 2nd, 4th, 8th, ..., so that many stalls do not flood the log
         level = logging.WARNING if self._stalled & (self._stalled - 1) == 0 else logging.DEBUG
-        first = next((index for index in indices if index != self._samples.padding), None)
+        first = next((index for index in indices if index != PADDING), None)
         shard = "" if first is None else f", the first in {self._samples.shard(first)}"
         message = (
             f"step {step} waited {stall.waited:.1f} s for its batch, {stall.share:.0%} of the step; a usual step takes "
@@ -145,11 +131,11 @@ class StepHealth:
         if stall.kind == "data_fast":
             self._events.add(step, stall.kind, f"{waiting}; the loader keeps up again", level=logging.INFO)
             return
-        fix = (
-            f"Set more data.workers (now {self._workers}) or a faster data.decoder, or move the data to a faster disk "
-            "or the cache."
+        message = (
+            f"{waiting}. Set more data.workers (now {self._workers}) or a faster data.decoder, or move the data to a "
+            "faster disk or the cache."
         )
-        self._events.add(step, stall.kind, f"{waiting}. {fix}")
+        self._events.add(step, stall.kind, message)
 
     def _report_spike(self, step: int, loss: float, spike: Spike, metrics: Callable[[], Mapping[str, float]]) -> None:
         if spike.kind == "loss_back":
@@ -172,5 +158,5 @@ class StepHealth:
         self._events.add(step, spike.kind, message, batch)
 
     def _first_samples(self, indices: Sequence[int]) -> str:
-        shown = [index for index in indices[:_SHOWN] if index != self._samples.padding]
+        shown = [index for index in indices[:_SHOWN] if index != PADDING]
         return f"its samples begin with indices {shown}"

@@ -19,18 +19,12 @@ _MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
 
 
 class Spike(NamedTuple):
-    """Beginning or end of a loss spike.
+    """Beginning or end of a loss spike."""
 
-    Attributes:
-        kind: loss_spike, loss_back (below again) or loss_stays (above for so long that it is the new level).
-        level, deviation: of the steps before the spike.
-        steps: how many were above, of a spike that has ended.
-    """
-
-    kind: str
-    level: float
+    kind: str  # loss_spike, loss_back (below again) or loss_stays (above for so long that it is the new level)
+    level: float  # of the steps before the spike, as the deviation
     deviation: float
-    steps: int = 0
+    steps: int = 0  # how many were above, of a spike that has ended
 
 
 class LossSpikeDetector:

@@ -16,8 +16,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from torch.utils.tensorboard import SummaryWriter
+
 from neuclip_ds.reporting.step_lines import drop_from, step_records
-from neuclip_ds.reporting.tensorboard import TensorBoard
 
 
 class MetricSink(Protocol):
@@ -34,19 +35,18 @@ class MetricsLog:
 
     The first two have reached the operating system once `write` returns, so a killed run loses at most the line it was
     writing. Resuming at step s drops all later lines: the resumed run writes those of an uninterrupted one.
+
+    Args:
+        folder: the run's folder, created if absent.
+        resume_step: the last step to keep, that of the loaded checkpoint; None starts empty files.
+        other_sinks: closed with this one.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None, other_sinks: Sequence[MetricSink] = ()) -> None:
-        """
-        Args:
-            folder: the run's folder, created if absent.
-            resume_step: the last step to keep, that of the loaded checkpoint; None starts empty files.
-            other_sinks: closed with this one.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         first_new_step = 0 if resume_step is None else resume_step + 1
         lines = _JsonLines(folder / "metrics.jsonl", first_new_step)
-        self._sinks: list[MetricSink] = [lines, TensorBoard(folder / "tensorboard", first_new_step), *other_sinks]
+        self._sinks: list[MetricSink] = [lines, _TensorBoard(folder / "tensorboard", first_new_step), *other_sinks]
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics to all sinks; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
@@ -75,6 +75,21 @@ class _JsonLines:
 
     def close(self, failed: bool) -> None:
         self._file.close()
+
+
+class _TensorBoard:
+    """Sink that writes TensorBoard scalars; earlier points from `first_new_step` on are hidden."""
+
+    def __init__(self, folder: Path, first_new_step: int) -> None:
+        self._writer = SummaryWriter(str(folder), purge_step=first_new_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self, failed: bool) -> None:
+        self._writer.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:

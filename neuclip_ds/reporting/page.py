@@ -39,16 +39,11 @@ def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:
     return path
 
 
-def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return an HTML table, with its cells escaped."""
-    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f"<table><tr>{head}</tr>{body}</table>"
-
-
 def section(table: Table) -> str:
-    """Return a table as HTML below its title."""
-    return f"<h2>{html.escape(table.title)}</h2>" + html_table(table.header, table.rows)
+    """Return a table as HTML below its title, with its cells escaped."""
+    head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.header)
+    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
+    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>"
 
 
 def _markdown(table: Table) -> str:

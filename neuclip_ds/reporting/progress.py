@@ -38,6 +38,14 @@ class Progress:
     """Display of step, loss, temperature, throughput and time left.
 
     Used as a context manager; the bar is shown from its entry to its exit.
+
+    Args:
+        total_steps: the step at which the run ends.
+        first_step: steps that were done before the run was resumed.
+        enabled: whether to show anything; False on all ranks but 0.
+        seconds_between_lines: least time between log lines; the last step is always logged.
+        console: of the bar; by default the one to which `configure_logging` sends the log.
+        clock: seconds; tests pass their own.
     """
 
     def __init__(
@@ -50,34 +58,19 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """
-        Args:
-            total_steps: the step at which the run ends.
-            first_step: steps that were done before the run was resumed.
-            enabled: whether to show anything; False on all ranks but 0.
-            seconds_between_lines: least time between log lines; the last step is always logged.
-            console: of the bar; by default the one to which `configure_logging` sends the log.
-            clock: seconds; tests pass their own.
-        """
-        self._total = total_steps
-        self._enabled = enabled
-        self._seconds_between_lines = seconds_between_lines
-        self._clock = clock
-        self._next_line = -math.inf
+        self._total, self._enabled, self._clock = total_steps, enabled, clock
+        self._seconds_between_lines, self._next_line = seconds_between_lines, -math.inf
         self._steps = SlidingRate(clock=clock)
         console = console or rich.get_console()
         # checked on the stream itself: rich takes FORCE_COLOR, which many CI systems set, for a terminal
-        self._bar = _bar(console) if enabled and console.is_interactive and console.file.isatty() else None
-        if self._bar is not None:
+        self._bar = None
+        if enabled and console.is_interactive and console.file.isatty():
+            step, status = TextColumn("step {task.completed:.0f}/{task.total:.0f}"), "{task.fields[status]}"
+            self._bar = Bar(step, BarColumn(bar_width=20), TextColumn(status, markup=False), console=console)
             self._task = self._bar.add_task("step", total=total_steps, completed=first_step, status="")
 
     def update(self, step: int, *, loss: float, tau: float, samples_per_second: float) -> None:
-        """Show that `step` of `total_steps` steps are done.
-
-        Args:
-            loss, tau: of this step.
-            samples_per_second: over all ranks.
-        """
+        """Show that `step` steps are done, with this step's loss and temperature and the throughput of all ranks."""
         if not self._enabled:
             return
         time_left = _duration((self._total - step) / (self._steps.update(step) or math.nan))
@@ -97,15 +90,6 @@ class Progress:
     def __exit__(self, *exception: object) -> None:
         if self._bar is not None:
             self._bar.stop()
-
-
-def _bar(console: Console) -> Bar:
-    return Bar(
-        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
-        BarColumn(bar_width=20),
-        TextColumn("{task.fields[status]}", markup=False),
-        console=console,
-    )
 
 
 def _duration(seconds: float) -> str:

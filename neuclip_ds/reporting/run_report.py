@@ -17,7 +17,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.figures import PANELS, Series, collect, draw, draw_histogram
 from neuclip_ds.reporting.metrics import read_metrics
-from neuclip_ds.reporting.page import Table, html_table, section, write_html
+from neuclip_ds.reporting.page import Table, section, write_html
 
 _EVENTS = 200  # listed; the others are counted
 
@@ -25,18 +25,12 @@ _EVENTS = 200  # listed; the others are counted
 def write_report(
     run: Path, histograms: Mapping[str, Mapping[str, list[float]]] | None = None, tables: Sequence[Table] = ()
 ) -> Path:
-    """Write RUN/report.html and RUN/plots/.
+    """Write RUN/report.html and RUN/plots/, and return the page's path; raise UserError if RUN has no metrics.
 
     Args:
         run: a run's folder.
         histograms: title -> column -> values, for distributions that are not in metrics.jsonl.
         tables: further content.
-
-    Returns:
-        Path of the page.
-
-    Raises:
-        UserError: the folder has no metrics.
     """
     series = read_run(run)
     plots = {panel.title: draw(panel, {run.name: series}) for panel in PANELS}
@@ -50,11 +44,7 @@ def write_report(
 
 
 def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
-    """Write FOLDER/report.html and FOLDER/plots/ with the curves of several runs in the same plots.
-
-    Args:
-        runs: label -> folder.
-        folder: of the page.
+    """Write FOLDER/report.html and FOLDER/plots/ with the curves of several runs (label -> folder) in the same plots.
 
     Raises:
         UserError: a folder has no metrics.
@@ -66,11 +56,7 @@ def write_comparison(runs: Mapping[str, Path], folder: Path) -> Path:
 
 
 def read_run(run: Path) -> Series:
-    """Read the curves of a run.
-
-    Raises:
-        UserError: the folder has no metrics.
-    """
+    """Read the curves of a run; raise UserError if its folder has no metrics."""
     path = run / "metrics.jsonl"
     if not path.is_file():
         raise UserError(f"{run} has no metrics.jsonl; name the folder of a run.")
@@ -104,7 +90,7 @@ def _last_values(runs: Mapping[str, Series]) -> str:
     rows = [
         [name, *(f"{series[name][1][-1]:.5g}" if name in series else "-" for series in runs.values())] for name in names
     ]
-    return "<h2>Last values</h2>" + html_table(["metric", *runs], rows)
+    return section(Table("Last values", ["metric", *runs], rows))
 
 
 def _environment(run: Path) -> str:
@@ -112,7 +98,7 @@ def _environment(run: Path) -> str:
     if not path.is_file():
         return ""
     rows = [[key, str(value)] for key, value in json.loads(path.read_text(encoding="utf-8")).items()]
-    return "<h2>Environment</h2>" + html_table(["", ""], rows)
+    return section(Table("Environment", ["", ""], rows))
 
 
 def _differences(runs: Mapping[str, Path]) -> str:
@@ -120,9 +106,7 @@ def _differences(runs: Mapping[str, Path]) -> str:
     flat = [_flatten(yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))) for run in runs.values()]
     keys = sorted({key for config in flat for key in config})
     rows = [[key, *(str(config.get(key)) for config in flat)] for key in keys]
-    return "<h2>Options that differ</h2>" + html_table(
-        ["option", *runs], [row for row in rows if len(set(row[1:])) > 1]
-    )
+    return section(Table("Options that differ", ["option", *runs], [row for row in rows if len(set(row[1:])) > 1]))
 
 
 def _flatten(tree: Mapping[str, object], prefix: str = "") -> dict[str, object]:

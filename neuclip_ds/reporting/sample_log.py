@@ -16,14 +16,12 @@ from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 
 class SampleLog:
-    """Writer of one rank's lines; each has reached the operating system once `write` returns."""
+    """Writer of one rank's lines; each has reached the operating system once `write` returns.
+
+    The folder is shared by the ranks, and created if absent.
+    """
 
     def __init__(self, folder: Path, rank: int) -> None:
-        """
-        Args:
-            folder: shared by the ranks, created if absent.
-            rank: of this process, which names the file.
-        """
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"rank{rank:05d}.jsonl"
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)

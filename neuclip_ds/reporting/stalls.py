@@ -16,21 +16,13 @@ _SLOW, _FAST = 0.2, 0.1  # shares at which the loader becomes slow, and fast eno
 
 
 class Stall(NamedTuple):
-    """A long wait, or the change of the loader to slow or back.
+    """A long wait, or the change of the loader to slow or back."""
 
-    Attributes:
-        kind: data_stall (one step), data_slow or data_fast (the interval that ends with the step).
-        waited: seconds of waiting in the step or interval.
-        seconds: duration of the step or interval.
-        usual: seconds of a usual step, NaN for intervals.
-        steps: length of the interval.
-    """
-
-    kind: str
-    waited: float
-    seconds: float
-    usual: float = float("nan")
-    steps: int = 1
+    kind: str  # data_stall (one step), data_slow or data_fast (the interval that ends with the step)
+    waited: float  # seconds of waiting in the step or interval
+    seconds: float  # duration of the step or interval
+    usual: float = float("nan")  # seconds of a usual step, NaN for intervals
+    steps: int = 1  # length of the interval
 
     @property
     def share(self) -> float:
@@ -42,17 +34,11 @@ class StallDetector:
 
     def __init__(self) -> None:
         self._recent: deque[float] = deque(maxlen=_WINDOW)
-        self._started = False
-        self._slow = False
+        self._started = self._slow = False
         self._waited, self._seconds, self._steps = 0.0, 0.0, 0  # of the interval
 
     def update(self, waited: float, seconds: float) -> list[Stall]:
-        """Add a step's times; return the stalls that end with it.
-
-        Args:
-            waited: seconds until the step's batch was there.
-            seconds: duration of the step, the wait included.
-        """
+        """Add a step's seconds of waiting for its batch and in all; return the stalls that end with it."""
         if not self._started:
             self._started = True
             return []

@@ -11,7 +11,8 @@ import importlib.util
 import logging
 import os
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +25,7 @@ _UPLOAD_SECONDS = "600"  # limit of the upload at the end of a run, unless WANDB
 
 
 def require_wandb() -> None:
-    """Check that wandb is installed.
-
-    Raises:
-        UserError: wandb is not installed.
-    """
+    """Raise UserError if wandb is not installed."""
     found = importlib.util.find_spec("wandb")
     if found is None or found.origin is None:  # a folder wandb/ of offline runs looks like a package
         raise UserError(
@@ -37,41 +34,47 @@ def require_wandb() -> None:
 
 
 class WeightsAndBiases:
-    """Sink that writes to a run of a project; a failure (network, key) is logged once and stops only the sink."""
+    """Sink that writes to a run of a project; a failure (network, key) is logged once and stops only the sink.
+
+    Args:
+        project: PROJECT or ENTITY/PROJECT.
+        folder: of the run; wandb writes its files to FOLDER/wandb.
+        name: of the run on the project's page.
+        config: uploaded with the run.
+        resumed: whether the run continues an earlier one.
+    """
 
     def __init__(self, project: str, folder: Path, name: str, config: Mapping[str, Any], resumed: bool) -> None:
-        """
-        Args:
-            project: PROJECT or ENTITY/PROJECT.
-            folder: of the run; wandb writes its files to FOLDER/wandb.
-            name: of the run on the project's page.
-            config: uploaded with the run.
-            resumed: whether the run continues an earlier one.
-        """
         self._folder = folder
         self._run: Any = None
-        self._guarded(lambda: self._start(project, name, config, resumed))
+        with self._guarded():
+            self._start(project, name, config, resumed)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step, in the background."""
         if self._run is not None:
-            self._guarded(lambda: self._run.log({"step": step, **metrics}))
+            with self._guarded():
+                self._run.log({"step": step, **metrics})
 
     def close(self, failed: bool) -> None:
         """Wait for the upload."""
         if self._run is not None:
-            self._guarded(lambda: self._run.finish(exit_code=int(failed)))
+            with self._guarded():
+                self._run.finish(exit_code=int(failed))
 
     def _start(self, project: str, name: str, config: Mapping[str, Any], resumed: bool) -> None:
         os.environ.setdefault("WANDB_FINISH_TIMEOUT", _UPLOAD_SECONDS)  # older versions lack the option
         import wandb  # here, as it is optional
 
         entity, _, project_name = project.rpartition("/")
+        id_file = self._folder / ID_FILE
+        if not (resumed and id_file.is_file()):
+            id_file.write_text(uuid.uuid4().hex[:8] + "\n", encoding="utf-8")
         self._run = wandb.init(
             project=project_name,
             entity=entity or None,
             name=name,
-            id=self._id(resumed),
+            id=id_file.read_text(encoding="utf-8").strip(),
             resume="allow",
             dir=str(self._folder),
             config=dict(config),
@@ -79,18 +82,10 @@ class WeightsAndBiases:
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
-    def _id(self, resumed: bool) -> str:
-        """Return the id of the run that is resumed, or a new one."""
-        path = self._folder / ID_FILE
-        if resumed and path.is_file():
-            return path.read_text(encoding="utf-8").strip()
-        new = uuid.uuid4().hex[:8]
-        path.write_text(new + "\n", encoding="utf-8")
-        return new
-
-    def _guarded(self, work: Callable[[], object]) -> None:
+    @contextmanager
+    def _guarded(self) -> Iterator[None]:
         try:
-            work()
+            yield
         except Exception as error:  # wandb's own errors, the operating system's and its transport's
             self._run = None
             log.warning(

@@ -69,7 +69,8 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
     files = _row_files(folder, name)
     start, stop = table.partition.start, table.partition.stop
     if table.grows and files:
-        stop = min(stop, _total_rows(files[0][2]))
+        with safe_open(files[0][2], framework="pt") as file:
+            stop = min(stop, int(file.metadata()["rows"]))
     filled = start
     for first, last, path in files:
         low, high = max(first, start), min(last, stop)
@@ -84,11 +85,6 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
             f"The checkpoint {folder} lacks rows {filled} to {stop} of {name}: it was written with other data or "
             "settings, or files are missing; start a new run, or restore the folder."
         )
-
-
-def _total_rows(path: Path) -> int:
-    with safe_open(path, framework="pt") as file:
-        return int(file.metadata()["rows"])
 
 
 def _row_files(folder: Path, name: str) -> list[tuple[int, int, Path]]:

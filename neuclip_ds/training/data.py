@@ -10,9 +10,10 @@ from typing import NamedTuple
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.dataset import Batch, iter_captions
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import Batch, LoaderOptions, iter_captions, train_loader
+from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.scan import ScanOptions

@@ -9,12 +9,11 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
-from neuclip_ds.evaluation.batches import BatchEncoder
-from neuclip_ds.evaluation.encoding import encoder_of
+from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
@@ -52,7 +51,7 @@ class Evaluator:
         """
         self._config, self._manifest, self._tokenizer = config, data.manifest, data.tokenizer
         self._communicator = communicator
-        self._transform = eval_transform(preprocessing.size, preprocessing.squash)
+        self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         options = config.data
         val = find_split(options.val, "val", options.train)
@@ -83,32 +82,20 @@ class Evaluator:
         """Return results by name, equal on all ranks."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
-        communicator = self._communicator
+        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
+        workers = self._config.data.workers
         if self._val is not None:
-            batches = self._every_sample(self._val)
-            results.update(retrieval(encode, batches, communicator))
+            results.update(retrieval(encode, self._every_sample(self._val), self._communicator))
         if self._zero_shot is not None:
-            results.update(
-                zero_shot(
-                    encode,
-                    self._tokenizer,
-                    self._zero_shot,
-                    self._transform,
-                    communicator,
-                    self._rank_batch,
-                    self._config.data.workers,
-                )
-            )
+            results.update(zero_shot(encoder, self._zero_shot, self._transform, workers))
         if self._on_disk:
-            results.update(self._scores(encode))
+            results.update(self._scores(Suite(encoder, self._transform, workers)))
         if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, objective))
         return results
 
-    def _scores(self, encode: Encode) -> dict[str, float]:
+    def _scores(self, suite: Suite) -> dict[str, float]:
         """Return `task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
-        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
-        suite = Suite(encoder, self._transform, self._communicator, self._config.data.workers)
         metrics = {task.key: suite.measure(task, place) for task, place in self._on_disk}
         scores = {f"task/{key}": found["main_metric"] for key, found in metrics.items()}
         scores.update({f"average/{name}": found.value for name, found in averages(self._tasks, metrics).items()})

@@ -19,7 +19,7 @@ import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate

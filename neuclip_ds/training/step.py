@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.errors import TrainingDiverged
@@ -65,14 +65,15 @@ class TrainStep:
         if len(rows) == 1:
             self._fix_dropout(step, 0)
             features = self._forward(image, tokens, gather)
-            gradients = self._feature_gradients(
-                Features(features[0].detach(), features[1].detach(), index, valid, gather), step
-            )
+            with phase_range("objective"):
+                gradients = self._objective(
+                    Features(features[0].detach(), features[1].detach(), index, valid, gather), step
+                )
             self._backward(features, gradients, rows[0], last=True)
         else:
-            gradients = self._feature_gradients(
-                Features(*self._first_pass(image, tokens, rows, step, gather), index, valid, gather), step
-            )
+            features = self._first_pass(image, tokens, rows, step, gather)
+            with phase_range("objective"):
+                gradients = self._objective(Features(*features, index, valid, gather), step)
             for number, part in enumerate(rows):
                 self._fix_dropout(step, number)
                 self._backward(self._forward(image[part], tokens[part]), gradients, part, last=part is rows[-1])
@@ -90,10 +91,6 @@ class TrainStep:
             if gather is not None:
                 gather.add_image(features[0])
         return features
-
-    def _feature_gradients(self, features: Features, step: Step) -> FeatureGradients:
-        with phase_range("objective"):
-            return self._objective(features, step)
 
     def _first_pass(
         self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step, gather: FeatureGather | None

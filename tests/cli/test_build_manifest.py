@@ -85,7 +85,7 @@ def test_killed_in_the_middle(folder, tmp_path):
         (["absent"], "absent does not exist"),
         (["{folder}", "--captions", "jpg"], "a source is txt, txt:lines or json:KEY"),
         (["{folder}", "--uids", "absent.npy"], "The uid file absent.npy cannot be read"),
-        (["{folder}", "--update"], "holds no manifest that could be updated"),
+        (["{folder}", "--update"], "holds no manifest to update"),
     ],
 )
 def test_mistakes(folder, tmp_path, options, message):

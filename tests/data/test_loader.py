@@ -13,18 +13,12 @@ import torch
 from tars import jpeg, tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.loader import (
-    Batch,
-    LoaderOptions,
-    PairDataset,
-    eval_loader,
-    iter_captions,
-    train_loader,
-)
+from neuclip_ds.data.dataset import Batch, PairDataset, iter_captions
+from neuclip_ds.data.loader import LoaderOptions, eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.transforms import eval_transform, train_transform
+from neuclip_ds.data.transforms import EvalTransform, train_transform
 from neuclip_ds.errors import UserError
 
 FLICKR = Path("/work/shared/data/flickr8k/train")
@@ -148,7 +142,7 @@ def test_resume_and_workers_on_real_shards():
 
 @pytest.mark.parametrize(("world", "batch_size"), [(1, 10), (2, 8), (4, 3), (3, 50)])
 def test_eval_takes_every_sample_once_in_equal_batches(manifest, world, batch_size):
-    transform = eval_transform(16)
+    transform = EvalTransform(16)
     ranks = [
         list(eval_loader(manifest, transform, tokenize, rank=r, world_size=world, batch_size=batch_size, options=HERE))
         for r in range(world)
@@ -178,7 +172,7 @@ REASONS = {1: "no image", 3: "no caption", 4: "blank caption", 6: "truncated", 7
 @pytest.mark.parametrize("reader", ["tar", "webdataset"])
 def test_bad_samples_keep_their_place(damaged, workers, reader):
     options = LoaderOptions(workers=workers, reader=reader)
-    batches = list(eval_loader(damaged, eval_transform(16), tokenize, batch_size=5, options=options))
+    batches = list(eval_loader(damaged, EvalTransform(16), tokenize, batch_size=5, options=options))
     for batch in batches:
         expected = [index not in REASONS for index in batch.index.tolist()]
         assert batch.valid.tolist() == expected
@@ -317,7 +311,7 @@ def test_removed_shards_are_neither_trained_on_nor_evaluated(manifest):
     seen = []
     for rank in range(3):
         share = {"rank": rank, "world_size": 3, "batch_size": 4, "options": HERE}
-        for batch in eval_loader(smaller, eval_transform(16), tokenize, **share):
+        for batch in eval_loader(smaller, EvalTransform(16), tokenize, **share):
             seen += batch.index[batch.valid].tolist()
     assert seen == kept
 

@@ -16,8 +16,9 @@ import pytest
 from servers import Files, files_server
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.prefetch import Prefetcher, StoredShard, _Window
+from neuclip_ds.data.prefetch import Prefetcher, _Window
 
 SIZE, SAMPLES, SHARDS = 1000, 8, 16
 
@@ -29,8 +30,8 @@ def http():
         yield server
 
 
-def stored(http: Files) -> list[StoredShard]:
-    return [StoredShard(http.url(f"{number:05d}.tar"), SIZE) for number in range(SHARDS)]
+def stored(http: Files) -> list[Shard]:
+    return [Shard(http.url(f"{number:05d}.tar"), 0, 0, SIZE) for number in range(SHARDS)]
 
 
 def order_of(batch_size: int = 4, **options) -> GlobalOrder:
@@ -69,7 +70,7 @@ def settle(http: Files) -> None:
         time.sleep(0.3)
 
 
-def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[StoredShard], **options) -> Prefetcher:
+def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[Shard], **options) -> Prefetcher:
     arguments = {"epoch": 0, "step": 0, "rows": slice(0, order.batch_size), "total_steps": 10_000, **options}
     return Prefetcher(cache, order, shards, **arguments)
 
@@ -114,7 +115,7 @@ def test_only_the_nodes_own_shards(http, tmp_path):
     }
     shards = stored(http)
     local = min(expected)
-    shards[local] = StoredShard("/data/local.tar", SIZE)
+    shards[local] = Shard("/data/local.tar", 0, 0, SIZE)
     with prefetcher(cache, order, shards, rows=slice(2, 4), total_steps=order.steps_per_epoch):
         wait_for(lambda: held(tmp_path) == expected - {local})
         settle(http)
@@ -126,20 +127,20 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
     cache, order = ShardCache(tmp_path, 100 * SIZE, timeout=5, retries=0), order_of()
     http.faults["00003.tar"] = [500]
     shards = stored(http)
-    shards[6] = StoredShard("pipe:echo gone >&2; exit 1", SIZE)
+    shards[6] = Shard("pipe:echo gone >&2; exit 1", 0, 0, SIZE)
     with prefetcher(cache, order, shards):
         wait_for(lambda: held(tmp_path) == set(range(SHARDS)) - {3, 6})
     logged = capfd.readouterr().err
     assert "cannot prefetch a shard" in logged
     assert "500" in logged
     with pytest.raises(OSError, match="500"):
-        cache.path(shards[3].url, SIZE)
+        cache.path(shards[3].path, SIZE)
 
 
 def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
     order = order_of(batch_size=16, streams=16)
     cache = ShardCache(tmp_path, 6 * SIZE, retries=0)
-    window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)), transfers=2)
+    window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)))
     for _ in range(3):
         window.move(0, order.steps_per_epoch)
     assert [record.message for record in caplog.records] == [
@@ -183,9 +184,10 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
         from pathlib import Path
         from neuclip_ds.data.cache import ShardCache
         from neuclip_ds.data.order import GlobalOrder
-        from neuclip_ds.data.prefetch import Prefetcher, StoredShard
+        from neuclip_ds.data.manifest import Shard
+        from neuclip_ds.data.prefetch import Prefetcher
         cache = ShardCache(Path({str(tmp_path)!r}), 100)
-        shards = [StoredShard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 10)]
+        shards = [Shard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 0, 0, 10)]
         order = GlobalOrder([0], [8], 4)
         with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 4), total_steps=9) as prefetcher:
             print(prefetcher._process.pid, flush=True)

@@ -12,7 +12,7 @@ from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
 from neuclip_ds.data.decoders import DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
-from neuclip_ds.data.transforms import eval_transform, train_transform
+from neuclip_ds.data.transforms import EvalTransform, train_transform
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
@@ -24,11 +24,11 @@ def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
 TRANSFORMS = {
     "train": train_transform(32, 0.5),
     "plain": train_transform(32, 1.0),
-    "eval": eval_transform(32),
+    "eval": EvalTransform(32),
     "torchvision": train_transform(32, 0.5, decode_torchvision),
     "torchvision plain": train_transform(32, 1.0, decode_torchvision),
     "simplejpeg": train_transform(32, 0.5, decode_simplejpeg),
-    "squash": eval_transform(32, squash=True),
+    "squash": EvalTransform(32, squash=True),
 }
 
 
@@ -102,7 +102,7 @@ def test_unusable_bytes_are_decode_errors(name, data):
 
 def test_a_broken_transform_is_not_taken_for_a_broken_image():
     with pytest.raises(ValueError, match="must be > 0"):
-        eval_transform(-1)(jpeg(9))
+        EvalTransform(-1)(jpeg(9))
 
 
 def test_squashing_keeps_the_whole_image():

@@ -11,8 +11,8 @@ from evaluation_sets import Model, captioned_set, features_of, pixel_features, t
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import retrieval
-from neuclip_ds.evaluation.batches import BatchEncoder
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 
 CAPTIONS = [1, 5, 2, 3, 5, 4, 1, 1, 6, 5, 5, 2, 9]
@@ -23,7 +23,7 @@ def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 4) -> d
 
     def work(rank: Any) -> dict[str, float]:
         encoder = BatchEncoder(models[rank.rank], tokenize, rank, size)
-        return caption_retrieval(encoder, EvaluationFolder.read(path), transform, rank)
+        return caption_retrieval(encoder, EvaluationFolder.read(path), transform)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)

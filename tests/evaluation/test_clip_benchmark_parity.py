@@ -14,9 +14,9 @@ from miniatures import save_open_clip
 from tars import jpeg
 
 from neuclip_ds.checkpoint.saved_model import open_model
-from neuclip_ds.data.transforms import eval_transform
+from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
 
@@ -45,7 +45,7 @@ def ours(model: Path, key: str, data: Path) -> dict[str, float | None]:
             return saved.model.eval()(image, tokens)
 
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 16)
-    suite = Suite(encoder, eval_transform(saved.pixels.size, saved.pixels.squash), communicator)
+    suite = Suite(encoder, EvalTransform(saved.preprocessing.size, saved.preprocessing.squash))
     (task,) = load_tasks().choose([key])
     return suite.measure(task, data)
 

@@ -9,7 +9,7 @@ import torch
 from evaluation_sets import Model, captioned_set, features_of, tokenize, transform, words_of, write_shards
 from tars import jpeg
 
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.nearest_captions import CaptionedImage, ScoredCaption, caption_page, nearest_captions
 
@@ -22,7 +22,7 @@ def test_nearest_of_all_captions(tmp_path: Path, run_ranks: Any) -> None:
 
     def work(rank: Any) -> list[CaptionedImage]:
         encoder = BatchEncoder(Model(), tokenize, rank, 2)  # captions come in several batches
-        return nearest_captions(encoder, EvaluationFolder.read(tmp_path), transform, rank, images=4, k=3)
+        return nearest_captions(encoder, EvaluationFolder.read(tmp_path), transform, images=4, k=3)
 
     (shown,) = run_ranks(1, work)
     stored = [0, 2, 4, 1]  # the first four of the two shards
@@ -60,7 +60,7 @@ def test_fewer_captions_than_requested(tmp_path: Path, run_ranks: Any) -> None:
 
     def work(rank: Any) -> list[CaptionedImage]:
         encoder = BatchEncoder(Model(), tokenize, rank, 2)
-        return nearest_captions(encoder, EvaluationFolder.read(tmp_path), transform, rank, images=50)
+        return nearest_captions(encoder, EvaluationFolder.read(tmp_path), transform, images=50)
 
     ((one,),) = run_ranks(1, work)
     assert len(one.nearest) == 1

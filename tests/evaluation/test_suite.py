@@ -22,7 +22,7 @@ from evaluation_sets import (
 )
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 
@@ -36,7 +36,7 @@ def task(key: str) -> Task:
 
 def measure(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
     encoder = BatchEncoder(Model(), tokenize, communicator, size)
-    return Suite(encoder, transform, communicator, workers=2).measure(task(key), folder)
+    return Suite(encoder, transform, workers=2).measure(task(key), folder)
 
 
 def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[str, float | None]:

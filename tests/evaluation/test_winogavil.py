@@ -11,7 +11,7 @@ from evaluation_sets import Model, features_of, tokenize, transform, winogavil_s
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import winogavil as module
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.winogavil import prompt, winogavil
 
@@ -26,7 +26,7 @@ def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
     def work(rank: Any) -> dict[str, float | None]:
-        return winogavil(BatchEncoder(Model(), tokenize, rank, size), EvaluationFolder.read(path), transform, rank)
+        return winogavil(BatchEncoder(Model(), tokenize, rank, size), EvaluationFolder.read(path), transform)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.batches import BatchEncoder
+from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, class_embeddings, zero_shot
 
 CLASSES = 8
@@ -78,7 +78,7 @@ def measure(run_ranks, image_set: ZeroShotSet, world_size: int = 1, batch_size: 
 
     def work(rank):
         model = models[rank.rank]
-        return zero_shot(model.encode, model.tokenize, image_set, transform, rank, batch_size)
+        return zero_shot(BatchEncoder(model.encode, model.tokenize, rank, batch_size), image_set, transform)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)
@@ -133,9 +133,7 @@ def test_class_embedding_is_the_normalised_mean_over_templates(tmp_path, run_ran
         assert image is None and tokens is not None and len(tokens) == 3
         return None, table[tokens[:, 0]]
 
-    found = run_ranks(
-        world_size, lambda rank: class_embeddings(BatchEncoder(encode, tokenize, rank, 3), image_set, rank)
-    )
+    found = run_ranks(world_size, lambda rank: class_embeddings(BatchEncoder(encode, tokenize, rank, 3), image_set))
     expected = functional.normalize((table[:CLASSES] + table[CLASSES:]) / 2)
     for embeddings in found:
         torch.testing.assert_close(embeddings, expected)

@@ -61,8 +61,8 @@ def test_a_stall_of_any_rank_is_logged_and_reaches_the_file(tmp_path: Path, capl
     assert "indices [250, 17], the first in 00002.tar. If this recurs, set more data.workers (now 2)" in logged[0]
     assert list(read_events(tmp_path)) == []
     shares = [first._pending, second._pending]
-    first.settle(lambda own: shares)
-    second.settle(lambda own: shares)
+    first.merge(lambda own: shares)
+    second.merge(lambda own: shares)
     assert [(event.step, event.rank, event.kind, event.indices) for event in read_events(tmp_path)] == [
         (step, 1, "data_stall", [-1, 250, 17]) for step in range(40, 44)
     ]

@@ -21,6 +21,9 @@ from neuclip_ds.training.step import TrainStep
 class _Overflows:
     """A feature gradient that is finite, of a size that the encoders' is not."""
 
+    def begin_gather(self, index: torch.Tensor, valid: torch.Tensor) -> None:
+        pass
+
     def __call__(self, features: Any, step: Step) -> FeatureGradients:
         huge = torch.full_like(features.image, 3e38 if step.number == 1 else 1e-3) * torch.sign(features.image)
         metrics = {"feature_grad_norm": torch.tensor(1.0), "tau": torch.tensor(0.07)}

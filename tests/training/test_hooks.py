@@ -8,7 +8,7 @@ import pytest
 from small_runs import SMALL, demo_shards
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook

@@ -12,7 +12,7 @@ from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip
 from ranks import run_ranks
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config

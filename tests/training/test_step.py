@@ -11,7 +11,7 @@ import torch
 from ranks import run_ranks
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.optimizers import build_optimizer
@@ -162,6 +162,6 @@ def test_what_is_not_finite_ends_the_run_before_the_weights_change() -> None:
     engine.step, engine.backward = engine.optimizer.step, torch.Tensor.backward
     engine.set_gradient_accumulation_boundary = lambda last: None
     step = TrainStep(engine, _Explodes(), Communicator(), ROWS, seed=0)  # type: ignore[arg-type]
-    with pytest.raises(TrainingDiverged, match=r"step 4.*begin with \[7, 8"):
+    with pytest.raises(TrainingDiverged, match=r"step 4.*rank 0 are \[7, 8"):
         step(data(7), place(3))
     assert all(torch.equal(old, new) for old, new in zip(before, model.parameters(), strict=True))

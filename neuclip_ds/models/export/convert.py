@@ -37,9 +37,7 @@ def _blocks(clip: str, other: str, layers: int, names: Mapping[str, str], qkv: s
     """Yield the names of the tensors of a transformer's blocks.
 
     Args:
-        clip: prefix of transformers' names.
-        other: prefix of the other library's names.
-        layers: number of blocks.
+        clip, other: prefix of transformers' names, and of the other library's.
         names: modules of a block, the other library's name -> transformers'.
         qkv: the other library's name of the joint projection, to which weight and bias are appended.
     """
@@ -122,11 +120,7 @@ def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict
 
 
 def clip_to_open_clip(package: Package) -> Package:
-    """Convert transformers' CLIPModel to open_clip.
-
-    Raises:
-        UserError: it is a SiglipModel, or has an activation that open_clip lacks.
-    """
+    """Convert transformers' CLIPModel to open_clip; raise UserError for a SiglipModel, or for an unknown activation."""
     tree = package.config
     if tree["model_type"] != "clip":
         raise UserError(
@@ -160,11 +154,7 @@ def clip_to_open_clip(package: Package) -> Package:
 
 
 def open_clip_to_clip(package: Package) -> Package:
-    """Convert open_clip's ViT and text transformer to transformers' CLIPModel.
-
-    Raises:
-        UserError: the config has options that CLIPModel lacks.
-    """
+    """Convert open_clip's ViT and text transformer to CLIPModel; raise UserError for options that CLIPModel lacks."""
     tree = package.config
     vision, text = dict(tree["vision_cfg"]), dict(tree["text_cfg"])
     _refuse_extras("vision_cfg", vision, library().CLIPVisionCfg, _VISION_PARTS)
@@ -172,7 +162,11 @@ def open_clip_to_clip(package: Package) -> Package:
     act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
     width = vision.get("width", 768)
     specials = package.tokenizer.special_ids
-    _check_pooling(text, specials["eos_token_id"])
+    if text.get("pool_type") == "eos" and text["eos_id"] != specials["eos_token_id"]:
+        raise UserError(
+            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
+            "text_cfg.eos_id."
+        )
     config = MODEL_TYPES["clip"].config(
         projection_dim=tree["embed_dim"],
         vision_config={
@@ -203,14 +197,6 @@ def open_clip_to_clip(package: Package) -> Package:
 _SIZES = {"layers", "width", "mlp_ratio", "norm_kwargs"}
 _VISION_PARTS = _SIZES | {"image_size", "head_width", "patch_size", "timm_model_pretrained"}
 _TEXT_PARTS = _SIZES | {"context_length", "vocab_size", "heads", "eos_id", "pad_id", "hf_tokenizer_name"}
-
-
-def _check_pooling(text: Mapping[str, Any], eos_id: int | None) -> None:
-    if text.get("pool_type") == "eos" and text["eos_id"] != eos_id:
-        raise UserError(
-            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
-            "text_cfg.eos_id."
-        )
 
 
 def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
@@ -265,11 +251,7 @@ def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
 
 
 def timm_to_clip(package: Package) -> Package:
-    """Convert a model trained from scratch with one of timm's CLIP ViTs to transformers' CLIPModel.
-
-    Raises:
-        UserError: it has another image model.
-    """
+    """Convert a model trained from scratch with a CLIP ViT of timm to CLIPModel; raise UserError for another one."""
     tree = package.config
     if tree["clip_vision"] is None:
         other = "" if _not_by_name(tree["vision"], tree) else ", or export with --format=open_clip"

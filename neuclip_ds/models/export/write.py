@@ -23,14 +23,14 @@ def write_transformers(package: Package, folder: Path) -> None:
     check_tensors(str(folder), wanted, package.weights)
     config.save_pretrained(folder)
     save_file(_plain(package), folder / "model.safetensors", metadata={"format": "pt"})
-    side = package.preprocessing.size
+    side, mean, std, squash = package.preprocessing
     square = {"height": side, "width": side}
     kind.processor(
-        size=square if package.preprocessing.squash else {"shortest_edge": side},
+        size=square if squash else {"shortest_edge": side},
         crop_size=square,
-        do_center_crop=not package.preprocessing.squash,
-        image_mean=list(package.preprocessing.mean),
-        image_std=list(package.preprocessing.std),
+        do_center_crop=not squash,
+        image_mean=list(mean),
+        image_std=list(std),
         resample=PILImageResampling.BICUBIC,
     ).save_pretrained(folder)
     package.tokenizer.save(folder)
@@ -49,6 +49,6 @@ def write_open_clip(package: Package, folder: Path) -> None:
 def _plain(package: Package) -> dict[str, Tensor]:
     """Return contiguous float32 tensors that share no memory, as safetensors requires."""
     return {
-        name: tensor.float().contiguous().clone() if tensor.is_floating_point() else tensor.contiguous().clone()
+        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone()
         for name, tensor in package.weights.items()
     }

@@ -6,7 +6,7 @@ one file of this package and one row of `FAMILIES`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,28 +54,19 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
         folder = download(rest, SMALL_FILES)
     family = "open_clip" if forced else _family(folder)
     if weights and not local:
-        _download_weights(rest, FAMILIES[family].weight_files)
+        for pattern in FAMILIES[family].weight_files:  # repositories often hold several forms, gigabytes each
+            if any(download(rest, [pattern]).glob(pattern)):
+                break
     return CheckpointRef(family, str(folder.resolve()))
 
 
 def open_checkpoint(ref: CheckpointRef) -> Checkpoint:
-    """Open the checkpoint that `locate` found, on any rank.
-
-    Raises:
-        UserError: a config or another required file is missing.
-    """
+    """Open the checkpoint that `locate` found, on any rank; raise UserError if a required file is missing."""
     if not Path(ref.path).exists():
         raise UserError(
             f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
         )
     return FAMILIES[ref.family].open(ref)
-
-
-def _download_weights(name: str, patterns: Sequence[str]) -> None:
-    """Download the weights in one of the forms in which repositories often hold them, gigabytes each."""
-    for pattern in patterns:
-        if any(download(name, [pattern]).glob(pattern)):
-            return
 
 
 def _family(folder: Path) -> str:

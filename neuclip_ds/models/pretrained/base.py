@@ -62,32 +62,19 @@ class Package(NamedTuple):
 
 
 class Checkpoint(Protocol):
-    """A pretrained dual encoder before its weights are in memory.
-
-    Attributes:
-        preprocessing: size and normalisation of its images.
-        embed_dim: width of the joint space.
-    """
+    """A pretrained dual encoder before its weights are in memory."""
 
     preprocessing: Preprocessing
-    embed_dim: int
+    embed_dim: int  # width of the joint space
 
     def tokenizer(self) -> ModelTokenizer:
-        """Load its tokenizer.
-
-        Raises:
-            UserError: it is missing.
-        """
+        """Load its tokenizer; raise UserError if it is missing."""
 
     def build(self) -> DualEncoder:
         """Build the architecture with random weights, or without memory under `torch.device("meta")`."""
 
     def load(self) -> LoadedModel:
-        """Load the model with its weights in float32.
-
-        Raises:
-            UserError: the weights are missing, or belong to another architecture.
-        """
+        """Load the model with its weights in float32; raise UserError if they are missing or of another model."""
 
     def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """Return weights, named as those of `build()`, in the family's form."""
@@ -103,23 +90,22 @@ class LibraryTower(Encoder):
 
     Args:
         trunk: the encoder; returns the pooled feature, or an output with it as `pooler_output`.
+        checkpointing: the library's function that turns on activation checkpointing of the trunk.
         projection: projection to the joint space, if the trunk does not include it.
         preprocessing: normalisation of an image tower's pixels.
-        checkpointing: the library's function that turns on activation checkpointing of the trunk.
     """
 
     def __init__(
         self,
         trunk: nn.Module,
+        checkpointing: Callable[[nn.Module], None],
         projection: nn.Module | None = None,
         preprocessing: Preprocessing | None = None,
-        checkpointing: Callable[[nn.Module], None] | None = None,
     ) -> None:
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
-        self._preprocessing = preprocessing
-        self._checkpointing = checkpointing
+        self._preprocessing, self._checkpointing = preprocessing, checkpointing
 
     def forward(self, x: Tensor) -> Tensor:
         if self._preprocessing is not None:
@@ -128,8 +114,6 @@ class LibraryTower(Encoder):
         return self.projection(getattr(feature, "pooler_output", feature))
 
     def checkpoint_activations(self) -> None:
-        """Make the blocks recompute their activations in the backward pass."""
-        assert self._checkpointing is not None, "the family did not set `checkpointing`"
         self._checkpointing(self.trunk)
 
 
@@ -153,37 +137,27 @@ def logit_tensors(logits: LogitParameters, shape: Sequence[int]) -> dict[str, Te
 
 def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) -> dict[str, Tensor]:
     """Return tensors with renamed prefixes; those with none of the given prefixes are omitted."""
-    result = {}
-    for name, tensor in tensors.items():
-        for old, new in prefixes.items():
-            if name.startswith(old):
-                result[new + name.removeprefix(old)] = tensor
-                break
-    return result
+    return {
+        new + name.removeprefix(old): tensor
+        for name, tensor in tensors.items()
+        for old, new in prefixes.items()
+        if name.startswith(old)
+    }
 
 
 def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Check that names and shapes of `found` equal those of `wanted`.
-
-    Raises:
-        UserError: tensors are missing, unexpected or of another shape; names the first of each kind.
-    """
+    """Raise UserError, with the first of each kind, if tensors are missing, unexpected or of another shape."""
     shapes = [
         f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
         for name in wanted
         if name in found and found[name].shape != wanted[name].shape
     ]
-    raise_on_mismatch(
-        where, [name for name in wanted if name not in found], [n for n in found if n not in wanted], shapes
-    )
+    missing, unexpected = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
+    raise_on_mismatch(where, missing, unexpected, shapes)
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise an error that counts mismatched tensors, if there are any.
-
-    Raises:
-        UserError: any of the lists has an entry.
-    """
+    """Raise UserError, which counts the mismatched tensors, if any of the lists has an entry."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
         for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have another shape", shapes))

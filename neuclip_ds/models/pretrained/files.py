@@ -25,11 +25,7 @@ def first_sentence(error: Exception) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read a JSON object from a file.
-
-    Raises:
-        UserError: the file is missing or no JSON object.
-    """
+    """Read a JSON object from a file; raise UserError if the file is missing or no JSON object."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
@@ -42,11 +38,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file, or of a torch file without code.
-
-    Raises:
-        UserError: it is missing, broken, or would run code.
-    """
+    """Read the tensors of a safetensors or torch file; raise UserError if it is missing, broken, or would run code."""
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there or name another one.")
     try:
@@ -71,11 +63,7 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def download(name: str, patterns: Sequence[str]) -> Path:
-    """Return the local folder of a hub repository's files, downloading those that the cache lacks.
-
-    Raises:
-        UserError: neither the hub nor the cache has it.
-    """
+    """Return the local folder of a hub repository's files; raise UserError if neither hub nor cache has it."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses

@@ -47,11 +47,7 @@ _OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def library() -> Any:
-    """Return the open_clip module.
-
-    Raises:
-        UserError: it is not installed.
-    """
+    """Return the open_clip module; raise UserError if it is not installed."""
     try:
         import open_clip
     except ImportError as error:
@@ -67,22 +63,18 @@ def is_architecture(name: str) -> bool:
 
 
 def locate_by_name(name: str, weights: bool) -> CheckpointRef:
-    """Locate ARCHITECTURE/TAG, downloading it if the cache lacks it, or ARCHITECTURE/FILE.
-
-    Raises:
-        UserError: the tag or file does not exist, or cannot be downloaded.
-    """
+    """Locate ARCHITECTURE/FILE, or download ARCHITECTURE/TAG if the cache lacks it; raise UserError if that fails."""
     architecture, _, rest = name.partition("/")
-    tags = library().list_pretrained_tags_by_model(architecture)
     known = library().get_pretrained_cfg(architecture, rest) if rest else None
     if known:
         _check_activation(architecture, rest, bool(known.get("quick_gelu", False)))
         return CheckpointRef("open_clip", _download(name, known) if weights else "", name)
     path = Path(rest).expanduser()
     if not rest or not path.is_file():
+        tags = ", ".join(library().list_pretrained_tags_by_model(architecture))
         raise UserError(
             f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
-            f"{architecture}: {', '.join(tags) or 'it has none'}."
+            f"{architecture}: {tags or 'it has none'}."
         )
     return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
 
@@ -100,9 +92,7 @@ class OpenClipTokenizer:
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, context_length) int64 ids."""
-        if not captions:
-            return torch.empty(0, self.context_length, dtype=torch.int64)
-        return self.inner(captions)
+        return self.inner(captions) if captions else torch.empty(0, self.context_length, dtype=torch.int64)
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
@@ -176,17 +166,13 @@ class OpenClipCheckpoint:
 
     def _wrapped(self, model: Any) -> DualEncoder:
         return DualEncoder(
-            LibraryTower(model.visual, None, self.preprocessing, _checkpoint),
-            LibraryTower(model.text, checkpointing=_checkpoint),
+            LibraryTower(model.visual, _checkpoint, preprocessing=self.preprocessing),
+            LibraryTower(model.text, _checkpoint),
         )
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
-    """Build open_clip's model of a config with random weights.
-
-    Raises:
-        UserError: open_clip cannot build it.
-    """
+    """Build open_clip's model of a config with random weights; raise UserError if open_clip cannot."""
     open_clip = library()
     parts = {key: value for key, value in config.items() if key != "custom_text"}
     try:

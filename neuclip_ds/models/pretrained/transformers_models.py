@@ -38,7 +38,7 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import SMALL_FILES, first_file, first_sentence, read_json
-from neuclip_ds.models.tokenizer import special_ids
+from neuclip_ds.models.tokenizer import special_ids, token_ids
 
 _WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 _TOKENIZERS = ("tokenizer.json", "vocab.json", "spiece.model")
@@ -71,10 +71,7 @@ def is_transformers_model(folder: Path) -> bool:
 
 
 class LibraryTokenizer:
-    """A transformers tokenizer used as by its model's processor, with its special tokens and padded to one length.
-
-    Special tokens spelled in a caption are treated as plain text.
-    """
+    """A transformers tokenizer used as by its model's processor, with its special tokens and padded to one length."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
         self.context_length = context_length
@@ -88,17 +85,8 @@ class LibraryTokenizer:
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, context_length) int64 ids."""
-        if not captions:  # transformers raises IndexError
-            return torch.empty(0, self.context_length, dtype=torch.int64)
-        encoded = self.inner(
-            captions,
-            padding="max_length",
-            truncation=True,
-            max_length=self.context_length,
-            split_special_tokens=True,
-            return_attention_mask=False,
-        )
-        return torch.tensor(encoded["input_ids"], dtype=torch.int64)
+        ids = token_ids(self.inner, captions, self.context_length, padding="max_length")
+        return torch.tensor(ids, dtype=torch.int64).reshape(len(captions), self.context_length)
 
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
@@ -162,12 +150,8 @@ class TransformersCheckpoint:
             ) from error
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
-        raise_on_mismatch(
-            str(self._folder),
-            sorted(missing - logit_names),
-            sorted(info["unexpected_keys"]),
-            [f"{name} is {tuple(found)} instead of {tuple(wanted)}" for name, found, wanted in info["mismatched_keys"]],
-        )
+        shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
+        raise_on_mismatch(str(self._folder), sorted(missing - logit_names), sorted(info["unexpected_keys"]), shapes)
         state = {name: value for name, value in model.named_parameters() if name in logit_names - missing}
         return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
@@ -185,20 +169,15 @@ class TransformersCheckpoint:
                     shutil.copy(path, folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
+        vision, text = (getattr(model, name, None) for name in ("visual_projection", "text_projection"))
         return DualEncoder(
-            LibraryTower(
-                model.vision_model, getattr(model, "visual_projection", None), self.preprocessing, _checkpoint
-            ),
-            LibraryTower(model.text_model, getattr(model, "text_projection", None), checkpointing=_checkpoint),
+            LibraryTower(model.vision_model, _checkpoint, vision, self.preprocessing),
+            LibraryTower(model.text_model, _checkpoint, text),
         )
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer in a folder.
-
-    Raises:
-        UserError: the folder has no tokenizer files, or transformers cannot read them.
-    """
+    """Load the tokenizer in a folder; raise UserError if it has no tokenizer files that transformers can read."""
     try:
         if first_file(folder, _TOKENIZERS) is None:  # transformers would create an empty one
             raise FileNotFoundError("it has no tokenizer files")

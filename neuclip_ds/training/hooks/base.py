@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuclip_ds.data.loader import Batch
+from neuclip_ds.data.dataset import Batch
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult

@@ -19,5 +19,5 @@ class SaveCheckpoints(Hook):
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if result.saves or loop.stop_requested:
-            self._events.settle(loop.context.communicator.gather_objects)
+            self._events.merge(loop.context.communicator.gather_objects)
             loop.save()

@@ -5,8 +5,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuclip_ds.data.bad_samples import BadSampleLog
-from neuclip_ds.data.loader import Batch
-from neuclip_ds.data.prefetch import Prefetcher, StoredShard
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.prefetch import Prefetcher
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.hooks.base import Hook
 
@@ -33,7 +33,7 @@ class PrefetchShards(Hook):
         self._prefetcher = Prefetcher(
             cache,
             order,
-            [StoredShard(shard.path, shard.bytes) for shard in context.data.manifest.shards],
+            context.data.manifest.shards,
             epoch=epoch,
             step=step,
             rows=slice(node[0] * rank_batch, (node[-1] + 1) * rank_batch),

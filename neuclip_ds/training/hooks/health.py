@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuclip_ds.data.loader import PADDING, Batch
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
@@ -23,7 +23,6 @@ class WatchHealth(Hook):
         samples = SampleLookup(
             lambda step: context.data.order.batch(*position.at(step - 1)).tolist(),
             lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
-            PADDING,
         )
         self._health = StepHealth(events, samples, context.communicator.rank, context.config.data.workers)
 

@@ -1,0 +1,127 @@
+"""The trainer as a library: train from a notebook or a script, and use a trained model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
+from neuclip_ds.config import Config
+from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+from neuclip_ds.recipe import recipe_config
+from neuclip_ds.reporting.run_report import read_run
+from neuclip_ds.training import trainer
+from neuclip_ds.training.hooks import Hook
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any) -> Run:
+    """Train as `neuclip-ds train` does, on the ranks of the launch or on this process alone.
+
+    Args:
+        recipe: a recipe's name, the path of a YAML file, or a config.
+        hooks: what else happens around training steps.
+        overrides: options over those of the recipe, nested or dotted: `optimizer={"lr": 1e-3}`, or
+            `**{"optimizer.lr": 1e-3}`. Not with a config.
+
+    Returns:
+        The finished run, or the part of it that a requested stop has left.
+
+    Raises:
+        UserError: a mistake in config or data.
+        TrainingDiverged: a loss or gradient is not finite.
+
+    Example:
+        run = neuclip_ds.train("demo", budget={"steps": 30}, run={"name": "look"})
+        run.results["image_to_text_recall@1"]
+    """
+    if isinstance(recipe, Config):
+        if overrides:
+            raise TypeError(f"Options {', '.join(overrides)} cannot override a Config: name a recipe.")
+        config = recipe
+    else:
+        config = recipe_config(recipe, overrides)
+    trainer.train(config, read_environment(), hooks)
+    return Run(config.run.folder / str(config.run.name))
+
+
+def load(model: str | PathLike[str], device: torch.device | str | None = None) -> Model:
+    """Load a model to encode images and texts with.
+
+    Args:
+        model: a run's folder (its newest checkpoint), a checkpoint, or what `model.pretrained` takes.
+        device: where to run it; by default a GPU if there is one.
+
+    Raises:
+        UserError: there is no such model, or its files do not match.
+    """
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    return Model(open_model(str(model), Communicator(device)), device)
+
+
+class Run:
+    """A run's folder.
+
+    Attributes:
+        folder: holds config, log, metrics, checkpoints and report.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def results(self) -> dict[str, float]:
+        """Last value of each metric by name, those of training and of evaluation."""
+        return {name: values[-1] for name, (_, values) in read_run(self.folder).items()}
+
+    def model(self, device: torch.device | str | None = None) -> Model:
+        """Load the model of the newest checkpoint."""
+        return load(self.folder, device)
+
+
+class Model:
+    """A dual encoder with its preprocessing.
+
+    Attributes:
+        module: the torch module, which takes (images uint8 (b, 3, H, W) or None, tokens (b, T) or None).
+        device: where it runs.
+    """
+
+    def __init__(self, saved: SavedModel, device: torch.device) -> None:
+        self.module, self.device = saved.model.to(device), device
+        self._transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+        self._size = saved.preprocessing.size
+        communicator = Communicator(device)
+        self._encoder = BatchEncoder(encoder_of(self.module, device), saved.tokenizer, communicator, 64)
+
+    def encode_images(self, images: Sequence[str | PathLike[str] | bytes | Tensor] | Tensor) -> Tensor:
+        """Encode images to (n, d) float32 features of norm 1.
+
+        Args:
+            images: paths, encoded bytes, or uint8 tensors (3, H, W) of the model's size; a tensor (n, 3, H, W) is n.
+
+        Raises:
+            ValueError: a tensor has another size or dtype.
+        """
+        return self._encoder.encode_images([self._pixels(image) for image in images])
+
+    def encode_texts(self, texts: Sequence[str]) -> Tensor:
+        """Encode texts to (n, d) float32 features of norm 1."""
+        return self._encoder.encode_texts([texts] if isinstance(texts, str) else list(texts))
+
+    def _pixels(self, image: str | PathLike[str] | bytes | Tensor) -> Tensor:
+        if isinstance(image, Tensor):
+            wanted = (3, self._size, self._size)
+            if image.dtype != torch.uint8 or image.shape != wanted:
+                raise ValueError(f"An image is {image.dtype} {tuple(image.shape)}, but must be torch.uint8 {wanted}.")
+            return image
+        return self._transform(image if isinstance(image, bytes) else Path(image).read_bytes())

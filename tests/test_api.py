@@ -1,0 +1,86 @@
+"""The trainer as a library: `neuclip_ds.train`, its results, and the model that it leaves."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from small_runs import demo_shards
+
+import neuclip_ds
+
+SMALL = {
+    "model.vision.image_size": 16,
+    "model.vision.options": {"patch_size": 8, "embed_dim": 16, "depth": 1, "num_heads": 2},
+    "model.text": {"width": 16, "layers": 1, "heads": 2, "vocab_size": 300},
+    "model.embed_dim": 16,
+    "data": {"batch_size": 8, "workers": 0, "zero_shot": ""},
+    "budget": {"steps": 3},
+}
+
+
+class CountSteps(neuclip_ds.Hook):
+    steps = 0
+
+    def after_step(self, loop, result) -> None:
+        self.steps += 1
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
+
+
+@pytest.fixture(scope="module")
+def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
+    hook = CountSteps()
+    where = {"run": {"folder": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
+    found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1})
+    assert hook.steps == 3
+    return found
+
+
+def test_results_are_those_of_training_and_evaluation(run: neuclip_ds.Run) -> None:
+    assert run.folder.name == "library"
+    assert {"loss", "tau", "image_to_text_recall@1"} <= run.results.keys()
+    assert run.results["lr"] < 1e-3  # of the last step
+
+
+def test_the_model_encodes_images_and_texts(run: neuclip_ds.Run, tmp_path: Path) -> None:
+    model = neuclip_ds.load(run.folder, "cpu")
+    pixels = torch.randint(0, 256, (3, 3, 16, 16), dtype=torch.uint8)
+    images, texts = model.encode_images(pixels), model.encode_texts(["a red cat", "a blue house"])
+    assert images.shape == (3, 16) and texts.shape == (2, 16)
+    assert torch.allclose(torch.cat([images, texts]).norm(dim=1), torch.ones(5), atol=1e-5)
+    assert torch.equal(run.model("cpu").encode_texts("a red cat"), texts[:1])
+    with pytest.raises(ValueError, match=r"must be torch.uint8 \(3, 16, 16\)"):
+        model.encode_images(pixels.float())
+
+
+def test_images_are_read_from_files_and_bytes(run: neuclip_ds.Run, tmp_path: Path) -> None:
+    from PIL import Image
+
+    path = tmp_path / "image.png"
+    Image.new("RGB", (40, 30), (200, 30, 30)).save(path)
+    model = run.model("cpu")
+    one, other = model.encode_images([path, path.read_bytes()])
+    assert torch.equal(one, other)
+
+
+def test_mistakes_are_exceptions(tmp_path: Path) -> None:
+    with pytest.raises(neuclip_ds.UserError, match=r"unknown key data\.batchsize; did you mean data\.batch_size"):
+        neuclip_ds.train("demo", data={"batchsize": 3})
+    with pytest.raises(neuclip_ds.UserError, match="did you mean demo"):
+        neuclip_ds.train("dem")
+    with pytest.raises(neuclip_ds.UserError, match="no local folder"):
+        neuclip_ds.load(tmp_path / "absent")
+
+
+def test_the_surface_is_documented_and_imports_nothing_heavy() -> None:
+    for name in neuclip_ds.__all__:
+        assert getattr(neuclip_ds, name).__doc__
+    code = "import sys, neuclip_ds; neuclip_ds.UserError; assert 'torch' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
