@@ -45,7 +45,7 @@ def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> I
     Raises:
         KeyError: a shard is not in `starts`.
     """
-    url, first, place = None, None, 0
+    url, first, place = "", "", 0
     for sample in samples:
         place += 1
         if sample["__url__"] != url or sample["__key__"] == first:  # a shard may also come twice in a row

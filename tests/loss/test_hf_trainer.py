@@ -19,14 +19,21 @@ pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
 PAGE = "loss_in_hf_trainer.md"
 
 
-def clip() -> Any:
-    """A small random CLIPModel in float64."""
+def build(kind: str) -> Any:
+    """A small random model in float64."""
     torch.manual_seed(0)
     tower = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
     text = {**tower, "vocab_size": 20, "max_position_embeddings": 4, "eos_token_id": 19, "bos_token_id": 0}
     vision = {**tower, "image_size": 4, "patch_size": 2}
-    config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=DIM)
-    return transformers.CLIPModel(config).double()
+    if kind == "CLIPModel":
+        config = transformers.CLIPConfig(text_config=text, vision_config=vision, projection_dim=DIM)
+        return transformers.CLIPModel(config).double()
+    towers = (
+        transformers.ViTConfig(**vision),
+        transformers.BertConfig(**text, hidden_dropout_prob=0, attention_probs_dropout_prob=0),
+    )
+    config = transformers.VisionTextDualEncoderConfig.from_vision_text_configs(*towers, projection_dim=DIM)
+    return transformers.VisionTextDualEncoderModel(config).double()
 
 
 def samples() -> list[tuple[Tensor, Tensor]]:
@@ -37,17 +44,15 @@ def samples() -> list[tuple[Tensor, Tensor]]:
     return list(zip(images, tokens, strict=True))
 
 
-def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
+def _trained(communicator: Communicator, kind: str, method: str, folder: Path, changes: dict[str, str]) -> Trained:
     os.chdir(folder)
     os.environ.update(RENDEZVOUS)
     data = [{"pixel_values": image, "input_ids": tokens} for image, tokens in samples()]
+    small = {"use_cpu": True, "learning_rate": LR, "warmup_steps": 4}
+    given = {"model": build(kind), "train_set": data, "val_set": data[:16], "small": small}
+    changes = {'TrainingArguments("runs/clip"': "TrainingArguments('runs/clip', **small", **changes}
     with recorded() as calls:
-        names = run_page(
-            PAGE,
-            method,
-            {"model": clip(), "train_set": data, "val_set": data[:16]},
-            {'TrainingArguments(\n    "': 'TrainingArguments(\n    use_cpu=True, output_dir="', **changes},
-        )
+        names = run_page(PAGE, method, given, changes)
     model, loss_fn = names["model"], names["loss_fn"]
     assert model.logit_scale.exp().item() == pytest.approx(1 / loss_fn.temperature)
     before, evaluated = len(calls), names["trainer"].evaluate()["eval_loss"]
@@ -55,8 +60,8 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     return Trained.of(model, loss_fn, calls)
 
 
-def _replayed(found: list[Trained], method: str) -> Trained:
-    model = clip()
+def _replayed(found: list[Trained], kind: str, method: str) -> Trained:
+    model = build(kind)
     model.logit_scale.requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), LR, weight_decay=0.0)  # what Trainer builds
 
@@ -67,16 +72,23 @@ def _replayed(found: list[Trained], method: str) -> Trained:
     return replay([rank.calls for rank in found], samples(), method, model, optimizer, encode, clip=1.0)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("method", OPTIONS)
-def test_the_trainer_equals_that_of_the_project(method: str, ranks: int, tmp_path: Path) -> None:
-    found = run_ranks(ranks, _trained, method, tmp_path, {})
+@pytest.mark.parametrize(
+    ("kind", "method", "ranks"),
+    [
+        *(("CLIPModel", method, ranks) for method in OPTIONS for ranks in (1, 2)),
+        ("VisionTextDualEncoder", "neuclip", 1),
+    ],
+)
+def test_the_trainer_equals_that_of_the_project(kind: str, method: str, ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, _trained, kind, method, tmp_path, {})
     assert len(found[0].calls) == 12 // ranks
-    wanted = _replayed(found, method)
+    wanted = _replayed(found, kind, method)
     for rank in found:
         assert_equal(rank, wanted)
+    if kind != "CLIPModel":
+        return  # transformers 5.23 leaves a ViT there as it was: it looks for its weights by other names
     last = f"runs/clip/checkpoint-{6 // ranks}"
     resume = f'loss_fn.load("{last}/loss")\ntrainer.train(resume_from_checkpoint="{last}")'
-    for rank in run_ranks(ranks, _trained, method, tmp_path, {"trainer.train()": resume}):
+    for rank in run_ranks(ranks, _trained, kind, method, tmp_path, {"trainer.train()": resume}):
         assert len(rank.calls) == 6 // ranks
         assert_equal(rank, wanted)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ from neuclip_ds.loss import IndexedDataset
 lightning = pytest.importorskip("lightning")
 
 
+class Clip(lightning.LightningModule):
+    def __init__(self, encoders: Encoders) -> None:
+        super().__init__()
+        self.encoders = encoders
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.encoders.parameters(), LR)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
 def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
     os.chdir(folder)
     encoders = Encoders()
@@ -28,7 +40,7 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
         "[SaveLoss()]": "[SaveLoss(), every]",
         **changes,
     }
-    names = {"encoders": encoders, "every": every, "cpu": {**options, "enable_progress_bar": False}}
+    names = {"Clip": Clip, "encoders": encoders, "every": every, "cpu": {**options, "enable_progress_bar": False}}
     names["train_loader"] = DataLoader(IndexedDataset(pairs()), batch_size=8, shuffle=True)
     names["val_loader"] = DataLoader(pairs(2)[:16], batch_size=8)
     with recorded() as calls:
