@@ -120,6 +120,7 @@ def named_options(text: str) -> Iterator[str]:
 
 def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     commands = pytest.importorskip("mkdocs.commands.build")
+    pytest.importorskip("mkdocstrings_handlers.python")
     config = pytest.importorskip("mkdocs.config").load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
     commands.build(config)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []

@@ -52,9 +52,11 @@ class ContrastiveLoss(nn.Module):
     that are not in the training set.
 
     Example:
+        ```python
         loss_fn = ContrastiveLoss("neuclip", dim=512, samples=len(dataset), epochs=30, steps_per_epoch=500)
         loss = loss_fn(image_features, text_features, index)
         loss.backward()
+        ```
 
     Attributes:
         lr: present learning rate of the encoders, which that of the temperature follows; set it after each step of
@@ -88,7 +90,8 @@ class ContrastiveLoss(nn.Module):
             epochs: length of the run, for schedules.
             steps_per_epoch: calls in training that count as an epoch, for schedules; None is a single epoch.
             lr: peak learning rate of the encoders.
-            betas, adam_eps: of the temperature's Adam.
+            betas: of the temperature's Adam.
+            adam_eps: epsilon of the temperature's Adam.
             reduction: `ddp_mean` if the encoders' gradients will be averaged over ranks (DDP, FSDP, DeepSpeed): the
                 features' gradients then hold the factor K; `sum` if they will be summed.
             group: ranks of the global batch; None is the default process group, or this process alone.
@@ -131,7 +134,8 @@ class ContrastiveLoss(nn.Module):
         """Return the loss of the global batch, the same on all ranks.
 
         Args:
-            image_features, text_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
+            image_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
+            text_features: likewise.
             index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
                 of its last row. Only methods with statistics of each sample need it. On any device, as `valid`.
             valid: (b,) bool, False for rows that do not count.
@@ -180,6 +184,7 @@ class ContrastiveLoss(nn.Module):
             scale: factor of all gradients, such as that of a `GradScaler`.
 
         Example:
+            ```python
             with loss_fn.accumulate(model) as passes:
                 for images, texts, index in micro_batches:
                     with passes.features():
@@ -188,6 +193,7 @@ class ContrastiveLoss(nn.Module):
                 for images, texts, _ in micro_batches:
                     with passes.gradients():
                         passes.backward(*model(images, texts))
+            ```
         """
         yield TwoPass(self, model, scale)
 
@@ -200,7 +206,8 @@ class ContrastiveLoss(nn.Module):
         if self._communicator.rank == 0:
             state = self._objective.replicated_state()
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, folder / _REPLICATED)
-            (folder / _META).write_text(json.dumps({**self._identity(), "calls": self._calls}), encoding="utf-8")
+            meta = {**self._identity(), "calls": self._calls, "dtype": self._dtype_name()}
+            (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
@@ -214,6 +221,7 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"{folder} holds no saved loss: {_META} is missing.")
         meta = json.loads((folder / _META).read_text(encoding="utf-8"))
         self._check_identity(meta, str(folder))
+        self._prepare_for(meta["dtype"])
         for name, table in self._objective.row_tables().items():
             load_rows(folder, name, table)
         self._objective.load_replicated_state(load_file(folder / _REPLICATED))
@@ -222,12 +230,13 @@ class ContrastiveLoss(nn.Module):
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
         tables = {name: dict(table.tensors) for name, table in self._objective.row_tables().items()}
-        identity = {**self._identity(), **self._place()}
+        identity = {**self._identity(), **self._place(), "dtype": self._dtype_name()}
         return {**identity, "calls": self._calls, "replicated": self._objective.replicated_state(), "tables": tables}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Fill this rank's state, of `state_dict()` at the same rank and world size."""
         self._check_identity(state, "The state_dict")
+        self._prepare_for(state["dtype"])
         if {key: state[key] for key in self._place()} != self._place():
             raise UserError(
                 f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank "
@@ -274,11 +283,22 @@ class ContrastiveLoss(nn.Module):
                     f"The loss was built for {was}, but the features are those of {target}. Build it after the process "
                     "group, and with own_optimizer=False on the device of the features (device=...) and in float32."
                 )
-            self._build(features.device, dtype)
-            if self._calls:
-                tables = {name: table.tensors for name, table in before.row_tables().items()}
-                _copy_state(before.replicated_state(), tables, self._objective)
+            with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
+                self._build(features.device, dtype)
+                if self._calls:
+                    tables = {name: table.tensors for name, table in before.row_tables().items()}
+                    _copy_state(before.replicated_state(), tables, self._objective)
         self._objective.comm_dtype = comm_dtypes[self._config.comm_dtype]
+
+    def _prepare_for(self, dtype_name: str) -> None:
+        """Build the objective again if state of another dtype, or of a process group that is new, is to be loaded."""
+        ranks = Communicator(self._target.device, self._group)
+        target = _Target(self._target.device, getattr(torch, dtype_name), ranks.rank, ranks.world_size)
+        if target != self._target and self._own_optimizer:
+            self._build(target.device, target.dtype)
+
+    def _dtype_name(self) -> str:
+        return str(self._target.dtype).removeprefix("torch.")
 
     def _agreed_rows(
         self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, learns: bool

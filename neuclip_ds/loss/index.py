@@ -14,8 +14,10 @@ class IndexedDataset(Dataset[Any]):
     A mapping gets the key `index`, a tuple or list gets the index as its last element.
 
     Example:
+        ```python
         dataset = IndexedDataset(CocoCaptions(...))
         images, texts, index = next(iter(DataLoader(dataset, batch_size=64, shuffle=True)))
+        ```
     """
 
     def __init__(self, dataset: Any) -> None:

@@ -98,6 +98,23 @@ def test_evaluation_reports_and_learns_nothing(name: str) -> None:
     torch.testing.assert_close(after["tables"], before["tables"], rtol=0, atol=0, equal_nan=True)
 
 
+@every_method
+def test_a_loss_that_evaluates_first_can_be_trained(name: str) -> None:
+    loss_fn, wanted = loss_of(name), loss_of(name)
+    with torch.inference_mode():
+        loss_fn(*(x.detach().clone() for x in features(7)))  # float64: the state is built anew
+    for number in range(2):
+        assert torch.equal(loss_fn(*features(number)), wanted(*features(number)))
+
+
+@pytest.mark.gpu
+def test_index_and_mask_may_be_on_the_host() -> None:
+    image, text, index = (x.detach() for x in features(0))
+    valid = torch.ones(ROWS, dtype=torch.bool)
+    found = loss_of("fastclip_v3")(image.cuda(), text.cuda(), index, valid)
+    assert torch.allclose(found.cpu(), loss_of("fastclip_v3")(image, text, index, valid))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_autocast_and_half_precision_change_nothing_but_rounding(dtype: torch.dtype) -> None:
     image, text, index = features(0, 32)
@@ -197,6 +214,19 @@ def test_state_dict_round_trip(name: str, tmp_path: Path) -> None:
     rows = [x.float().detach() if x.is_floating_point() else x for x in features(3)]
     assert torch.equal(fresh(*rows), loss_fn(*rows))
     assert fresh.metrics == loss_fn.metrics
+
+
+@every_method
+def test_double_precision_is_saved_and_loaded(name: str, tmp_path: Path) -> None:
+    loss_fn, by_folder, by_dict = loss_of(name), loss_of(name), loss_of(name)
+    for number in range(3):
+        loss_fn(*features(number))
+    loss_fn.save(tmp_path)
+    by_folder.load(tmp_path)
+    by_dict.load_state_dict(loss_fn.state_dict())
+    wanted = loss_fn(*features(3))
+    assert torch.equal(by_folder(*features(3)), wanted)
+    assert torch.equal(by_dict(*features(3)), wanted)
 
 
 def test_the_state_of_another_method_is_refused() -> None:

@@ -1,0 +1,52 @@
+"""The page's Accelerate loop gives the weights of the project's trainer, on one process and on two, and resumes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from replay import LR, OPTIONS, RENDEZVOUS, Call, Encoders, Trained, assert_equal, pairs, recorded, replay, run_page
+
+from neuclip_ds.distributed.communicator import Communicator
+
+pytest.importorskip("accelerate")
+PAGE = "loss_in_accelerate.md"
+
+
+def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
+    os.chdir(folder)
+    os.environ.update(RENDEZVOUS)
+    model = Encoders()
+    with recorded() as calls:
+        names = run_page(
+            PAGE,
+            method,
+            {"model": model, "dataset": pairs()},
+            {"Accelerator()": "Accelerator(cpu=True)", "dim=512": "dim=6", **changes},
+        )
+    return Trained.of(model, names["loss_fn"], calls)
+
+
+def _replayed(ranks: list[list[Call]], method: str) -> Trained:
+    model = Encoders()
+    return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", OPTIONS)
+def test_the_loop_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, _trained, method, tmp_path, {})
+    assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks
+    wanted = _replayed([rank.calls for rank in found], method)
+    for rank in found:
+        assert_equal(rank, wanted)
+    second = {"range(epochs)": "[1]", "\nfor epoch": '\naccelerator.load_state("runs/clip/epoch_0")\nfor epoch'}
+    resumed = run_ranks(ranks, _trained, method, tmp_path, second)
+    before = len(found[0].calls) // 2
+    calls = [[*first.calls[:before], *rest.calls] for first, rest in zip(found, resumed, strict=True)]
+    wanted = _replayed(calls, method)
+    for rank in resumed:
+        assert_equal(rank, wanted)

@@ -1,0 +1,72 @@
+"""The page's Lightning module gives the weights of the project's trainer, on one process and on two, and resumes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from replay import DIM, LR, OPTIONS, Call, Encoders, Trained, assert_equal, pairs, recorded, replay, run_page
+from torch.utils.data import DataLoader
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.loss import IndexedDataset
+
+lightning = pytest.importorskip("lightning")
+
+
+class Clip(lightning.LightningModule):
+    def __init__(self, encoders: Encoders) -> None:
+        super().__init__()
+        self.encoders = encoders
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.encoders.parameters(), LR)
+        schedule = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, self.trainer.estimated_stepping_batches)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
+    os.chdir(folder)
+    encoders = Encoders()
+    every = lightning.pytorch.callbacks.ModelCheckpoint("saved", save_top_k=-1)
+    options = {"accelerator": "cpu", "strategy": "ddp", "devices": communicator.world_size, "logger": False}
+    changes = {
+        "dim=512": f"dim={DIM}",
+        "Trainer(max": "Trainer(**cpu, max",
+        "[SaveLoss()]": "[SaveLoss(), every]",
+        **changes,
+    }
+    names = {"Clip": Clip, "encoders": encoders, "every": every, "cpu": {**options, "enable_progress_bar": False}}
+    names["train_loader"] = DataLoader(IndexedDataset(pairs()), batch_size=8, shuffle=True)
+    names["val_loader"] = DataLoader(pairs(2)[:16], batch_size=8)
+    with recorded() as calls:
+        names = run_page("loss_in_lightning.md", method, names, changes)
+    (loss_fn,) = names["trainer"].lightning_module.losses
+    assert 0 < float(names["trainer"].callback_metrics["val_loss"]) < 20
+    return Trained.of(encoders, loss_fn, calls)
+
+
+def _replayed(ranks: list[list[Call]], method: str) -> Trained:
+    model = Encoders()
+    return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("method", OPTIONS)
+def test_the_module_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
+    found = run_ranks(ranks, _trained, method, tmp_path, {})
+    assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks
+    wanted = _replayed([rank.calls for rank in found], method)
+    for rank in found:
+        assert_equal(rank, wanted)
+    before = 6 // ranks
+    resume = {"val_loader)": f"val_loader, ckpt_path='saved/epoch=0-step={before}.ckpt')"}
+    resumed = run_ranks(ranks, _trained, method, tmp_path, resume)
+    calls = [[*first.calls[:before], *rest.calls] for first, rest in zip(found, resumed, strict=True)]
+    wanted = _replayed(calls, method)
+    for rank in resumed:
+        assert_equal(rank, wanted)

@@ -1,0 +1,68 @@
+"""Samples carry their place in the data set through the pipelines of the page, in whatever order they come."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from replay import code_blocks, pairs
+
+from neuclip_ds.loss import IndexedDataset, add_index
+
+TORCH, DATASETS, WEBDATASET = code_blocks("sample_index.md")
+
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    exec(compile(code, "sample_index.md", "exec"), names)
+    return names
+
+
+def test_a_torch_dataset() -> None:
+    names = run(TORCH, pairs=pairs())
+    assert torch.equal(names["images"], torch.stack([pairs()[i][0] for i in names["index"]]))
+    assert IndexedDataset([{"text": "a"}, {"text": "b"}])[1] == {"text": "b", "index": 1}
+
+
+def test_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    train_set = run(DATASETS, train_set=datasets.Dataset.from_dict({"text": list("abcd")}))["train_set"]
+    rows = list(train_set.shuffle(seed=0))
+    assert rows != list(train_set)
+    assert {row["text"]: row["index"] for row in rows} == {"a": 0, "b": 1, "c": 2, "d": 3}
+    added = train_set.remove_columns("index").add_column("index", list(range(4)))
+    assert list(added) == list(train_set)
+    assert list(IndexedDataset(train_set.remove_columns("index"))[2].items()) == [("text", "c"), ("index", 2)]
+
+
+def shards(folder: Path, sizes: list[int]) -> list[str]:
+    urls = []
+    for number, size in enumerate(sizes):
+        urls.append(str(folder / f"{number}.tar"))
+        with tarfile.open(urls[-1], "w") as tar:
+            for place in range(size):
+                for ending in ("jpg", "txt"):
+                    info = tarfile.TarInfo(f"{place:03d}.{ending}")
+                    info.size = len(data := f"{number}/{place}".encode())
+                    tar.addfile(info, io.BytesIO(data))
+    return urls
+
+
+def test_webdataset(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    sizes = [3, 4, 2]
+    names = run(WEBDATASET, urls=shards(tmp_path, sizes))
+    assert names["samples"] == 9
+    found = {text: index for _, texts, places in names["pipeline"] for text, index in zip(texts, places, strict=True)}
+    order = [f"{number}/{place}".encode() for number, size in enumerate(sizes) for place in range(size)]
+    assert found == {text: index for index, text in enumerate(order)}
+
+
+def test_a_shard_that_comes_twice_in_a_row_has_the_same_indices(tmp_path: Path) -> None:
+    wds = pytest.importorskip("webdataset")
+    url, again = shards(tmp_path, [3, 3])[0], 2
+    samples = wds.DataPipeline(wds.SimpleShardList([url] * again), wds.tarfile_to_samples())
+    assert [sample["index"] for sample in add_index(samples, {url: 10})] == [10, 11, 12] * again
