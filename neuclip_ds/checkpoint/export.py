@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from safetensors.torch import load_file
 
-from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.checkpoint.checkpoints import read_best, read_meta, step_folder
 from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
@@ -59,22 +58,17 @@ def _best(run: Path) -> Path:
 def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitParameters:
     """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
     state = load_file(checkpoint / "objective.safetensors")
-    started = LogitParameters(
-        config.objective.temperature.initial or start.temperature,
-        start.bias if config.model.pretrained else None,
-    )
     theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
     if theta is not None:
         tau = theta.neg().exp()
-    return LogitParameters(
-        temperature=started.temperature if tau is None else tau.item(),
-        bias=state["bias"].item() if "bias" in state else started.bias,
-    )
+    temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
+    bias = start.bias if config.model.pretrained else None
+    return LogitParameters(temperature, state["bias"].item() if "bias" in state else bias)
 
 
 def _card(config: Config, checkpoint: Path, form: str) -> str:
     """Return README.md: what the model is, how it was trained, how to load it."""
-    step = json.loads((checkpoint / "meta.json").read_text(encoding="utf-8"))["step"]
+    step = read_meta(checkpoint)["step"]
     base = config.model.pretrained
     origin = f"fine-tuned from `{base}`, whose licence it inherits" if base else "trained from random weights"
     library = "open_clip" if form == "open_clip" else "transformers"

@@ -17,7 +17,6 @@ import secrets
 import socket
 import sys
 import threading
-from types import TracebackType
 from typing import Any, NamedTuple, NoReturn
 
 import torch.distributed as dist
@@ -71,26 +70,22 @@ class FailureDetector:
         threading.Thread(target=self._listen, name="failure detector", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
         self._leaving = error is None
         if error is None:
             self._send({"left": True})
             if self._hub is not None:
                 self._answered.wait(_VERDICT_TIMEOUT)  # until the others know that rank 0 leaves without failure
             return
-        failure = self._failure(error)
+        is_message = isinstance(error, (UserError, TrainingDiverged))
+        text = str(error) if is_message else f"{type(error).__name__}: {error}"
+        code = 2 if isinstance(error, UserError) else 1
+        failure = Failure(self._rank, self._host, text[:2000], code, is_message)
         self._send(failure._asdict())
         self._answered.wait(_VERDICT_TIMEOUT)  # if another rank failed first, the thread ends this process
         if not failure.is_message:
             log.error("rank %d on %s failed; ending all ranks:", self._rank, self._host, exc_info=error)
         self._end(failure)
-
-    def _failure(self, error: BaseException) -> Failure:
-        is_message = isinstance(error, (UserError, TrainingDiverged))
-        text = str(error) if is_message else f"{type(error).__name__}: {error}"
-        return Failure(self._rank, self._host, text[:2000], 2 if isinstance(error, UserError) else 1, is_message)
 
     def _connect(self, host: str, port: int) -> socket.socket:
         try:

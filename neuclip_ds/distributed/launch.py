@@ -100,27 +100,21 @@ def _facts(task: str) -> dict[str, str]:
 
 def check_shared(folder: Path, communicator: Communicator) -> None:
     """Raise `UserError` on all ranks unless the run's folder is the same on all nodes."""
-    mark = communicator.on_rank_zero(lambda: _mark(folder))
-    problem = None
-    if not _appears(folder / mark):
-        problem = (
-            f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
-            "--run.folder on a file system that they have in common, and start in the same folder on each."
-        )
-    communicator.agree(problem)
-    communicator.on_rank_zero(lambda: (folder / mark).unlink())
 
+    def leave_mark() -> str:
+        name = f".shared-{secrets.token_hex(8)}"
+        (folder / name).touch()
+        return name
 
-def _mark(folder: Path) -> str:
-    name = f".shared-{secrets.token_hex(8)}"
-    (folder / name).touch()
-    return name
-
-
-def _appears(path: Path) -> bool:
-    deadline = time.monotonic() + _SEEN_WITHIN
-    while not path.exists():
+    mark = folder / communicator.on_rank_zero(leave_mark)
+    deadline, problem = time.monotonic() + _SEEN_WITHIN, None
+    while not mark.exists():
         if time.monotonic() > deadline:
-            return False
+            problem = (
+                f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
+                "--run.folder on a file system that they have in common, and start in the same folder on each."
+            )
+            break
         time.sleep(0.2)
-    return True
+    communicator.agree(problem)
+    communicator.on_rank_zero(mark.unlink)

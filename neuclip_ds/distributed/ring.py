@@ -15,11 +15,6 @@ def ring_bytes(op: str, size: int, world_size: int) -> int:
         size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others.
         world_size: number of ranks K.
     """
-    others = world_size - 1
-    if op == "all_gather":
-        return others * size
-    if op == "all_reduce":
-        return 2 * others * size // world_size
-    if op in ("reduce_scatter", "reduce", "broadcast", "all_to_all"):
-        return others * size // world_size
-    return 0
+    once = ("reduce_scatter", "reduce", "broadcast", "all_to_all")
+    rounds = {"all_gather": world_size, "all_reduce": 2, **dict.fromkeys(once, 1)}
+    return rounds.get(op, 0) * (world_size - 1) * size // world_size

@@ -11,14 +11,16 @@ import pytest
 import torch
 from torch import Tensor
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 
 
-class FakeRank:
+class FakeRank(Communicator):
     """Rank `rank` of `world_size`; `values` and `barrier` are shared with the others."""
 
     def __init__(self, rank: int, world_size: int, values: list[Any], barrier: threading.Barrier) -> None:
-        self.rank, self.world_size, self.device = rank, world_size, torch.device("cpu")
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
         self._values, self._barrier = values, barrier
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
