@@ -65,4 +65,4 @@ def test_a_shard_that_comes_twice_in_a_row_has_the_same_indices(tmp_path: Path) 
     wds = pytest.importorskip("webdataset")
     url, again = shards(tmp_path, [3, 3])[0], 2
     samples = wds.DataPipeline(wds.SimpleShardList([url] * again), wds.tarfile_to_samples())
-    assert [sample["index"] for sample in add_index(samples, {url: 10})] == [10, 11, 12] * again
+    assert [sample["__index__"] for sample in add_index(samples, {url: 10})] == [10, 11, 12] * again
