@@ -105,7 +105,7 @@ def test_what_is_taken_over_is_chosen(shards: str, tmp_path: Path) -> None:
 def test_cached_fills_u_from_blocks(shards: str, tmp_path: Path) -> None:
     cached = ["--recovery.mode=cached", "--recovery.cached_block=26", "--deepspeed=zero1_fp32"]
     said = run(tmp_path, shards, 1, *cached, "--recovery.cached_steps=1")
-    assert "u is filled from 3 batches at a time, 4 batches in all" in said
+    assert "filling u from 3 batches at a time, 4 batches in all" in said
     assert counts(recovered(tmp_path)) == {1.0}
     assert torch.isfinite(log_u(recovered(tmp_path))).all(), "of all samples, though one step sees 8"
 
