@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -49,7 +49,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
     with connected(dump(config)) as communicator:
-        run(*build(config, communicator, open_folder(config, communicator)), hooks)
+        build(config, communicator, open_folder(config, communicator)).run(hooks)
 
 
 def open_folder(config: Config, communicator: Communicator) -> Path:
@@ -73,7 +73,7 @@ def open_folder(config: Config, communicator: Communicator) -> Path:
     return folder
 
 
-def build(config: Config, communicator: Communicator, folder: Path) -> tuple[RunContext, Objective, Evaluator]:
+def build(config: Config, communicator: Communicator, folder: Path) -> Trainer:
     """Build a run in a folder from `open_folder`, phase by phase; all ranks build it together.
 
     Raises `UserError` for anything in config or data that cannot work.
@@ -96,7 +96,7 @@ def build(config: Config, communicator: Communicator, folder: Path) -> tuple[Run
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     evaluator.check(objective)
     check_recovery(config, objective)
-    return context, objective, evaluator
+    return Trainer(context, objective, evaluator)
 
 
 def start_encoders(
@@ -135,25 +135,32 @@ def fingerprint(config: Config, parameters: int) -> Fingerprint:
     }
 
 
-def run(context: RunContext, objective: Objective, evaluator: Evaluator, hooks: Sequence[Hook] = ()) -> None:
-    """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
-    config = context.config
-    loop = Loop(
-        context,
-        objective,
-        context.folder,
-        config.budget,
-        lambda step, total: warmup_cosine(step, total, config.optimizer),
-        context.fingerprint,
-        epochs_behind(config.recovery),
-    )
-    if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
-        recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
-        if recovered is None:  # stopped before its end
-            return
-        take_over(recovered, context, objective)
-    complete = loop.run(lambda: evaluator(context.engine, objective), hooks)
-    if config.run.report:
-        context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
-    if complete:
-        log.info("everything is in %s", context.folder)
+class Trainer(NamedTuple):
+    """A run that has been built."""
+
+    context: RunContext
+    objective: Objective
+    evaluator: Evaluator
+
+    def run(self, hooks: Sequence[Hook] = ()) -> None:
+        """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
+        context, objective, config = self.context, self.objective, self.context.config
+        loop = Loop(
+            context,
+            objective,
+            context.folder,
+            config.budget,
+            lambda step, total: warmup_cosine(step, total, config.optimizer),
+            context.fingerprint,
+            epochs_behind(config.recovery),
+        )
+        if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
+            recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
+            if recovered is None:  # stopped before its end
+                return
+            take_over(recovered, context, objective)
+        complete = loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+        if config.run.report:
+            context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
+        if complete:
+            log.info("everything is in %s", context.folder)
