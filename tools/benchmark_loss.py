@@ -7,8 +7,6 @@ from a checkout that you name, and left out without one.
 Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
