@@ -3,8 +3,6 @@
 The names below are the stable surface; everything else is private and may change.
 """
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

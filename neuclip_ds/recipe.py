@@ -5,8 +5,6 @@ A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:`
 `objective:` holds sections that apply only with a method that reads them, for runs that choose another method.
 """
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The base class of all config sections, and how trees of options are merged; free of torch."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, ClassVar
 

@@ -7,25 +7,20 @@ from a checkout that you name, and left out without one.
 Example: python tools/benchmark_loss.py --ranks 1 2 --batch 512 2048 --fast-clip ../fast_clip
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib.util
 import os
-import platform
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from benchmarking import in_turns, machine, on_ranks, random_features
 from torch import Tensor
-from torch.nn.functional import normalize
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 
@@ -87,14 +82,13 @@ def our_loss(method: str, rows: int, dim: int, device: torch.device) -> Loss:
     return lambda image, text: loss(image, text, index)
 
 
-def measure(rank: int, world_size: int, rows: int, options: argparse.Namespace, folder: str) -> None:
-    """Write to FOLDER/RANK.pt name -> seconds of each repeat."""
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world_size))
-    device = torch.device(options.device, rank) if options.device == "cuda" else torch.device(options.device)
-    if device.type == "cuda":
+def measure(rows: int, options: argparse.Namespace) -> dict[str, list[float]]:
+    """Return one rank's seconds by loss."""
+    rank, on_gpu = int(os.environ["RANK"]), options.device == "cuda"
+    device = torch.device("cuda", rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
         torch.cuda.set_device(device)
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
     losses: dict[str, Loss] = {PEER: open_clip_loss(device)}
     if options.fast_clip is not None:
         try:
@@ -103,36 +97,27 @@ def measure(rank: int, world_size: int, rows: int, options: argparse.Namespace, 
             if rank == 0:
                 print(f"fast_clip is skipped: {options.fast_clip} cannot be imported: {error}", flush=True)
     losses |= {f"ours, {method}": our_loss(method, rows, options.dim, device) for method in options.methods}
-    generator = torch.Generator().manual_seed(rank)
-    pair = (normalize(torch.randn(rows, options.dim, generator=generator), dim=1).to(device) for _ in range(2))
-    leaves = [x.requires_grad_() for x in pair]
-    seconds: dict[str, list[float]] = {name: [] for name in losses}
-    warm_up = 2 + NpnConfig().prototypes // (rows * world_size)  # the NPN predicts once its queue is full
-    for number in range(warm_up + options.repeats):
-        for name, loss in losses.items():
-            spent = _seconds(loss, leaves)
-            if number >= warm_up:
-                seconds[name].append(spent)
-    torch.save(seconds, Path(folder, f"{rank}.pt"))
-    dist.destroy_process_group()
+    features = random_features(rows, options.dim, Communicator(device))
+    leaves = [features.image.requires_grad_(), features.text.requires_grad_()]
 
+    def wait() -> None:
+        for leaf in leaves:
+            leaf.grad = None
+        dist.barrier()
 
-def _seconds(loss: Loss, leaves: list[Tensor]) -> float:
-    for leaf in leaves:
-        leaf.grad = None
-    dist.barrier()
-    began = time.perf_counter()
-    loss(*leaves).backward()
-    if leaves[0].is_cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - began
+    def work(loss: Loss) -> None:
+        loss(*leaves).backward()
+        if on_gpu:
+            torch.cuda.synchronize()
+
+    works = {name: partial(work, loss) for name, loss in losses.items()}
+    in_turns(works, 2 + NpnConfig().prototypes // (rows * dist.get_world_size()), wait)  # the NPN predicts once full
+    return in_turns(works, options.repeats, wait)
 
 
 def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
     """Return lines of a Markdown table; the first is the peer."""
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(measure, (world_size, rows, options, folder), nprocs=world_size)
-        ranks: list[dict[str, Any]] = [torch.load(Path(folder, f"{rank}.pt")) for rank in range(world_size)]
+    ranks = on_ranks(world_size, measure, rows, options)
     slowest = {name: max(statistics.median(rank[name]) for rank in ranks) for name in ranks[0]}
     return [
         f"| {world_size} | {rows} | {name} | {seconds * 1e3:.1f} | {seconds / slowest[PEER]:.2f} |"
@@ -150,7 +135,7 @@ def main() -> None:
     parser.add_argument("--fast-clip", type=Path, help="a checkout of Optimization-AI/fast_clip")
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     options = parser.parse_args()
-    print(f"{platform.machine()}, {os.cpu_count()} cores, torch {torch.__version__}, float32, d = {options.dim}\n")
+    print(f"{machine()}, float32, d = {options.dim}\n")
     print("| ranks | b | loss | ms | ratio |\n|---|---|---|---|---|", flush=True)
     for world_size in options.ranks:
         for rows in options.batch:

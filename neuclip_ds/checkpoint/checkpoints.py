@@ -15,8 +15,6 @@ all are JSON or safetensors.
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -7,8 +7,6 @@ optimizer's tensors and scalars, the module's persistent buffers (rank 0's, wher
 and DeepSpeed's counts of steps and samples. Hyper-parameters belong to the config.
 """
 
-from __future__ import annotations
-
 import logging
 import secrets
 from collections import defaultdict

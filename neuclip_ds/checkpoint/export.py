@@ -1,7 +1,5 @@
 """Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from safetensors.torch import load_file

@@ -1,7 +1,5 @@
 """Open a trained model without DeepSpeed: of a run, of one of its checkpoints, or a pretrained one."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import NamedTuple
 

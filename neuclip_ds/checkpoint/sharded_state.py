@@ -19,8 +19,6 @@ The shards of a parameter cover each of its elements once, over all files; align
 holds no slash. A parameter without a KIND was not trained, or that optimizer has no such tensor.
 """
 
-from __future__ import annotations
-
 import json
 from collections import defaultdict
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Write a file atomically: readers see the whole new file or none of it."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

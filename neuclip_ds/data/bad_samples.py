@@ -1,7 +1,5 @@
 """Count the samples that cannot be used, list them, and stop the run when there are too many."""
 
-from __future__ import annotations
-
 import json
 import logging
 from collections import Counter

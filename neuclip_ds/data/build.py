@@ -5,8 +5,6 @@ sample tables to their final place), so an interrupted build resumes with the mi
 the end in the order of the paths, whatever the order in which groups finished.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -11,8 +11,6 @@ Locks are the kernel's (flock), so a killed process frees its locks. Its partial
 that needs the shard or the space.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import os

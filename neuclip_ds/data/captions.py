@@ -4,8 +4,6 @@
 list of strings under a key of the JSON member (where recaptioned data sets keep them).
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple

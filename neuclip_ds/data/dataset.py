@@ -1,7 +1,5 @@
 """Turn (epoch, index) pairs into a batch of tensors; an unusable sample keeps its row, with valid = False."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path

@@ -13,8 +13,6 @@ The splits draw their scenes from independent random streams. Nothing is filtere
 the description of one in `train` (common for single groups, else rare), but never the same pixels.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

@@ -5,8 +5,6 @@ never overlap; every attribute stays visible at 48 pixels. All choices, pixel no
 `random.Random`: equal streams give equal images and captions.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from random import Random

@@ -8,8 +8,6 @@ in forked processes fsspec can block for ever.
 The exit code is 0, or 1 after one line of JSON: the reason, and whether it is final (a retry would fail too).
 """
 
-from __future__ import annotations
-
 import errno
 import json
 import sys

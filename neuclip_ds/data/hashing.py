@@ -4,8 +4,6 @@ The hash is splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom number
 because numpy's and torch's generators may change between versions, and a run must resume across them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 

@@ -4,8 +4,6 @@ The main process sends (epoch, index) lists to the workers. The step is therefor
 and resuming at any step costs no more than starting at the first.
 """
 
-from __future__ import annotations
-
 import atexit
 import logging
 import signal

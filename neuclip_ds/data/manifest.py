@@ -10,8 +10,6 @@ changes. Manifests only grow: new shards get indices after the last one, and a r
 A manifest with sample tables may list only some samples of each shard (a subset of a larger pool, indexed separately).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 from bisect import bisect_right

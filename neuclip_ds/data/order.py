@@ -6,8 +6,6 @@ positions are shuffled. A batch of B takes the next B/S positions of every strea
 shuffle of a block is a keyed permutation evaluated on demand, so that resuming anywhere is cheap.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Literal, NamedTuple
 

@@ -4,8 +4,6 @@ Readers run in loader workers. They open a shard on its first sample and keep th
 are read from the node's cache.
 """
 
-from __future__ import annotations
-
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence

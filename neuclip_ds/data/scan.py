@@ -3,8 +3,6 @@
 For a checksum the file is first read from end to end; the header walk then finds it in the page cache.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile

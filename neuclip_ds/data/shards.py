@@ -1,7 +1,5 @@
 """Resolve what a user names as data to a list of tar files."""
 
-from __future__ import annotations
-
 import glob
 import re
 from pathlib import Path

@@ -5,8 +5,6 @@ webdataset, silently drops the rest of the shard; here the walk continues at the
  Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import sys

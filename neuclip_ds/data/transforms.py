@@ -5,8 +5,6 @@ resized image or, for models trained that way, the whole image squashed. Augment
 (a hash of the data seed, epoch and index).
 """
 
-from __future__ import annotations
-
 import math
 from typing import Protocol
 

@@ -4,8 +4,6 @@ A uid is 32 hex digits in the sample's JSON and a pair of 64-bit words in the fi
 file of a billion uids takes 16 GB: it is memory-mapped and searched for all uids of a shard at once.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from pathlib import Path

@@ -4,8 +4,6 @@ Bytes are those that one rank sends and receives in the ring algorithms, so that
 backend uses.
 """
 
-from __future__ import annotations
-
 import functools
 import socket
 import time

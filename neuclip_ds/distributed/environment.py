@@ -1,7 +1,5 @@
 """Read the launcher's environment variables, without torch so that mistakes are reported at once."""
 
-from __future__ import annotations
-
 import os
 import re
 import socket

@@ -1,7 +1,5 @@
 """The launch: separate processes rendezvous, compare what they run, join one process group and end together."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import secrets

@@ -1,7 +1,5 @@
 """Name ranges in a profiler's trace, by which `neuclip_ds.profiling` recognises steps, phases and collectives."""
 
-from __future__ import annotations
-
 from contextlib import AbstractContextManager, nullcontext
 
 import torch

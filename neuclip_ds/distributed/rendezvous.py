@@ -4,8 +4,6 @@ This precedes the process group, which would wait half an hour without naming th
 run different configs.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

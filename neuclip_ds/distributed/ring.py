@@ -4,8 +4,6 @@ The same formulas count the traffic of an objective, of DeepSpeed and of a plan,
 whatever the backend uses.
 """
 
-from __future__ import annotations
-
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
     """Return the bytes that a rank sends; for `reduce` and `broadcast`, whose ranks differ, the mean over ranks.

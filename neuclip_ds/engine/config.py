@@ -4,8 +4,6 @@ The recipe owns batch, learning rate, optimizer and clipping, the JSON owns prec
 sets something of the recipe's part must set the same value (or "auto").
 """
 
-from __future__ import annotations
-
 import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path

@@ -4,8 +4,6 @@ The trust ratio is a norm over a parameter, but ZeRO 1-3 hand an optimizer this 
 The squared norms of the parts of that shard, each of one parameter, summed over ranks, are the parameters'.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 

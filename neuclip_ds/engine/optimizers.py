@@ -1,7 +1,5 @@
 """The encoders' optimizers."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

@@ -1,7 +1,5 @@
 """The precisions of a run: of the towers, and of features between ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

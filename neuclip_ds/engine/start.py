@@ -1,7 +1,5 @@
 """DeepSpeed's engine around the encoders and their optimizer."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Evaluation on held-out data, shared by all ranks: retrieval, zero-shot classification, DataComp's tasks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor

@@ -1,7 +1,5 @@
 """Accumulators of the metrics: streaming sums per class and per group, whose size does not grow with the data."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

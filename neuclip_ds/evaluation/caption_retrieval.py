@@ -7,8 +7,6 @@ CLIP_benchmark and DataComp.
 Every rank holds the features of all images and captions, O((n + m) d), but only blocks of the n x m scores.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The model as a function from images and tokens to features, called equally often, with equal shapes, on all ranks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any

@@ -5,8 +5,6 @@ class (`predicted`), and all (`support`, `counts`). They may be fractions: of tw
 as predicted by a half.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

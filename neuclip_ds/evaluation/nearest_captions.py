@@ -4,8 +4,6 @@ Another image's caption that is nearer than the image's own may well describe it
 pair apart (TuneCLIP, Table 21 shows such captions with their similarities).
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import io

@@ -12,8 +12,6 @@ All ranks then hold all anchors, O(A d), and each streams its n/K samples past t
 The sums over negatives are taken in the log domain, within and across ranks.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable
 from typing import NamedTuple

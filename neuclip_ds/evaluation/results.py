@@ -4,8 +4,6 @@
 grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -5,8 +5,6 @@ random order of the tied puts the match among the first k with probability (k - 
 [0, 1]. A collapsed model, all of whose features are equal, thus scores k / n, which is chance, and neither 1 nor 0.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -5,8 +5,6 @@ reach the end in the same batch without counting samples first, so models that r
 once per batch. A sample that cannot be used stops all ranks together, in its batch.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Summary of an evaluation, as Markdown and as a tree for programs."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 

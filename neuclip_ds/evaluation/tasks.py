@@ -1,7 +1,5 @@
 """DataComp's tasks (datacomp.yaml), their folders on disk, and published scores (published.yaml)."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from fnmatch import fnmatch

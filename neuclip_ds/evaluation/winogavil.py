@@ -9,8 +9,6 @@ There is no published webdataset form; ours is that of all evaluation sets (test
     KEY.0.jpg    image of the first candidate (jpeg, png, webp), KEY.1.jpg of the second, ...
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """Join a loss that has its gradient in closed form to autograd."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

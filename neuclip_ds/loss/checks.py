@@ -1,7 +1,5 @@
 """Check the arguments of a loss on all ranks at once, so that none waits for a rank that has failed."""
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

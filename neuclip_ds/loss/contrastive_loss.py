@@ -1,7 +1,5 @@
 """`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager

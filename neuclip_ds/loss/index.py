@@ -1,7 +1,5 @@
 """Give samples the index by which a loss keeps their statistics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 

@@ -3,8 +3,6 @@
 It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from torch import Tensor, nn

@@ -1,7 +1,5 @@
 """The source of a run's dual encoder: the config with random weights, or a pretrained checkpoint."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -3,8 +3,6 @@
 DeepSpeed's ZeRO requires that a parameter is used only in the forward of its module, and that none is 0-dimensional.
 """
 
-from __future__ import annotations
-
 import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Sequence

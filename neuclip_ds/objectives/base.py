@@ -4,8 +4,6 @@ Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. D
 (contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import NamedTuple
 

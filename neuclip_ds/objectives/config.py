@@ -1,7 +1,5 @@
 """Options of an objective: those that all methods share, and one section for each that a method's file brings."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer, model_validator

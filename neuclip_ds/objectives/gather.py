@@ -1,7 +1,5 @@
 """The features of all ranks, with empty and undecodable rows taken out before any arithmetic."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ The released code differs from the textbook's Adam: it clamps G to [-5, 5], corr
 the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

@@ -1,7 +1,5 @@
 """The description of a method that its file holds; free of torch, so that `--help` can read every method."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple

@@ -4,8 +4,6 @@ A rank needs only its local rows of S = E1 E2^T and of T = E2 E1^T. Where both a
 transpose of S, so that block is multiplied once and serves both.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 

@@ -1,7 +1,5 @@
 """The pair loss l of a contrastive objective, applied to similarity differences before the exponential."""
 
-from __future__ import annotations
-
 from torch import Tensor
 
 

@@ -1,7 +1,5 @@
 """The table of methods in the docs, written from the methods' files: python -m neuclip_ds.objectives.table PAGE."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ The trained number is theta = log(1/tau), as in every published code base; its g
 float32, lives outside the DeepSpeed engine, and is the same on all ranks because its gradient is.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import ClassVar, NamedTuple

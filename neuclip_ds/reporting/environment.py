@@ -1,7 +1,5 @@
 """environment.json of a run: command, machines, and versions of code and libraries."""
 
-from __future__ import annotations
-
 import json
 import platform
 import subprocess

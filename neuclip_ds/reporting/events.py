@@ -5,8 +5,6 @@
 Steps count from 1, as in metrics.jsonl; `words` is the message, `indices` are the samples of the step.
 """
 
-from __future__ import annotations
-
 import json
 import logging
 from collections.abc import Callable, Iterator, Sequence

@@ -1,7 +1,5 @@
 """Plots of runs: panels of related curves, as PNG images."""
 
-from __future__ import annotations
-
 import fnmatch
 import io
 from collections.abc import Iterable, Mapping, Sequence

@@ -4,8 +4,6 @@ Every rank watches its own loader. Loss and gradient norms are equal on all rank
 rank 0 reports it. Nothing here communicates with other ranks or waits for a GPU.
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """Logging: rank 0 logs to the console and to log.txt, the other ranks log only warnings."""
 
-from __future__ import annotations
-
 import logging
 import sys
 from pathlib import Path

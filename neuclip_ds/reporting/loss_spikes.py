@@ -5,8 +5,6 @@ if losses are normal). A spike begins above `level + 10 deviations`: never by ch
 60,000 steps where their tails are exponential. A falling loss is below its median.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from statistics import median

@@ -3,8 +3,6 @@
 The plots are also PNG files in the run's folder `plots/`.
 """
 
-from __future__ import annotations
-
 import base64
 import html
 import json

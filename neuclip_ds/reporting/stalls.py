@@ -3,8 +3,6 @@
 The first step after a start is ignored: worker processes start and fill their queues in it.
 """
 
-from __future__ import annotations
-
 from collections import deque
 from statistics import median
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """JSON-lines files with a `step` in every record, which a resumed run truncates and continues."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -5,8 +5,6 @@ folder, so that a resumed run continues the same chart. The x axis is the step n
 are drawn over the earlier, equal ones.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import logging
 import os

@@ -6,8 +6,6 @@ because all ranks know the values and each stores its local rows. Shapes never d
 nothing synchronises with the device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch

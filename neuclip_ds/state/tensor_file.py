@@ -4,8 +4,6 @@ The format (https://huggingface.co/docs/safetensors): 8 bytes of length, little-
 and byte range of each tensor; the tensors' bytes. The safetensors library reads the files.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Map training steps to places in the data, also when the data have grown while a run was interrupted."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalisers' error."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -4,8 +4,6 @@ Training is one loop; the recovery of an optimizer's state before fine-tuning is
 checkpoints, metrics and logs.
 """
 
-from __future__ import annotations
-
 import logging
 import time
 from collections.abc import Callable, Sequence

@@ -5,8 +5,6 @@ the optimizer's moments accumulate (TuneCLIP Algorithm 1). The last checkpoint o
 reads them from there, as can other runs from the same weights and data (`recovery.reuse`).
 """
 
-from __future__ import annotations
-
 import logging
 import math
 from pathlib import Path

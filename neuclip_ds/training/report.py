@@ -1,7 +1,5 @@
 """Write the report of a run, with the distributions of u and individual temperatures, and the papers' scores."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Learning-rate schedules as pure functions of the step."""
 
-from __future__ import annotations
-
 import math
 
 from neuclip_ds.config import OptimizerConfig

@@ -8,8 +8,6 @@ whole batch, the second runs each micro-batch again and back-propagates its rows
 draw the same dropout, and batch-norm statistics change in the second only, so the result is that of one large pass.
 """
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

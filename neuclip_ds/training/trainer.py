@@ -1,7 +1,5 @@
 """A training run from its config to its last line."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from pathlib import Path

@@ -3,8 +3,6 @@
 `CONVERTERS` convert a package of one family to another format, and `WRITERS` write it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

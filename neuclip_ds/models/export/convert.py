@@ -4,8 +4,6 @@ The tables map names; one tensor may be several of transformers' (q, k and v), a
 Both directions use the same table.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from dataclasses import MISSING, fields
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Write the files of each format from a package that is already in that format."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

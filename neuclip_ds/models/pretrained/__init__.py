@@ -4,8 +4,6 @@ There are two steps, so that a run downloads only once: `locate` on rank 0, `ope
 one file of this package and one row of `FAMILIES`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple

@@ -4,8 +4,6 @@ The towers are the library's modules, so features equal the library's. Logit sca
 belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path

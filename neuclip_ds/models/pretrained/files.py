@@ -1,7 +1,5 @@
 """Read JSON and tensors of checkpoints without running code, and download files from the hub."""
 
-from __future__ import annotations
-
 import json
 import pickle
 from collections.abc import Sequence

@@ -4,8 +4,6 @@ Every model is built with its text tower as a separate module (open_clip's Custo
 parameter when its module runs. Files keep the names of the config: `config_names` converts back.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from copy import deepcopy

@@ -1,7 +1,5 @@
 """Checkpoints of transformers' CLIPModel and SiglipModel: config.json, weights, preprocessor and tokenizer files."""
 
-from __future__ import annotations
-
 import pickle
 import shutil
 from collections.abc import Mapping

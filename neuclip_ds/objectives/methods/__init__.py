@@ -1,7 +1,5 @@
 """The table of methods: one file in this folder and one name below for each."""
 
-from __future__ import annotations
-
 import difflib
 from collections.abc import Mapping
 from importlib import import_module

@@ -6,8 +6,6 @@
 In the common gradient w_i = exp(s_ii/tau)/lambda_i. normalizers/amortized.py has the network's own loss and targets.
 """
 
-from __future__ import annotations
-
 from typing import Literal
 
 from pydantic import Field

@@ -5,8 +5,6 @@
 log(1/tau) follows the gradient of L.
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.sogclr_family import average_method
 
 METHOD = average_method(

@@ -3,8 +3,6 @@
 L = tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ],   w_i = 1/(eps + u_i), tau constant
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.sogclr_family import average_method
 
 METHOD = average_method(

@@ -3,8 +3,6 @@
 L = 1/n sum_i [ tau1_i (log(eps + g1_i) + rho) + tau2_i (log(eps + g2_i) + rho) ],   w_i = 1/(eps + u_i)
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Search
 from neuclip_ds.objectives.sogclr_family import INDIVIDUAL, average_method
 

@@ -5,8 +5,6 @@
 tau follows dL/dtau with u in place of g under the logarithms (temperature.RobustTemperature).
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Search
 from neuclip_ds.objectives.sogclr_family import average_method
 

@@ -5,8 +5,6 @@
 A caption made of a class's name is never a false negative of another class, so no margin is needed. tau is constant.
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Context, Objective, ObjectiveConfig
 from neuclip_ds.objectives.sogclr_family import average_method, compose_average
 

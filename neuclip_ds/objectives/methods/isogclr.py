@@ -6,8 +6,6 @@ g1_i is taken at tau1_i, and w_i = 1/(eps + u_i) with a constant gamma. Each tau
 (individual_temperature.py).
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Search
 from neuclip_ds.objectives.sogclr_family import CONSTANT, CONSTANT_GAMMA, INDIVIDUAL, TUNED_GAMMA, average_method
 

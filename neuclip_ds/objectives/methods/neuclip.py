@@ -7,8 +7,6 @@ normalizers/npn.py holds the equations and the algorithm line by line. tau follo
 (temperature.RobustTemperature).
 """
 
-from __future__ import annotations
-
 from typing import Any, Literal
 
 from pydantic import Field

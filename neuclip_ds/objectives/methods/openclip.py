@@ -6,8 +6,6 @@ Its gradient is the common one with w_i = 1/(1/(B-1) + g_i) and scale 1/2 (norma
 log(1/tau) by the gradient of L.
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 
 

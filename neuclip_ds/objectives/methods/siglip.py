@@ -5,8 +5,6 @@
 There are no normalisers. tau and the bias are learned by the gradient of L.
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
 

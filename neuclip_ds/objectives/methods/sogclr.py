@@ -5,8 +5,6 @@
 u_i averages g_i over the sample's visits with a constant gamma, and tau is constant.
 """
 
-from __future__ import annotations
-
 from neuclip_ds.objectives.method import Search
 from neuclip_ds.objectives.sogclr_family import CONSTANT, CONSTANT_GAMMA, TUNED_GAMMA, average_method
 

@@ -7,8 +7,6 @@ Pairs beyond the margin give no gradient (pair_loss.Hinge). w_i = 1/(eps + u_i),
 (training/recovery.py), and tau stays at the checkpoint's.
 """
 
-from __future__ import annotations
-
 from pydantic import Field
 
 from neuclip_ds.objectives.method import Context, Objective, ObjectiveConfig, Search

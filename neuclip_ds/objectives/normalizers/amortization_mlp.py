@@ -6,8 +6,6 @@ The paper has a "three-layer MLP"; residual and normalisation are the released c
 views of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
 """
 
-from __future__ import annotations
-
 import math
 from typing import NamedTuple
 

@@ -20,8 +20,6 @@ communication. Splitting the rows would all-reduce every weight in every update 
 0.1 TFLOP per step at B = 5120, d = 512 and three updates.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping
 

@@ -4,8 +4,6 @@ The softmax includes the positive, so an anchor's normaliser is 1/(B-1) + g_i, a
 log(1 + sum_{j != i} exp(x_ij / tau)) = log(1/(B-1) + g_i) + log(B-1).
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

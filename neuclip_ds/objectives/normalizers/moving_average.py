@@ -3,8 +3,6 @@
 u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the first visit takes g_i itself.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch

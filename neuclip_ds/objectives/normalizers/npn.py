@@ -39,8 +39,6 @@ largest possible exponent (1 - s_ii)/tau. With tau >= 0.003 they neither overflo
 all-reduce for the maximum.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Health of NeuCLIP's network: whether it still predicts the normaliser."""
 
-from __future__ import annotations
-
 import logging
 
 from torch import Tensor

@@ -6,8 +6,6 @@ fitted to the same objective as the prototypes, by Adam. The last bias starts at
 predictions have the right level. Every rank fits the nets to all B gathered rows: the same bits on each.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 
 import torch
