@@ -71,6 +71,37 @@ def open_folder(config: Config, communicator: Communicator) -> Path:
     return folder
 
 
+class Trainer(NamedTuple):
+    """A run that has been built."""
+
+    context: RunContext
+    objective: Objective
+    evaluator: Evaluator
+
+    def run(self, hooks: Sequence[Hook] = ()) -> None:
+        """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
+        context, objective, config = self.context, self.objective, self.context.config
+        loop = Loop(
+            context,
+            objective,
+            context.folder,
+            config.budget,
+            lambda step, total: warmup_cosine(step, total, config.optimizer),
+            context.fingerprint,
+            epochs_behind(config.recovery),
+        )
+        if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
+            recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
+            if recovered is None:  # stopped before its end
+                return
+            take_over(recovered, context, objective)
+        complete = loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+        if config.run.report:
+            context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
+        if complete:
+            log.info("everything is in %s", context.folder)
+
+
 def build(config: Config, communicator: Communicator, folder: Path) -> Trainer:
     """Build a run in a folder from `open_folder`, phase by phase; all ranks build it together.
 
@@ -131,34 +162,3 @@ def fingerprint(config: Config, parameters: int) -> Fingerprint:
         "parameters": parameters,
         "optimizer": config.optimizer.name,
     }
-
-
-class Trainer(NamedTuple):
-    """A run that has been built."""
-
-    context: RunContext
-    objective: Objective
-    evaluator: Evaluator
-
-    def run(self, hooks: Sequence[Hook] = ()) -> None:
-        """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
-        context, objective, config = self.context, self.objective, self.context.config
-        loop = Loop(
-            context,
-            objective,
-            context.folder,
-            config.budget,
-            lambda step, total: warmup_cosine(step, total, config.optimizer),
-            context.fingerprint,
-            epochs_behind(config.recovery),
-        )
-        if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
-            recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
-            if recovered is None:  # stopped before its end
-                return
-            take_over(recovered, context, objective)
-        complete = loop.run(lambda: self.evaluator(context.engine, objective), hooks)
-        if config.run.report:
-            context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
-        if complete:
-            log.info("everything is in %s", context.folder)
