@@ -19,14 +19,14 @@ def test_shares() -> None:
 
 
 @pytest.mark.parametrize(
-    ("batch_size", "world_size", "mend"), [(255, 2, "use 254 or 256"), (3, 4, "use 4 or 4"), (10, 4, "use 8 or 12")]
+    ("batch_size", "world_size", "fix"), [(255, 2, "use 254 or 256"), (3, 4, "use 4 or 4"), (10, 4, "use 8 or 12")]
 )
-def test_batch_that_ranks_do_not_divide(batch_size: int, world_size: int, mend: str) -> None:
-    with pytest.raises(UserError, match=f"not divisible by the {world_size} ranks; {mend}"):
+def test_batch_that_ranks_do_not_divide(batch_size: int, world_size: int, fix: str) -> None:
+    with pytest.raises(UserError, match=f"not divisible by the {world_size} ranks; {fix}"):
         config(batch_size).rank_batch(world_size)
 
 
-@pytest.mark.parametrize(("micro_batch", "mend"), [(10, 8), (25, 24), (1000, 24)])
-def test_micro_batch_that_does_not_divide(micro_batch: int, mend: int) -> None:
-    with pytest.raises(UserError, match=rf"does not divide the rank's batch of 24 .*; use {mend}\."):
+@pytest.mark.parametrize(("micro_batch", "fix"), [(10, 8), (25, 24), (1000, 24)])
+def test_micro_batch_that_does_not_divide(micro_batch: int, fix: int) -> None:
+    with pytest.raises(UserError, match=rf"does not divide the rank's batch of 24 .*; use {fix}\."):
         config(96, micro_batch).micro_batch(4)

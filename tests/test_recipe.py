@@ -160,7 +160,7 @@ def test_merge_leaves_its_arguments_alone() -> None:
         ([], "Name a recipe"),
     ],
 )
-def test_mistakes_name_the_thing_and_the_mend(options: list[str], words: str) -> None:
+def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> None:
     with pytest.raises(UserError) as caught:
         parse(options)
     assert words in str(caught.value)

@@ -1,4 +1,4 @@
-"""A mistake is one sentence with the mend and exit code 2, on one rank and on two, without traceback or hang."""
+"""A mistake is one sentence with the fix and exit code 2, on one rank and on two, without traceback or hang."""
 
 from __future__ import annotations
 
