@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from reference import PlainEngine
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.modules.module import register_module_forward_pre_hook
@@ -100,11 +101,12 @@ def recorded() -> Iterator[list[Call]]:
         handle.remove()
 
 
-class _PlainEngine:
-    """What `TrainStep` calls of DeepSpeed's engine, in plain PyTorch on one rank."""
+class _ClippingEngine(PlainEngine):
+    """Runs `encode` for a forward pass, and clips the gradient before each step."""
 
     def __init__(self, model: nn.Module, encode: Callable[..., Any], optimizer: Any, clip: float) -> None:
-        self.module, self.optimizer, self._encode, self._clip = model, optimizer, encode, clip
+        super().__init__(model, optimizer)
+        self._encode, self._clip = encode, clip
 
     def __call__(self, image: Tensor, text: Tensor, text_ready: Any = None) -> tuple[Tensor, Tensor]:
         features: tuple[Tensor, Tensor] = self._encode(image, text)
@@ -112,16 +114,9 @@ class _PlainEngine:
             text_ready(features[1])
         return features
 
-    def set_gradient_accumulation_boundary(self, last: bool) -> None:
-        pass
-
-    def backward(self, loss: Tensor) -> None:
-        self.optimizer.zero_grad()
-        loss.backward()
-
     def step(self) -> None:
         nn.utils.clip_grad_norm_(self.module.parameters(), self._clip)
-        self.optimizer.step()
+        super().step()
 
 
 def replay(
@@ -142,7 +137,7 @@ def replay(
     tree = {"objective": {"method": method, **OPTIONS[method]}, "optimizer": {"betas": (0.9, 0.98), "eps": 1e-6}}
     context = Context(DIM, SAMPLES, Communicator(), torch.float64)
     objective = build_objective(Config.model_validate(tree), context, torch.float64)
-    engine = _PlainEngine(model, encode or model, optimizer, clip)
+    engine = _ClippingEngine(model, encode or model, optimizer, clip)
     images, texts = (torch.stack(column) for column in zip(*data, strict=True))
     total = len(ranks[0])
     for number, calls in enumerate(zip(*ranks, strict=True)):
