@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from itertools import product
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,6 +23,7 @@ from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.training.step import TrainStep
 
@@ -64,9 +64,8 @@ def plain(folder: Path) -> dict[str, torch.Tensor]:
     for number in range(STEPS):
         batch = batch_of(source, number)
         features = model(batch.image, batch.tokens)
-        local = SimpleNamespace(image=features[0].detach(), text=features[1].detach())
-        local.index, local.valid = batch.index, batch.valid
-        found = objective(local, Step(number, 0, LR, LR))  # type: ignore[arg-type]
+        local = Features(features[0].detach(), features[1].detach(), batch.index, batch.valid)
+        found = objective(local, Step(number, 0, LR, LR))
         optimizer.zero_grad()
         torch.autograd.backward(features, (found.image, found.text))
         optimizer.step()
