@@ -11,6 +11,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.objectives.temperature import trained_temperature
 
 _LOADING = {
     "transformers": """```python
@@ -56,9 +57,7 @@ def _best(run: Path) -> Path:
 def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitParameters:
     """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
     state = load_file(checkpoint / "objective.safetensors")
-    theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
-    if theta is not None:
-        tau = theta.neg().exp()
+    tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None
     return LogitParameters(temperature, state["bias"].item() if "bias" in state else bias)

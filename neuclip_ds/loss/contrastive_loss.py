@@ -21,6 +21,7 @@ from neuclip_ds.objectives import compose_objective, find_method
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.temperature import trained_temperature
 from neuclip_ds.objectives.temperature_config import AdamSettings
 from neuclip_ds.state.partition import load_rows, save_rows
 
@@ -164,10 +165,7 @@ class ContrastiveLoss(nn.Module):
     @property
     def temperature(self) -> float:
         """Present temperature tau; the mean of the last batch where samples have their own."""
-        state = self._objective.replicated_state()
-        theta, tau = state.get("temperature.theta", state.get("theta")), state.get("temperature.tau")
-        if theta is not None:
-            return float(theta.neg().exp())
+        tau = trained_temperature(self._objective.replicated_state())
         if tau is None:
             tau = self._metrics.get("tau")
         return float(tau) if tau is not None else float(self._config.temperature.initial or 0.07)
@@ -325,9 +323,8 @@ class ContrastiveLoss(nn.Module):
 
     def _step(self, learns: bool) -> Step:
         number, length = self._calls, self._steps_per_epoch
-        total = self._epochs * length if length else max(1, number + 1)
-        progress = min(number / total, 1 - 1e-9) if length else 0.0
-        return Step(number, number // length if length else 0, self.lr, self._peak_lr, progress, learns)
+        epoch, progress = (number // length, min(number / (self._epochs * length), 1 - 1e-9)) if length else (0, 0.0)
+        return Step(number, epoch, self.lr, self._peak_lr, progress, learns)
 
     @contextmanager
     def _handed_out(self) -> Iterator[dict[nn.Parameter, Tensor]]:

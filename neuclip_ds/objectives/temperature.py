@@ -191,3 +191,9 @@ class RescaledTemperature(RobustTemperature):
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step) / 2
+
+
+def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
+    """Return tau from an objective's replicated state; None where samples have their own."""
+    theta = state.get("temperature.theta", state.get("theta"))
+    return state.get("temperature.tau") if theta is None else theta.neg().exp()
