@@ -31,8 +31,7 @@ def problem_with(
         return f"valid is {valid.dtype}, but must be bool: True where a row counts."
     if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
         return f"index is {index.dtype}, but must be integers: the samples' places in the data set."
-    counts = torch.ones(rows, dtype=torch.bool) if valid is None else valid
-    counts = counts.to(image.device)
+    counts = torch.ones(rows, dtype=torch.bool, device=image.device) if valid is None else valid
     return _norms(image, text, counts) or _range(index, counts, samples)
 
 
@@ -51,7 +50,6 @@ def _norms(image: Tensor, text: Tensor, counts: Tensor) -> str | None:
 def _range(index: Tensor | None, counts: Tensor, samples: int) -> str | None:
     if index is None:
         return None
-    index = index.to(counts.device)
     outside = counts & ((index < 0) | (index >= samples))
     if bool(outside.any()):
         return (

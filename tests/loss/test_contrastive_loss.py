@@ -345,12 +345,3 @@ def test_micro_batches_pass_a_frozen_tower_by() -> None:
                 passes.backward(*encode(part))
     assert torch.allclose(image_tower.weight.grad, wanted, rtol=1e-5, atol=1e-7)
     assert text_tower.weight.grad is None
-
-
-@pytest.mark.gpu
-def test_the_index_may_lie_on_another_device_than_the_features() -> None:
-    image, text, index = features(0)
-    on_gpu = (x.detach().cuda() for x in (image, text))
-    valid = torch.ones(ROWS, dtype=torch.bool)
-    loss = loss_of("fastclip_v3")(*on_gpu, index, valid)
-    assert torch.allclose(loss.cpu(), loss_of("fastclip_v3")(image, text, index))
