@@ -92,7 +92,7 @@ class Program:
     def printed(self) -> tuple[str, str]:
         """Return what it has written to standard output and to standard error."""
         out, err = (Path(self._output.name, name) for name in ("out", "err"))
-        return out.read_text(), err.read_text()
+        return out.read_text() if out.exists() else "", err.read_text() if err.exists() else ""
 
     def wait(self, timeout: float = 240) -> subprocess.CompletedProcess[str]:
         """Return how it ended; a program that takes longer is killed."""

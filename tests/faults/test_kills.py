@@ -1,0 +1,87 @@
+"""Runs killed at random moments, fifty times, end bit-equal to one that was left alone."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from small_runs import SMALL, call, demo_shards, read_options, start
+
+KILLS = 50
+_END = 60.0  # seconds in which the other ranks must have ended by themselves
+_OPTIONS = [
+    *SMALL,
+    "--data.batch_size=16",
+    "--data.micro_batch=4",
+    "--data.workers=1",
+    "--data.zero_shot=",
+    "--objective.npn.prototypes=64",
+    "--objective.npn.restart_every=5",
+    "--run.checkpoint_every=3",
+    "--run.evaluate_every=4",
+    "--run.log_every=1",
+    "--run.sample_log=true",
+    "--budget.steps=24",  # into the second epoch
+]
+_TIMES = ("samples_per_second", "data_wait_share")
+
+
+def contents(run: Path) -> dict[str, object]:
+    """What a run must leave: tensors as bytes, metrics without times, the samples of every step."""
+    checkpoint = max((run / "checkpoints").glob("step_*"))
+    state: dict[str, object] = {}
+    for path in sorted(checkpoint.rglob("*.safetensors")):
+        for key, value in load_file(path).items():
+            state[f"{path.name}/{key}"] = value.reshape(-1).view(torch.uint8).numpy().tobytes()
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    state["metrics"] = [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
+    for path in sorted((run / "samples").iterdir()):
+        state[path.name] = path.read_text()
+    return state
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
+    seed = int(os.environ.get("KILL_SEED", time.time_ns() % 2**32))
+    print(f"KILL_SEED={seed}")  # shown where the test fails, and with -s
+    chance = random.Random(seed)
+    data = demo_shards(tmp_path / "data", 300)
+    where = [f"--data.train={data}", f"--run.folder={tmp_path}"]
+    command = ["train.py", "demo", *where, *read_options(_OPTIONS)]
+    for name in ("first", "whole"):  # the first has to start the server that forks processes
+        began = time.monotonic()
+        done = call(*command, f"--run.name={name}", ranks=ranks)
+        whole_takes = time.monotonic() - began
+        assert done.returncode == 0, done.stderr
+    expected = contents(tmp_path / "whole")
+    kills = compared = 0
+    while kills < KILLS or compared == 0:
+        programs = start(*command, "--run.name=broken", ranks=ranks)
+        limit = time.monotonic() + (chance.uniform(0, whole_takes) if kills < KILLS else 600)
+        while time.monotonic() < limit and any(program.running for program in programs):
+            time.sleep(0.002)
+        if any(program.running for program in programs):
+            kills += 1
+            chance.choice(programs).kill()  # with its loader processes
+            if chance.random() < 0.5:  # a lost machine; else one rank, and the others end by themselves
+                for program in programs:
+                    program.kill()
+            ends = [program.wait(_END) for program in programs]
+            assert all(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
+            continue
+        ends = [program.wait() for program in programs]
+        assert not any(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
+        found = contents(tmp_path / "broken")
+        assert found.keys() == expected.keys(), (seed, kills)
+        assert [name for name in expected if found[name] != expected[name]] == [], (seed, kills)
+        compared += 1
+        shutil.rmtree(tmp_path / "broken")
+    print(f"{kills} kills, {compared} runs compared, {whole_takes:.1f} s each if left alone")
