@@ -1,0 +1,135 @@
+"""Two hours of training on two ranks under faults: nothing grows, and every sample is accounted for."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+import psutil
+import pytest
+from forks import Program
+from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, start
+from soaking import Faults, Usage
+
+from neuclip_ds.reporting.sample_log import read_samples
+
+MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
+PAIRS, BATCH = 2000, 32
+_END = 60.0  # seconds in which the other ranks must have ended by themselves
+_OPTIONS = [
+    *SMALL,
+    f"--data.batch_size={BATCH}",
+    "--data.workers=1",
+    "--data.timeout=10",
+    "--data.max_bad_fraction=1",
+    "--data.val=",
+    "--data.zero_shot=",
+    "--objective.npn.prototypes=64",
+    "--run.checkpoint_every=100",
+    "--run.save_attempts=1000",
+    "--run.sample_log=true",
+    "--budget.epochs=1e6",
+]
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path | None]:
+    """A file system of 500 MB, which can be filled."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=500m", "tmpfs", str(folder)], check=False).returncode:
+        yield None
+        return
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def steps_done(runs: Path) -> int:
+    path = runs / "run" / "metrics.jsonl"
+    return json.loads(path.read_text().splitlines()[-1])["step"] if path.is_file() and path.stat().st_size else 0
+
+
+def wait_for_steps(programs: list[Program], runs: Path, step: int) -> None:
+    limit = time.monotonic() + 300
+    while steps_done(runs) < step:
+        assert all(program.running for program in programs), [program.printed()[1][-3000:] for program in programs]
+        assert time.monotonic() < limit, f"no step {step} in five minutes"
+        time.sleep(0.2)
+
+
+def check_samples(run: Path, steps: int) -> int:
+    """Every epoch has shown each sample once; return the number of rows in `steps` steps."""
+    per_epoch = -(-PAIRS // BATCH)
+    rows, expected = 0, 1
+    for epoch, lines in groupby(read_samples(run / "samples"), key=lambda line: (line[0] - 1) // per_epoch):
+        seen: list[int] = []
+        for step, indices in lines:
+            assert step == expected
+            expected += 1
+            real = [index for index in indices if index >= 0]
+            rows += len(real) * (step <= steps)
+            seen += real
+        assert len(seen) == len(set(seen)), f"epoch {epoch} shows a sample twice"
+        if expected > (epoch + 1) * per_epoch:
+            assert len(seen) == PAIRS, f"epoch {epoch} leaves out samples"
+    assert expected > steps
+    return rows
+
+
+@pytest.mark.soak
+def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
+    seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 2**32))
+    chance = random.Random(seed)
+    shards = demo_shards(tmp_path / "data", PAIRS)
+    runs = disk or tmp_path
+    faults = Faults(seed, shards, disk)
+    command = ["train.py", "demo", f"--data.train={shards}", f"--run.folder={runs}", "--run.name=run"]
+    began, end, starts = time.monotonic(), MINUTES * 60, 0
+    with Usage() as usage:
+        while True:
+            programs = start(*command, *read_options(_OPTIONS), ranks=2)
+            starts += 1
+            try:
+                wait_for_steps(programs, runs, steps_done(runs) + 20)
+                ranks = [program.pid for program in programs]
+                usage.watch(ranks)
+                dies = time.monotonic() - began + chance.expovariate(20 / end)
+                dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
+                while time.monotonic() - began < dies:
+                    faults.one(ranks)
+                    time.sleep(chance.uniform(1, 10))
+                    wait_for_steps(programs, runs, steps_done(runs) + 10)
+                if dies == end:
+                    break
+                faults.rank_killed(ranks)
+                ends = [program.wait(_END) for program in programs]
+                assert all(end.returncode for end in ends)
+            finally:
+                if any(not program.running for program in programs):
+                    for program in programs:
+                        program.kill()
+        for program in programs:
+            program.terminate()
+        ends = [program.wait() for program in programs]
+    assert [end.returncode for end in ends] == [143, 143], ends[0].stderr[-3000:]
+    meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
+    rows = check_samples(runs / "run", meta["step"])
+    bad = runs / "run" / "bad_samples.jsonl"
+    named = {Path(json.loads(line)["shard"]).name for line in bad.read_text().splitlines()} if bad.exists() else set()
+    assert named <= faults.damaged
+    slopes = usage.slopes()
+    report = {"seed": seed, "minutes": MINUTES, "starts": starts, "steps": meta["step"], "rows": rows}
+    report |= {"faults": dict(faults.counts), "bad_shards": sorted(named), "slopes": slopes}
+    print(json.dumps(report, indent=1))
+    Path(os.environ.get("SOAK_REPORT", tmp_path / "soak.json")).write_text(json.dumps(report, indent=1))
+    for slope in slopes:
+        assert slope["handles"] * slope["hours"] < 3, slope
+        assert slope["threads"] * slope["hours"] < 2, slope
+        assert slope["memory"] < 10, slope  # MB an hour
+    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
