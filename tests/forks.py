@@ -86,6 +86,11 @@ class Program:
         self._process = fork(_program, self._args, self._output.name, variables=variables, folder=folder)
 
     @property
+    def pid(self) -> int:
+        assert self._process.pid is not None
+        return self._process.pid
+
+    @property
     def running(self) -> bool:
         return self._process.exitcode is None
 
