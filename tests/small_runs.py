@@ -82,8 +82,12 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
 
 def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
     """train.py, for some steps of a run named `run` in the folder `runs`."""
-    where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
-    return call("train.py", *_TINY, *where, *options, ranks=ranks)
+    return call("train.py", *training(runs, data, steps), *options, ranks=ranks)
+
+
+def training(runs: Path, data: str, steps: int) -> list[str]:
+    """The options of `train`, for a run that a test starts with `start`."""
+    return [*_TINY, f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
 
 
 def newest_checkpoint(runs: Path) -> Path:

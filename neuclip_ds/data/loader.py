@@ -6,16 +6,24 @@ and resuming at any step costs no more than starting at the first.
 
 import atexit
 import logging
+import os
 import signal
-from collections.abc import Callable, Iterator
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from torch.utils.data import DataLoader, Dataset
+from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -23,6 +31,8 @@ from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
+
+_POLL = 1.0  # seconds between checks that the workers live while a batch is waited for
 
 Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
 
@@ -155,53 +165,79 @@ def _load(
     )
     number = failures = 0
     while number < batches.number:
-        iterator = _start(dataset, map(batches.items, range(number, batches.number)), options)
-        with _stopping_workers(iterator):
-            try:
+        try:
+            iterator = _start(dataset, map(batches.items, range(number, batches.number)), options)
+            with _stopping_workers(iterator):
                 while number < batches.number:
                     waited_for = f"{batches.describe(number)} from {options.workers} loader processes"
                     yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options.timeout)
                     number, failures = number + 1, 0
-            except _WorkerFailure as error:
-                failures += 1
-                if failures > options.restarts:
-                    raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; restarting the loader processes (%d of %d)", error, failures, options.restarts)
+        except _WorkerFailure as error:
+            failures += 1
+            if failures > options.restarts:
+                raise UserError(f"{error} ({failures} times in a row).") from error
+            log.warning("%s; restarting the loader processes (%d of %d)", error, failures, options.restarts)
 
 
 def _start(dataset: PairDataset, batches: Iterator[Items], options: LoaderOptions) -> Iterator[Batch | UserError]:
-    return iter(
-        DataLoader(
-            _UserErrorsAsValues(dataset),
-            batch_sampler=batches,
-            collate_fn=_collate,
-            num_workers=options.workers,  # each with one torch thread, torch's default
-            prefetch_factor=options.prefetch if options.workers else None,
-            timeout=options.timeout if options.workers else 0,
-            worker_init_fn=_ignore_signals,
-            pin_memory=options.pin_memory,
-        )
+    loader = DataLoader(
+        _UserErrorsAsValues(dataset),
+        batch_sampler=batches,
+        collate_fn=_collate,
+        num_workers=options.workers,  # each with one torch thread, torch's default
+        prefetch_factor=options.prefetch if options.workers else None,
+        timeout=_POLL if options.workers else 0,
+        worker_init_fn=partial(_start_worker, os.getpid()),
+        pin_memory=options.pin_memory,
     )
+    try:
+        iterator = iter(loader)
+    except RuntimeError as error:
+        if not str(error).startswith("DataLoader worker (pid"):
+            raise
+        raise _WorkerFailure(f"A loader process died while it started: {str(error).rstrip(' .')}") from error
+    if isinstance(iterator, _MultiProcessingDataLoaderIter):
+        # torch's SIGCHLD handler raises wherever the main thread is when a process that it knows has died
+        _remove_worker_pids(id(iterator))
+        iterator._worker_pids_set = False
+    return iterator
 
 
 def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float) -> Batch:
-    try:
-        result = next(iterator)
-    except RuntimeError as error:
-        if str(error).startswith("DataLoader timed out"):
-            raise _WorkerFailure(
-                f"Timed out after {timeout:g} s waiting for {waited_for}: "
-                "check that the storage responds, or raise data.timeout"
-            ) from error
-        if str(error).startswith("DataLoader worker (pid"):
-            raise _WorkerFailure(
-                f"A loader process died while waiting for {waited_for}: {str(error).rstrip(' .')}; "
-                "if memory ran out, lower data.workers or data.prefetch"
-            ) from error
-        raise
+    """Return the next batch; raise `_WorkerFailure` if a worker has died, or `timeout` seconds have passed."""
+    workers = _workers(iterator)
+    began = time.monotonic()
+    with _killing_after(timeout, workers):
+        while True:
+            try:
+                result = next(iterator)
+                break
+            except Exception as error:  # of torch, or of a connection to a process that has died
+                is_poll = str(error).startswith("DataLoader timed out")  # its state is unchanged
+                if workers and wait([worker.sentinel for worker in workers], 0 if is_poll else _POLL):
+                    raise _failure(workers, waited_for, timeout, time.monotonic() - began) from error
+                if not is_poll:
+                    raise
     if isinstance(result, UserError):
         raise result
     return result
+
+
+def _failure(workers: Sequence[BaseProcess], waited_for: str, timeout: float, waited: float) -> _WorkerFailure:
+    if waited >= timeout:
+        return _WorkerFailure(
+            f"Timed out after {timeout:g} s waiting for {waited_for}: "
+            "check that the storage responds, or raise data.timeout"
+        )
+    ended = wait([worker.sentinel for worker in workers])
+    dead = next(worker for worker in workers if worker.sentinel in ended)
+    dead.join()  # sets its exit code
+    code = dead.exitcode or 0
+    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+    return _WorkerFailure(
+        f"A loader process died while waiting for {waited_for}: {end}; "
+        "if memory ran out, lower data.workers or data.prefetch"
+    )
 
 
 def _collate(batch: Any) -> Any:
@@ -209,31 +245,54 @@ def _collate(batch: Any) -> Any:
     return batch
 
 
-def _ignore_signals(worker: int) -> None:
-    """Ignore signals that launchers (SIGTERM) and schedulers (SIGUSR1) send to the whole process tree.
+def _start_worker(parent: int, worker: int) -> None:
+    end_with_parent(parent)
 
-    The main process saves a checkpoint while its workers are alive, and then ends them.
+
+def _workers(iterator: Iterator[Batch | UserError]) -> Sequence[BaseProcess]:
+    return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
+
+
+def _kill(workers: Sequence[BaseProcess]) -> None:
+    for worker in workers:
+        worker.kill()
+
+
+@contextmanager
+def _killing_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
+    """Kill the workers if the block takes too long.
+
+    This also ends a read from a worker that has stopped in the middle of handing over a batch, for which torch has no
+    time limit.
     """
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+    timer = threading.Timer(seconds, _kill, [workers])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextmanager
 def _stopping_workers(iterator: Iterator[Batch | UserError]) -> Iterator[None]:
-    """End the iterator's workers when the block ends, at the latest when the interpreter exits.
+    """Kill the iterator's workers when the block ends, at the latest when the interpreter exits.
 
-    torch sends them SIGTERM, which they ignore, so a stuck worker would otherwise block the exit for ever.
+    They have nothing to save. torch's own end would wait for locks that a killed worker may hold.
     """
     if not isinstance(iterator, _MultiProcessingDataLoaderIter):
         yield
         return
 
     def stop() -> None:
-        iterator._shutdown_workers()
+        iterator._shutdown = True  # for torch
+        _kill(iterator._workers)
         for worker in iterator._workers:
-            if worker.is_alive():
-                worker.kill()
             worker.join()  # else it stays a zombie
+        for queue in iterator._index_queues:
+            queue.close()
+        if iterator._pin_memory:
+            iterator._pin_memory_thread_done_event.set()
 
     atexit.register(stop)
     try:

@@ -1,0 +1,51 @@
+"""Processes that end with the one that starts them, even when that is killed."""
+
+import ctypes
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from multiprocessing import get_context
+
+from neuclip_ds.errors import UserError
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def end_with_parent(parent: int) -> None:
+    """Make the kernel kill this process when process `parent`, which has started it, ends.
+
+    Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
+    decides when its helpers end.
+    """
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it has ended before the call
+        os._exit(1)
+
+
+@contextmanager
+def process_pool(processes: int, start_method: str | None = None) -> Iterator[ProcessPoolExecutor]:
+    """Yield a pool of processes, which end with the block, and at once when the block fails.
+
+    Raises:
+        UserError: one of them was killed.
+    """
+    context = get_context(start_method)
+    pool = ProcessPoolExecutor(processes, context, initializer=end_with_parent, initargs=(os.getpid(),))
+    try:
+        yield pool
+    except BaseException as error:
+        for process in list((pool._processes or {}).values()):
+            process.kill()
+        if isinstance(error, BrokenProcessPool):
+            raise UserError(
+                f"One of {processes} worker processes was killed; if memory ran out, use fewer of them."
+            ) from error
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
