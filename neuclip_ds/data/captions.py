@@ -2,16 +2,22 @@
 
 `data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
 list of strings under a key of the JSON member (where recaptioned data sets keep them).
+
+A caption is text that every tokenizer takes: invalid UTF-8 and lone surrogates (which JSON can spell, and no encoding
+holds) become U+FFFD, NUL a space, and what follows the first 10,000 characters is cut off.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from neuclip_ds.errors import UserError
 
 TEXT, JSON = "txt", "json"
 _LINES = "lines"
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_CHARACTERS = 10_000  # more than the context of any text tower; megabytes would take a tokenizer seconds
 
 
 class _Source(NamedTuple):
@@ -41,7 +47,16 @@ class Captions:
         for source in self._sources:
             if source.extension in members:
                 found += _texts(source, members[source.extension])
-        return [text for text in (text.strip() for text in found) if text]
+        return [text for text in map(_clean, found) if text]
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the object of a JSON member, or an empty one if the member holds no valid object."""
+    try:
+        tree = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):  # ValueError also for numbers of more than 4,300 digits
+        return {}
+    return tree if isinstance(tree, dict) else {}
 
 
 def _parse(name: str) -> _Source:
@@ -52,12 +67,12 @@ def _parse(name: str) -> _Source:
 
 
 def _texts(source: _Source, data: bytes) -> list[str]:
-    text = data.decode("utf-8", "replace")
     if source.extension == TEXT:
+        text = data.decode("utf-8", "replace")
         return text.splitlines() if source.key == _LINES else [text]
-    try:
-        tree = json.loads(text)
-    except ValueError:
-        return []
-    value = tree.get(source.key) if isinstance(tree, dict) else None
+    value = json_object(data).get(source.key)
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+
+
+def _clean(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text.replace("\0", " ").strip()[:_MAX_CHARACTERS])

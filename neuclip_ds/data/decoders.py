@@ -1,8 +1,12 @@
 """Decode images: with PIL by default, or JPEGs with torchvision or simplejpeg, which are faster.
 
-All three use libjpeg-turbo. PIL and simplejpeg can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT, much
-faster; pixels differ slightly from a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to
-PIL.
+PIL reads the header first, whoever decodes, so all agree on what is no image: only the formats that crawls of the web
+hold are tried (an EPS would start Ghostscript), and no more pixels than memory has room for. All use libjpeg-turbo. PIL
+and simplejpeg can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT, much faster; pixels differ slightly
+from a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to PIL.
+
+The result is 8-bit RGB: of 16 bits a channel the high byte, alpha dropped as in open_clip and timm, of an animation the
+first frame.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ import io
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from neuclip_ds.errors import UserError
@@ -19,8 +24,10 @@ from neuclip_ds.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_MAX_PIXELS = 89_478_485  # PIL's own limit, above which it warns; 268 MB of RGB
 _MAX_ASPECT = 100  # resizing the short side of a longer strip would take gigabytes
-_JPEG = b"\xff\xd8"
+_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in a file, as cameras write them
 
 
 class DecodeError(Exception):
@@ -44,21 +51,10 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
         min_side: a JPEG at least twice as large on both sides is decoded at a smaller scale, never below this.
 
     Raises:
-        DecodeError: unknown format, truncated or broken data, or a side beyond 100 times the other.
+        DecodeError: another format than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
+            pixels, or a side beyond 100 times the other.
     """
-    try:
-        image: Image.Image = Image.open(io.BytesIO(data))
-        full_size = image.size
-        if min_side is not None:
-            image.draft("RGB", (min_side, min_side))
-        image = image.convert("RGB")
-    except MemoryError:
-        raise
-    except UnidentifiedImageError as error:  # whose message contains a memory address
-        raise DecodeError("unknown image format") from error
-    except Exception as error:  # decoders raise many types: OSError, SyntaxError, zlib.error
-        raise DecodeError(f"{type(error).__name__}: {error}") from error
-    return Decoded(image, _checked(full_size))
+    return _decode(_read_header(data), min_side)
 
 
 def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
@@ -66,29 +62,30 @@ def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
     import torch
     from torchvision.io import ImageReadMode, decode_jpeg
 
+    header = _read_header(data)
     # libjpeg fills the missing part of a truncated file, which has no end-of-image marker, with grey without an error
-    if not data.startswith(_JPEG) or data.rfind(b"\xff\xd9") <= 0:
-        return decode_pil(data, min_side)
+    if header.format not in _JPEG or data.rfind(b"\xff\xd9") <= 0:
+        return _decode(header, min_side)
     try:
         image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
     except RuntimeError:
-        return decode_pil(data, min_side)
-    return Decoded(image, _checked((image.shape[2], image.shape[1])))
+        return _decode(header, min_side)
+    return Decoded(image, header.size)
 
 
 def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode as `decode_pil`, but JPEGs with simplejpeg."""
     import simplejpeg
 
-    if not data.startswith(_JPEG):
-        return decode_pil(data, min_side)
+    header = _read_header(data)
+    if header.format not in _JPEG:
+        return _decode(header, min_side)
+    least = {} if min_side is None else {"min_height": min_side, "min_width": min_side}
     try:
-        height, width, _, _ = simplejpeg.decode_jpeg_header(data)
-        least = {} if min_side is None else {"min_height": min_side, "min_width": min_side}
         pixels = simplejpeg.decode_jpeg(data, "RGB", **least)
     except ValueError:
-        return decode_pil(data, min_side)
-    return Decoded(Image.fromarray(pixels), _checked((width, height)))
+        return _decode(header, min_side)
+    return Decoded(Image.fromarray(pixels), header.size)
 
 
 def find_decoder(name: str) -> Decode:
@@ -106,7 +103,33 @@ DECODERS: dict[str, tuple[str, Decode]] = {
 }
 
 
-def _checked(full_size: tuple[int, int]) -> tuple[int, int]:
-    if max(full_size) > _MAX_ASPECT * min(full_size):
-        raise DecodeError(f"{full_size[0]} x {full_size[1]} pixels exceed an aspect ratio of {_MAX_ASPECT}")
-    return full_size
+def _read_header(data: bytes) -> Image.Image:
+    """Return an image whose pixels are not decoded yet; raise DecodeError where they must not be."""
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+    except MemoryError:
+        raise
+    except UnidentifiedImageError as error:  # whose message contains a memory address
+        raise DecodeError("unknown image format") from error
+    except Exception as error:  # decoders raise many types: OSError, SyntaxError, zlib.error
+        raise DecodeError(f"{type(error).__name__}: {error}") from error
+    width, height = image.size
+    if width * height > _MAX_PIXELS:
+        raise DecodeError(f"{width} x {height} pixels exceed {_MAX_PIXELS}")
+    if not 0 < max(width, height) <= _MAX_ASPECT * min(width, height):
+        raise DecodeError(f"{width} x {height} pixels are empty or exceed an aspect ratio of {_MAX_ASPECT}")
+    return image
+
+
+def _decode(image: Image.Image, min_side: int | None) -> Decoded:
+    full_size = image.size
+    try:
+        if min_side is not None:
+            image.draft("RGB", (min_side, min_side))
+        if image.mode.startswith("I"):  # 16 bits of grey, which PIL would clip at 255
+            image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+        return Decoded(image.convert("RGB"), full_size)
+    except MemoryError:
+        raise
+    except Exception as error:  # as above
+        raise DecodeError(f"{type(error).__name__}: {error}") from error

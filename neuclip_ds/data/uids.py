@@ -4,16 +4,18 @@ A uid is 32 hex digits in the sample's JSON and a pair of 64-bit words in the fi
 file of a billion uids takes 16 GB: it is memory-mapped and searched for all uids of a shard at once.
 """
 
-import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+from neuclip_ds.data.captions import json_object
 from neuclip_ds.errors import UserError
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])
+_HEX = re.compile("[0-9a-fA-F]{32}")
 _CHUNK = 1 << 22  # uids checked at once
 UidArray = NDArray[np.void]  # dtype UID
 
@@ -44,30 +46,24 @@ class UidFiles:
 
 def parse_uid(text: object) -> tuple[int, int] | None:
     """Return the two 64-bit words of 32 hex digits, or None for anything else."""
-    if not isinstance(text, str) or len(text) != 32:
+    if not isinstance(text, str) or not _HEX.fullmatch(text):
         return None
-    try:
-        return int(text[:16], 16), int(text[16:], 16)
-    except ValueError:
-        return None
+    return int(text[:16], 16), int(text[16:], 16)
 
 
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     """Return the uid in a sample's JSON member, or None if it has none."""
-    try:
-        tree = json.loads(data)
-    except ValueError:
-        return None
-    return parse_uid(tree.get(key)) if isinstance(tree, dict) else None
+    return parse_uid(json_object(data).get(key))
 
 
 def _map(path: Path) -> UidArray:
     try:
-        listed = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (OSError, ValueError) as error:
+        listed = np.lib.format.open_memmap(path, mode="r")
+    except Exception as error:  # a damaged header raises many types: ValueError, SyntaxError, OverflowError
         raise UserError(
             f"The uid file {path} cannot be read ({error}); it must be a .npy file of dtype u8,u8."
         ) from error
-    if listed.dtype.names is None or len(listed.dtype) != 2 or listed.dtype.itemsize != 16 or listed.ndim != 1:
+    words = [listed.dtype[name].str for name in listed.dtype.names or ()]
+    if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:
         raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")
     return listed.view(UID)
