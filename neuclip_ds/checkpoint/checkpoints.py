@@ -2,43 +2,56 @@
 
 `checkpoints/step_000000100/` holds
 
-    meta.json                       format, step, position in the data, fingerprint of the run (`facts`)
+    meta.json                       format, step, position in the data, fingerprint of the run (`facts`), and the
+                                    checksums of all files (checkpoint/integrity.py)
     engine/                         float32 weights and moments, one file a rank (checkpoint/sharded_state.py)
     objective.safetensors           what is equal on all ranks: temperature, counters
     NAME.START-STOP.safetensors     partitioned tables: per-sample statistics, NPN columns (state/partition.py)
+    config.yaml, tokenizer/, model/ what the model was trained with
 
-It is written under `.partial-...`, synced to disk, and renamed by rank 0 when all ranks are done. Nothing in it depends
-on how many ranks wrote it, nor on their ZeRO stage and precision: a run may resume with others. No random state is
-kept: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run code:
-all are JSON or safetensors.
+It is written under `.partial-...`, synced to disk and read back, and renamed by rank 0 when all ranks are done. Nothing
+in it depends on how many ranks wrote it, nor on their ZeRO stage and precision: a run may resume with others. No random
+state is kept: data order and augmentation are functions of (seed, step), dropout of (seed, step, rank). No file can run
+code: all are text or safetensors.
 
 `checkpoints/best.json` names the step with the best evaluation (`run.best_metric`).
 """
 
-import json
 import logging
-import os
 import shutil
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
-from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
+from neuclip_ds.checkpoint.engine_state import engine_files, load_engine
+from neuclip_ds.checkpoint.integrity import (
+    FORMAT,
+    META,
+    DamagedCheckpoint,
+    is_complete,
+    read_meta,
+    read_sealed,
+    seal,
+    verify,
+)
+from neuclip_ds.checkpoint.writing import SaveFailed, explain_failure, sync_folders, write_files
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.state.checksum import Checksum
+from neuclip_ds.state.partition import load_rows, row_files
+from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile
 
 log = logging.getLogger(__name__)
 
 Fingerprint = Mapping[str, Any]
 """What a resumed run must share with the one that wrote a checkpoint."""
 
-_FORMAT = 2  # 1 held DeepSpeed's own files
-_RENAMED = {"slots": "shard_streams"}  # in facts of checkpoints written before the name changed
+_PARTIAL = ".partial-"  # what a name begins with while its folder is written or deleted
 
 
 class Best(NamedTuple):
@@ -52,7 +65,12 @@ class Best(NamedTuple):
 def read_best(folder: Path) -> Best | None:
     """Read which checkpoint was the best from a run's folder `checkpoints`; None where none was kept."""
     path = folder / "best.json"
-    return Best(**json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else None
+    if not path.is_file():
+        return None
+    found, _ = read_sealed(path)
+    if found.keys() != set(Best._fields):
+        raise DamagedCheckpoint(f"{path} is damaged. Delete it: the next evaluation writes it anew.")
+    return Best(**found)
 
 
 def step_folder(folder: Path, step: int) -> Path:
@@ -60,56 +78,141 @@ def step_folder(folder: Path, step: int) -> Path:
     return folder / f"step_{step:09d}"
 
 
-def is_complete(path: Path) -> bool:
-    """Return whether a folder is a checkpoint."""
-    return (path / "meta.json").is_file()
-
-
 def complete_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoints in a run's folder `checkpoints`; the newest is the largest path."""
     return [path for path in folder.glob("step_*") if is_complete(path)]
 
 
-class Checkpoints:
-    """The checkpoints of one run."""
+class _Saving(NamedTuple):
+    """A save in progress."""
 
-    def __init__(self, folder: Path, communicator: Communicator, keep: int) -> None:
+    target: Path
+    meta: dict[str, Any]
+    written: Future[dict[str, Checksum]]  # by this rank
+
+
+class Checkpoints:
+    """The checkpoints of one run; all ranks call its methods together.
+
+    Args:
+        folder: the run's folder `checkpoints`, created with the first one.
+        keep: number of newest checkpoints that are kept.
+        trained_with: what else each of them holds, content by name: config, tokenizer, model description.
+        background: write from a copy of the state in host memory while training continues.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        communicator: Communicator,
+        keep: int,
+        trained_with: Mapping[str, bytes] | None = None,
+        background: bool = False,
+    ) -> None:
         self._folder, self._communicator, self._keep = folder, communicator, keep
+        self._trained_with, self._background = trained_with or {}, background
+        self._saving: _Saving | None = None
+
+    def exist(self) -> bool:
+        """Return whether there is any, intact or not."""
+        return self._communicator.on_rank_zero(lambda: bool(_all_of(self._folder)))
 
     def newest(self) -> Path | None:
-        """Return the newest complete checkpoint, the same on all ranks."""
-        return self._communicator.on_rank_zero(lambda: max(complete_checkpoints(self._folder), default=None))
+        """Return the newest checkpoint whose files are as they were written, None if there are no checkpoints.
+
+        Logs a warning about each that is damaged; raises `UserError` if all are.
+        """
+        problem = None
+        for path in self._communicator.on_rank_zero(lambda: _all_of(self._folder)):
+            problem = self._problem_of(path)
+            if problem is None:
+                return path
+            if self._communicator.rank == 0:
+                log.warning("%s is not used: %s", path.name, problem)
+        if problem is not None:
+            raise UserError(
+                f"No checkpoint in {self._folder} can be read, of the oldest: {problem} Restore one, or start a new "
+                "run under another --run.name."
+            )
+        return None
+
+    def set_aside_beyond(self, step: int) -> None:
+        """Rename the checkpoints of later steps, which are damaged, so that new ones can take their place."""
+
+        def rename() -> None:
+            for path in _all_of(self._folder):
+                if path > step_folder(self._folder, step):
+                    aside = path.with_name(f"damaged-{path.name}")
+                    _delete(aside)
+                    path.rename(aside)
+                    log.warning("%s is renamed to %s; delete it once it is of no use", path, aside.name)
+
+        self._communicator.on_rank_zero(rename)
 
     def save(
         self, step: int, engine: Any, objective: Objective, fingerprint: Fingerprint, data: Mapping[str, Any]
     ) -> Path:
-        """Write the state after `step` steps, on all ranks together, and delete the oldest beyond `keep`."""
+        """Save the state after `step` steps, and delete the oldest beyond `keep` once the new one is verified.
+
+        In the background, `publish` or `finish` completes it; another save in progress is completed first. Raises
+        `SaveFailed` on all ranks where any could not write; no trace of the checkpoint is left then.
+        """
+        self.finish()
         target = step_folder(self._folder, step)
-        partial = self._folder / f".partial-{target.name}"
-        self._communicator.on_rank_zero(lambda: _empty(partial))
-        save_engine(partial / "engine", engine, self._communicator)
-        for name, table in objective.row_tables().items():
-            save_rows(partial, name, table)
-        if self._communicator.rank == 0:
-            state = {key: value.detach().cpu().contiguous() for key, value in objective.replicated_state().items()}
-            save_file(state, partial / "objective.safetensors")
-            meta = {"format": _FORMAT, "step": step, "facts": dict(fingerprint), "data": dict(data)}
-            (partial / "meta.json").write_text(json.dumps(meta, indent=2), encoding="utf-8")
-        _sync(partial)
-        self._communicator.barrier()
-        self._communicator.on_rank_zero(lambda: self._publish(partial, target))
+        files = self._files(engine, objective)
+        self._make_room(_partial(target), sum(file.bytes for file in files))
+        if self._background:
+            files = [file.copied() for file in files]
+        meta = {"format": FORMAT, "step": step, "facts": dict(fingerprint), "data": dict(data)}
+        thread = ThreadPoolExecutor(1, "checkpoint")
+        self._saving = _Saving(target, meta, thread.submit(write_files, _partial(target), files))
+        thread.shutdown(wait=False)
+        if not self._background:
+            self.finish()
         return target
 
+    def publish(self) -> bool:
+        """Complete the save in progress if all ranks have written it; return whether that was so."""
+        if self._saving is None or not all(self._communicator.gather_objects(self._saving.written.done())):
+            return False
+        return self.finish()
+
+    def finish(self) -> bool:
+        """Wait for the save in progress and complete it; return whether there was one.
+
+        Raises `SaveFailed` as `save` does.
+        """
+        if self._saving is None:
+            return False
+        saving, self._saving = self._saving, None
+        partial, checksums = _partial(saving.target), dict[str, Checksum]()
+        try:
+            for found in self._communicator.gather_objects(_outcome(saving.written)):
+                if isinstance(found, SaveFailed):
+                    raise found
+                checksums |= found
+            self._communicator.on_rank_zero(lambda: self._complete(saving, checksums))
+        except SaveFailed:
+            self._communicator.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
+            raise
+        return True
+
+    def abandon(self) -> None:
+        """Wait for this rank's part of the save in progress, without the other ranks, and leave it incomplete."""
+        if self._saving is not None:
+            self._saving.written.exception()
+            self._saving = None
+
     def best(self) -> Best | None:
-        """Return the last argument of `keep_best`, the same on all ranks."""
-        return self._communicator.on_rank_zero(lambda: read_best(self._folder))
+        """Return the last argument of `keep_best` if its checkpoint still exists, the same on all ranks."""
+        return self._communicator.on_rank_zero(self._find_best)
 
     def keep_best(self, best: Best) -> None:
         """Keep the checkpoint of this step, however old, instead of the former best."""
 
         def write() -> None:
-            with atomic_write(self._folder / "best.json") as path:
-                path.write_text(json.dumps(best._asdict()), encoding="utf-8")
+            with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:
+                path.write_text(seal(best._asdict()), encoding="utf-8")
 
         self._communicator.on_rank_zero(write)
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
@@ -119,7 +222,7 @@ class Checkpoints:
 
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
-        meta = read_meta(path)
+        meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, wanted in fingerprint.items():
             found = meta["facts"].get(key)
             if found != wanted:
@@ -130,55 +233,96 @@ class Checkpoints:
         return int(meta["step"]), meta["data"]
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
-        """Fill engine and objective from a checkpoint; raise `UserError` where files are missing or damaged."""
+        """Fill engine and objective from a checkpoint of `newest`; raise `UserError` where files do not match."""
         load_engine(path / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
         objective.load_replicated_state(load_file(path / "objective.safetensors"))
 
-    def _publish(self, partial: Path, target: Path) -> None:
-        if target.exists():  # the same step, saved by an earlier start of this run
-            shutil.rmtree(target)
-        partial.rename(target)
-        _sync_folder(self._folder)
-        best = read_best(self._folder)
-        kept = step_folder(self._folder, best.step) if best else None
-        for path in sorted(complete_checkpoints(self._folder))[: -self._keep]:
-            if path != kept:
-                shutil.rmtree(path)
+    def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
+        """Return what this rank writes, with views of the state."""
+        files = [file._replace(name=f"engine/{file.name}") for file in engine_files(engine, self._communicator)]
+        for name, table in objective.row_tables().items():
+            files += row_files(name, table)
+        if self._communicator.rank == 0:
+            files.append(TensorFile("objective.safetensors", objective.replicated_state()))
+            files += [BytesFile(name, content) for name, content in self._trained_with.items()]
+        return files
+
+    def _make_room(self, partial: Path, size: int) -> None:
+        """Make the new folder, without what an interrupted save left; raise `SaveFailed` if the disk has no room."""
+        needed = sum(self._communicator.gather_objects(size))
+
+        def make() -> None:
+            with explain_failure(self._folder):
+                self._folder.mkdir(exist_ok=True)
+                for stale in self._folder.glob(f"{_PARTIAL}*"):
+                    shutil.rmtree(stale)
+                free = shutil.disk_usage(self._folder).free
+                if free < needed:
+                    raise SaveFailed(
+                        f"{partial} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left."
+                    )
+                for place in ("engine", *(str(Path(name).parent) for name in self._trained_with)):
+                    (partial / place).mkdir(parents=True, exist_ok=True)
+
+        self._communicator.on_rank_zero(make)
+
+    def _complete(self, saving: _Saving, checksums: Mapping[str, Checksum]) -> None:
+        """Write meta.json, which makes it a checkpoint, give it its name, and delete the oldest."""
+        partial, target = _partial(saving.target), saving.target
+        with explain_failure(target):
+            text = seal({**saving.meta, "files": dict(sorted(checksums.items()))})
+            write_files(partial, [BytesFile(META, text.encode())])
+            sync_folders(partial)
+            _delete(target)  # the same step, saved by an earlier start of this run
+            partial.rename(target)
+            sync_folders(self._folder)
+            best = self._find_best()
+            kept = step_folder(self._folder, best.step) if best else None
+            for path in _all_of(self._folder)[self._keep :]:
+                if path != kept:
+                    _delete(path)
         log.info("checkpoint %s", target)
 
+    def _problem_of(self, path: Path) -> str | None:
+        """Return the first rank's sentence about a damaged file; each rank reads its share of the files."""
+        found = None
+        try:
+            verify(path, self._communicator.rank, self._communicator.world_size)
+        except DamagedCheckpoint as error:
+            found = str(error)
+        return next((problem for problem in self._communicator.gather_objects(found) if problem), None)
 
-def read_meta(path: Path) -> dict[str, Any]:
-    """Read meta.json of a checkpoint, `step`, `facts` and `data`; raise `UserError` if it has another format."""
-    meta: dict[str, Any] = json.loads((path / "meta.json").read_text(encoding="utf-8"))
-    if meta.get("format") != _FORMAT:
-        raise UserError(
-            f"The checkpoint {path} was written in format {meta.get('format')}, this version reads {_FORMAT}. "
-            "Finish the run with the version that wrote it, or start a new run under another --run.name."
-        )
-    meta["facts"] = {_RENAMED.get(name, name): value for name, value in meta["facts"].items()}
-    return meta
-
-
-def _empty(folder: Path) -> None:
-    """Make a new folder, and delete what an interrupted save left."""
-    for stale in folder.parent.glob(".partial-*"):
-        shutil.rmtree(stale)
-    (folder / "engine").mkdir(parents=True)
+    def _find_best(self) -> Best | None:
+        best = read_best(self._folder)
+        return best if best and is_complete(step_folder(self._folder, best.step)) else None
 
 
-def _sync(folder: Path) -> None:
-    """Force the files to disk, so that a power cut after the rename cannot leave empty ones."""
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+def verify_together(path: Path, communicator: Communicator) -> None:
+    """Raise `UserError` on all ranks where a checkpoint's file is not as it was written; each rank reads a share."""
+    communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
 
 
-def _sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
+def _partial(target: Path) -> Path:
+    return target.with_name(f"{_PARTIAL}{target.name}")
+
+
+def _all_of(folder: Path) -> list[Path]:
+    """List the checkpoints, intact or not, the newest first."""
+    return sorted(folder.glob("step_*"), reverse=True)
+
+
+def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, Checksum] | SaveFailed:
     try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+        return written.result()
+    except SaveFailed as error:
+        return error
+
+
+def _delete(folder: Path) -> None:
+    """Delete a checkpoint so that an interruption leaves no half of one under its name."""
+    if folder.exists():
+        doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
+        folder.rename(doomed)
+        shutil.rmtree(doomed)

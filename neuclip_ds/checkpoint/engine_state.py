@@ -21,18 +21,31 @@ from neuclip_ds.checkpoint.sharded_state import (
     WEIGHT,
     StateFiles,
     StateShard,
-    write_buffers,
-    write_index,
-    write_state_shards,
+    buffers_file,
+    index_file,
+    shards_file,
 )
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
+from neuclip_ds.state.tensor_file import StateFile
 
 log = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+def engine_files(engine: Any, communicator: Communicator) -> list[StateFile]:
+    """Return the files of weights and optimizer state that this rank writes, with views of both; a collective call."""
+    save = communicator.on_rank_zero(lambda: secrets.token_hex(8))
+    world_size, rank = communicator.world_size, communicator.rank
+    files: list[StateFile] = [shards_file(rank, world_size, save, list(_state_shards(engine, communicator)))]
+    if rank == 0:
+        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+        shapes, kind = parameter_shapes(engine.module), _kind_of(engine, communicator)
+        files += [buffers_file(save, _buffers(engine.module)), index_file(world_size, save, shapes, counters, kind)]
+    return files
 
 
 def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
@@ -40,19 +53,14 @@ def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
 
     Only shards on another device than the CPU are copied, one at a time.
     """
-    save = communicator.on_rank_zero(lambda: secrets.token_hex(8))
-    world_size, rank = communicator.world_size, communicator.rank
-    write_state_shards(folder, rank, world_size, save, list(_state_shards(engine, communicator)))
-    if rank == 0:
-        write_buffers(folder, save, _buffers(engine.module))
-        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
-        write_index(folder, world_size, save, parameter_shapes(engine.module), counters, _kind_of(engine, communicator))
+    for file in engine_files(engine, communicator):
+        file.write(folder)
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
     """Fill a freshly built engine, on all ranks together, from what any number of ranks of any ZeRO stage wrote.
 
-    Raises `UserError` on all ranks where any finds the files missing, damaged or of another model.
+    The caller has verified them. Raises `UserError` on all ranks where any finds files missing or of another model.
     """
 
     def read() -> StateFiles:
@@ -139,7 +147,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
 
 def _open(folder: Path, module: Any) -> StateFiles:
     """Open the files and compare the shapes of their parameters with the model's."""
-    files = StateFiles(folder)
+    files = StateFiles(folder, verified=True)
     found = {name: list(files.shape(name)) for name in files.names()}
     wanted = parameter_shapes(module)
     for name in sorted(found.keys() | wanted.keys()):

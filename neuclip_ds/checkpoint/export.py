@@ -4,7 +4,8 @@ from pathlib import Path
 
 from safetensors.torch import load_file
 
-from neuclip_ds.checkpoint.checkpoints import read_best, read_meta, step_folder
+from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
+from neuclip_ds.checkpoint.integrity import read_meta, verify
 from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
@@ -37,12 +38,14 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
 
-    Returns the exported checkpoint. Raises `UserError` if there is none, or the format cannot express the model.
+    Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
+    the model.
     """
     checkpoint = find_checkpoint(_best(path) if best else path)
+    verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    package = run.source.package(run.tokenizer, StateFiles(checkpoint / "engine").weights(), logits)
+    package = run.source.package(run.tokenizer, StateFiles(checkpoint / "engine", verified=True).weights(), logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 

@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import NamedTuple
 
-from neuclip_ds.checkpoint.checkpoints import is_complete
+from neuclip_ds.checkpoint.checkpoints import verify_together
+from neuclip_ds.checkpoint.integrity import is_complete
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -13,6 +14,8 @@ from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.source import ModelSource, locate_model, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.recipe import load_saved
+
+_CONFIG = "config.yaml"
 
 
 class SavedModel(NamedTuple):
@@ -37,9 +40,10 @@ def open_model(name: str, communicator: Communicator) -> SavedModel:
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):
         checkpoint = communicator.on_rank_zero(lambda: find_checkpoint(path))
+        verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
         model = run.source.build(run.tokenizer)
-        model.load_state_dict(StateFiles(checkpoint / "engine").weights())
+        model.load_state_dict(StateFiles(checkpoint / "engine", verified=True).weights())
         return SavedModel(str(checkpoint), model, run.tokenizer, run.source.preprocessing, run.config, checkpoint)
     config = ModelConfig(pretrained=name)
     source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
@@ -53,13 +57,13 @@ def find_checkpoint(path: Path) -> Path:
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
     found = found.resolve()
-    if not (found.parent.parent / "config.yaml").is_file():
+    if not (_home(found) / _CONFIG).is_file():  # of an earlier version
         raise UserError(f"{found} is not inside a run: the config.yaml of its run must be two folders above it.")
     return found
 
 
 class SavedRun(NamedTuple):
-    """What a run keeps besides its checkpoints."""
+    """What a checkpoint was trained with."""
 
     config: Config
     source: ModelSource
@@ -68,12 +72,17 @@ class SavedRun(NamedTuple):
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """Open the run that a checkpoint from `find_checkpoint` belongs to."""
-    run = checkpoint.parent.parent
-    config = load_saved(run / "config.yaml")
-    source, start = open_saved(config.model, run / "model")
-    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(run / "tokenizer", config.model.text.context_length))
+    """Open what a checkpoint from `find_checkpoint` was trained with."""
+    home = _home(checkpoint)
+    config = load_saved(home / _CONFIG)
+    source, start = open_saved(config.model, home / "model")
+    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(home / "tokenizer", config.model.text.context_length))
     return SavedRun(config, source, start, tokenizer)
+
+
+def _home(checkpoint: Path) -> Path:
+    """Return where config, tokenizer and model description are: earlier versions kept them in the run's folder."""
+    return checkpoint if (checkpoint / _CONFIG).is_file() else checkpoint.parent.parent
 
 
 def _no_tokenizer() -> CaptionTokenizer:

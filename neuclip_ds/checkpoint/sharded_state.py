@@ -27,11 +27,11 @@ from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
+from neuclip_ds.checkpoint.integrity import is_complete, verify
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import save_tensors
+from neuclip_ds.state.tensor_file import BytesFile, TensorFile
 
 FORMAT = "neuclip_ds.engine.1"
 WEIGHT = "weight"
@@ -55,30 +55,28 @@ class StateShard(NamedTuple):
         return f"{self.kind}/{self.name}/" + (f"{self.start}-{self.stop}" if self.tensor.ndim else "scalar")
 
 
-def write_state_shards(folder: Path, rank: int, files: int, save: str, shards: Sequence[StateShard]) -> None:
-    """Write the file number `rank` of `files`, shard by shard; all files of one save share the identity `save`."""
+def shards_file(rank: int, files: int, save: str, shards: Sequence[StateShard]) -> TensorFile:
+    """Return the file number `rank` of `files`; all files of one save share the identity `save`."""
     tensors = {shard.key: shard.tensor for shard in shards}
-    save_tensors(folder / _file_name(rank, files), tensors, {"format": FORMAT, "save": save})
+    return TensorFile(_file_name(rank, files), tensors, {"format": FORMAT, "save": save})
 
 
-def write_buffers(folder: Path, save: str, buffers: Mapping[str, Tensor]) -> None:
-    """Write buffers.safetensors."""
-    there = {name: buffer.detach().cpu().contiguous() for name, buffer in buffers.items()}
-    save_file(there, folder / BUFFERS, {"format": FORMAT, "save": save})
+def buffers_file(save: str, buffers: Mapping[str, Tensor]) -> TensorFile:
+    """Return buffers.safetensors."""
+    return TensorFile(BUFFERS, buffers, {"format": FORMAT, "save": save})
 
 
-def write_index(
-    folder: Path,
+def index_file(
     files: int,
     save: str,
     parameters: Mapping[str, Sequence[int]],
     counters: Mapping[str, int],
     written_by: Mapping[str, Any],
-) -> None:
-    """Write engine.json, with the entries above."""
+) -> BytesFile:
+    """Return engine.json, with the entries above."""
     index = {"format": FORMAT, "save": save, "files": files}
     index |= {"counters": counters, "written_by": written_by, "parameters": parameters}
-    (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
+    return BytesFile(INDEX, json.dumps(index, indent=1).encode())
 
 
 class StateFiles:
@@ -97,8 +95,15 @@ class StateFiles:
         written_by: world_size, zero_stage and precision of the writer.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, verified: bool = False) -> None:
+        """
+        Args:
+            folder: of a checkpoint, whose checksums are compared, or what `save_engine` wrote elsewhere.
+            verified: whether the caller has compared the checksums.
+        """
         self.folder = folder
+        if not verified and is_complete(folder.parent):
+            verify(folder.parent, inside=f"{folder.name}/")
         index = _read_index(folder)
         self.counters: dict[str, int] = index["counters"]
         self.written_by: dict[str, Any] = index["written_by"]

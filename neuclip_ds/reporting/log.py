@@ -2,6 +2,7 @@
 
 import logging
 import sys
+from logging.handlers import MemoryHandler
 from pathlib import Path
 
 import rich
@@ -14,7 +15,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr, and on rank 0 to `log_file` as well.
 
     Rank 0 logs INFO of this package and WARNING of all others; other ranks log WARNING only, as `[rank r] ...`.
-    A second call replaces the handlers of the first.
+    A second call replaces the handlers of the first. What rank 0 logs before a call with a file goes there too.
 
     Args:
         rank: of this process.
@@ -22,10 +23,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """
     handlers: list[logging.Handler]
     if rank == 0:
-        handlers = [_console_handler()]
-        if log_file is not None:
-            log_file.parent.mkdir(parents=True, exist_ok=True)
-            handlers.append(_plain(logging.FileHandler(log_file, encoding="utf-8"), PLAIN))
+        handlers = [_console_handler(), _held() if log_file is None else _file_handler(log_file)]
     else:
         handlers = [_plain(logging.StreamHandler(sys.stderr), f"[rank {rank}] {PLAIN}")]
     _replace_handlers(handlers)
@@ -51,6 +49,33 @@ def _console_handler() -> logging.Handler:
 def _plain(handler: logging.Handler, layout: str) -> logging.Handler:
     handler.setFormatter(logging.Formatter(layout))
     return handler
+
+
+def _held() -> MemoryHandler:
+    """Return a handler that keeps everything until there is a file."""
+    return MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
+
+
+def _file_handler(path: Path) -> logging.Handler:
+    """Return the handler of a file, after it has received what was kept for one."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    handler = _plain(_LogFile(path, encoding="utf-8"), PLAIN)
+    for held in logging.getLogger().handlers:
+        if held.name == __name__ and isinstance(held, MemoryHandler):
+            held.setTarget(handler)
+            held.flush()
+    return handler
+
+
+class _LogFile(logging.FileHandler):
+    """A log file that stops at a full disk or a vanished folder instead of printing a traceback for each line."""
+
+    _failed = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        if not self._failed:
+            print(f"warning: {self.baseFilename} cannot be written; lines are missing there", file=sys.stderr)
+        self._failed = True
 
 
 def _replace_handlers(handlers: list[logging.Handler]) -> None:

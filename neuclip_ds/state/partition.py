@@ -17,7 +17,7 @@ from safetensors import safe_open
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import row_chunks, save_tensors
+from neuclip_ds.state.tensor_file import TensorFile, row_chunks
 
 
 class Partition(NamedTuple):
@@ -51,13 +51,17 @@ class RowTable(NamedTuple):
     grows: bool = False
 
 
-def save_rows(folder: Path, name: str, table: RowTable) -> None:
-    """Save this rank's rows; the files of all ranks together are the table."""
+def row_files(name: str, table: RowTable) -> list[TensorFile]:
+    """Return the file of this rank's rows, none if it has no rows; the files of all ranks together are the table."""
     start, stop = table.partition.start, table.partition.stop
-    if start == stop:
-        return
-    path = folder / f"{name}.{start:012d}-{stop:012d}.safetensors"
-    save_tensors(path, table.tensors, {"rows": str(table.partition.rows)})
+    file = f"{name}.{start:012d}-{stop:012d}.safetensors"
+    return [TensorFile(file, table.tensors, {"rows": str(table.partition.rows)})] if start < stop else []
+
+
+def save_rows(folder: Path, name: str, table: RowTable) -> None:
+    """Save this rank's rows."""
+    for file in row_files(name, table):
+        file.write(folder)
 
 
 def load_rows(folder: Path, name: str, table: RowTable) -> None:

@@ -1,15 +1,21 @@
-"""Write safetensors files in chunks, so that saving a table of gigabytes needs no second copy in memory.
+"""Files of a state before they are written: tensors in the safetensors format, or bytes.
 
 The format (https://huggingface.co/docs/safetensors): 8 bytes of length, little-endian; a JSON header with dtype, shape
-and byte range of each tensor; the tensors' bytes. The safetensors library reads the files.
+and byte range of each tensor; the tensors' bytes. The safetensors library reads the files. They are written in chunks,
+so that saving a table of gigabytes needs no second copy in memory.
 """
+
+from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from neuclip_ds.state.checksum import Checksum, ChecksumWriter
 
 CHUNK_BYTES = 64 << 20
 _DTYPES = {
@@ -19,13 +25,61 @@ _DTYPES = {
     torch.float16: "F16",
     torch.int64: "I64",
     torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
 
 
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
-    """Save tensors of any device with at most one chunk of 64 MB in extra memory."""
+class TensorFile(NamedTuple):
+    """A safetensors file of a folder: tensors of any device by key."""
+
+    name: str  # relative to the folder
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str] = {}
+
+    @property
+    def bytes(self) -> int:
+        """Size without the header."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.tensors.values())
+
+    def copied(self) -> TensorFile:
+        """Return the file with a copy of its tensors in host memory."""
+        return self._replace(tensors={key: value.detach().to("cpu", copy=True) for key, value in self.tensors.items()})
+
+    def write(self, folder: Path) -> Checksum:
+        """Write the file with at most one chunk of 64 MB in extra memory."""
+        return save_tensors(folder / self.name, self.tensors, self.metadata)
+
+
+class BytesFile(NamedTuple):
+    """A small file of a folder by its content."""
+
+    name: str  # relative to the folder
+    content: bytes
+
+    @property
+    def bytes(self) -> int:
+        return len(self.content)
+
+    def copied(self) -> BytesFile:
+        """Return the file, whose content nothing changes."""
+        return self
+
+    def write(self, folder: Path) -> Checksum:
+        """Write the file."""
+        with (folder / self.name).open("wb") as file:
+            writer = ChecksumWriter(file)
+            writer.write(self.content)
+        return writer.checksum
+
+
+StateFile = TensorFile | BytesFile
+
+
+def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Checksum:
+    """Save tensors of any device with at most one chunk of 64 MB in extra memory, and return the file's checksum."""
     header: dict[str, object] = {"__metadata__": dict(metadata)}
     end = 0
     for name, tensor in tensors.items():
@@ -34,11 +88,13 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[st
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     with path.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little"))
-        file.write(text)
+        writer = ChecksumWriter(file)
+        writer.write(len(text).to_bytes(8, "little"))
+        writer.write(text)
         for tensor in tensors.values():
             for chunk in row_chunks(tensor.detach()):
-                file.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+                writer.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return writer.checksum
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:

@@ -20,7 +20,8 @@ from neuclip_ds.data.transforms import ImageTransform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.training.tokenizer import place_tokenizer
 
 CACHE = Path(".cache")
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
@@ -51,25 +52,32 @@ class TrainingData(NamedTuple):
         )
 
 
-def open_training_data(config: Config, source: ModelSource, communicator: Communicator, folder: Path) -> TrainingData:
-    """Open the training data of a run; a tokenizer is trained on their captions where the model names none."""
+def open_training_data(
+    config: Config,
+    source: ModelSource,
+    communicator: Communicator,
+    folder: Path,
+    staged: Path,
+    resumed: Path | None,
+) -> TrainingData:
+    """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
+
+    What is new goes to `staged` instead of the run's folder; `resumed` is the checkpoint that the run resumes from.
+    """
     data, preprocessing = config.data, source.preprocessing
     if not data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-    manifest = open_data(data.train, data, communicator, folder)
+    manifest = open_data(data.train, data, communicator, staged)
     loading = loader_options(data, manifest, communicator)
     order = open_order(config, manifest)
     transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
 
+    def captions() -> Iterator[str]:
+        return iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
+
     def trained_tokenizer() -> CaptionTokenizer:
-        text, place = config.model.text, folder / "tokenizer"
-
-        def make() -> None:
-            if not place.is_dir():
-                captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
-                train_bpe(captions, text.vocab_size, text.context_length).save(place)
-
-        communicator.on_rank_zero(make)
+        text, identity = config.model.text, {"data": manifest.content_hash, "captions": list(loading.captions)}
+        place = communicator.on_rank_zero(lambda: place_tokenizer(text, identity, captions, folder, staged, resumed))
         return CaptionTokenizer.load(place, text.context_length)
 
     return TrainingData(manifest, order, loading, transform, source.tokenizer(trained_tokenizer))
@@ -91,7 +99,7 @@ def resolve(source: str) -> str:
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a data set on all ranks; rank 0 builds it in the run's folder where there is none."""
+    """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` where there is none."""
     options = ScanOptions(tuple(data.captions))
     manifest = communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
     first_of_node = communicator.rank == communicator.ranks_of_node()[0]

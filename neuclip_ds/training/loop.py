@@ -6,7 +6,7 @@ checkpoints, metrics and logs.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -42,6 +42,7 @@ class RunContext(NamedTuple):
     objective_context: Context
     comm_dtype: torch.dtype
     fingerprint: Fingerprint
+    trained_with: Mapping[str, bytes]  # what each checkpoint keeps of the run: config, tokenizer, model description
 
     @property
     def micro_batch(self) -> int:
@@ -89,6 +90,7 @@ class Loop:
 
     Attributes:
         context: what the loops of the run share.
+        objective: turns features into their gradients.
         folder: where this loop's records go; exists on rank 0.
         fingerprint: what a resumed loop must share with the one that wrote the checkpoint.
         checkpoints: of this loop.
@@ -112,29 +114,39 @@ class Loop:
     ) -> None:
         """
         Args:
-            context, folder, fingerprint: see the attributes.
-            objective: turns features into their gradients.
+            context, objective, folder, fingerprint: see the attributes.
             budget, learning_rate: how long to train, and how fast.
             epochs_before: epochs that the objective's schedules have behind them.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
-        self._objective, self._budget = objective, budget
+        self.objective, self._budget = objective, budget
         self._learning_rate, self._epochs_before = learning_rate, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
-        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints)
+        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with)
         self.position = DataPosition(0, 0, context.data.order.steps_per_epoch)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
         self.resources = ExitStack()
 
+    def resume(self, checkpoint: Path) -> None:
+        """Fill engine and objective from an intact checkpoint, and continue after its step.
+
+        Writes nothing; raises `UserError` where the checkpoint is not of this run, model or data.
+        """
+        self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
+        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order.steps_per_epoch)
+        self.total = self.position.end(self._budget)
+        self.checkpoints.load(checkpoint, self.context.engine, self.objective)
+        self.saved = self.done
+
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
-        """Resume from the newest checkpoint, or start; return False when a stop was requested before the end.
+        """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
         Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones.
         """
-        self._resume()
+        self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
             every_hook = standard_hooks(self, evaluate, hooks)
@@ -167,7 +179,7 @@ class Loop:
     def save(self) -> None:
         """Save a checkpoint of the steps done, on all ranks together."""
         data = self.position.record(self.context.data.manifest)
-        self.checkpoints.save(self.done, self.context.engine, self._objective, self.fingerprint, data)
+        self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
 
     def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
@@ -191,17 +203,6 @@ class Loop:
             seconds=time.perf_counter() - began,
             samples_per_second=rate.update((number + 1) * config.data.batch_size),
         )
-
-    def _resume(self) -> None:
-        """Fill engine and objective from the newest checkpoint, if there is one."""
-        newest = self.checkpoints.newest()
-        if newest is None:
-            return
-        self.done, saved = self.checkpoints.read(newest, self.fingerprint)
-        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order.steps_per_epoch)
-        self.total = self.position.end(self._budget)
-        self.checkpoints.load(newest, self.context.engine, self._objective)
-        self.saved = self.done
 
     def _announce(self) -> None:
         manifest, config = self.context.data.manifest, self.context.config

@@ -13,8 +13,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, is_complete, read_meta
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, verify_together
 from neuclip_ds.checkpoint.engine_state import load_moments
+from neuclip_ds.checkpoint.integrity import is_complete, read_meta
 from neuclip_ds.config import BudgetConfig, Config, RecoveryConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.loss.two_pass import kept_statistics
@@ -54,24 +55,33 @@ def check_recovery(config: Config, objective: Objective) -> None:
         )
 
 
-def recover(context: RunContext) -> Path | None:
-    """Run the recovery, or the rest of it, in the run's folder, from the weights in the engine.
-
-    Returns the checkpoint that holds what was recovered; None if the recovery was stopped early.
-    """
-    recovery, cached = context.config.recovery, context.config.recovery.mode == "cached"
+def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
+    """Return the loop of the recovery, from the weights in the engine or from a checkpoint of its own."""
+    recovery = context.config.recovery
     method, average = _METHODS[recovery.loss], context.config.objective.section(MovingAverageConfig)
-    chosen = {"method": method, "moving_average": average.model_copy(update=_END_OF_SCHEDULE if cached else {})}
+    cached = _END_OF_SCHEDULE if recovery.mode == "cached" else {}
+    chosen = {"method": method, "moving_average": average.model_copy(update=cached)}
     objective_config = context.config.objective.model_copy(update=chosen)
     config = context.config.model_copy(update={"objective": objective_config})
     objective = build_objective(config, context.objective_context, context.comm_dtype)
-    folder = context.folder / FOLDER
-    context.communicator.on_rank_zero(lambda: folder.mkdir(exist_ok=True))
     fingerprint = {**context.fingerprint, "method": method, "mode": recovery.mode}
+    folder = context.folder / FOLDER
     loop = Loop(context, objective, folder, recovery_budget(recovery), lambda step, total: 0.0, fingerprint)
+    if checkpoint is not None:
+        loop.resume(checkpoint)
+    return loop
+
+
+def recover(loop: Loop) -> Path | None:
+    """Run the recovery, or the rest of it.
+
+    Returns the checkpoint that holds what was recovered; None if the recovery was stopped early.
+    """
+    context, recovery = loop.context, loop.context.config.recovery
+    context.communicator.on_rank_zero(lambda: loop.folder.mkdir(exist_ok=True))
     with kept_statistics(context.engine.module):
-        if cached and loop.checkpoints.newest() is None:
-            _fill_in_blocks(context, objective, recovery.cached_block)
+        if recovery.mode == "cached" and loop.done == 0:
+            _fill_in_blocks(context, loop.objective, recovery.cached_block)
         return loop.checkpoints.newest() if loop.run() else None
 
 
@@ -156,4 +166,6 @@ def find_reused(context: RunContext) -> Path:
             )
         return max(found)
 
-    return context.communicator.on_rank_zero(find)
+    checkpoint = context.communicator.on_rank_zero(find)
+    verify_together(checkpoint, context.communicator)
+    return checkpoint

@@ -7,15 +7,14 @@ from typing import Any, NamedTuple
 
 import torch
 
-from neuclip_ds.checkpoint.checkpoints import Fingerprint
+from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.launch import check_shared, connected
+from neuclip_ds.distributed.launch import connected
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
@@ -25,13 +24,22 @@ from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
-from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.recovery import check_recovery, epochs_behind, find_reused, is_asked_for, recover, take_over
+from neuclip_ds.training.recovery import FOLDER as RECOVERY
+from neuclip_ds.training.recovery import (
+    check_recovery,
+    epochs_behind,
+    find_reused,
+    is_asked_for,
+    recover,
+    recovery_loop,
+    take_over,
+)
 from neuclip_ds.training.report import report_run
+from neuclip_ds.training.run_folder import staging, take_in, trained_with
 from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
@@ -46,72 +54,51 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     """
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
-    with connected(dump(config)) as communicator:
-        build(config, communicator, open_folder(config, communicator)).run(hooks)
-
-
-def open_folder(config: Config, communicator: Communicator) -> Path:
-    """Make runs/NAME and start its log and records; return it."""
     folder = config.run.folder / str(config.run.name)
-
-    def prepare() -> None:
-        if config.run.resume == "never" and any((folder / "checkpoints").glob("step_*")):
-            raise UserError(
-                f"{folder} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
-            )
-        if config.run.wandb is not None:
-            require_wandb()
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.yaml").write_text(dump(config), encoding="utf-8")
-
-    communicator.on_rank_zero(prepare)
-    check_shared(folder, communicator)
-    record_environment(folder, communicator)
-    configure_logging(communicator.rank, folder / "log.txt")
-    return folder
+    with connected(dump(config)) as communicator:
+        configure_logging(communicator.rank)
+        with staging(config, folder, communicator) as staged:
+            trainer = build(config, communicator, folder, staged)
+            communicator.on_rank_zero(lambda: take_in(staged, folder, config))
+        record_environment(folder, communicator)
+        configure_logging(communicator.rank, folder / "log.txt")
+        trainer.run(hooks)
 
 
 class Trainer(NamedTuple):
-    """A run that has been built."""
+    """A run that has been built, and has read the checkpoint that it resumes from."""
 
-    context: RunContext
-    objective: Objective
+    loop: Loop
     evaluator: Evaluator
+    recovery: Loop | None  # that comes first
 
     def run(self, hooks: Sequence[Hook] = ()) -> None:
-        """Resume from the newest checkpoint, or start, with the recovery of statistics if the config asks for it."""
-        context, objective, config = self.context, self.objective, self.context.config
-        loop = Loop(
-            context,
-            objective,
-            context.folder,
-            config.budget,
-            lambda step, total: warmup_cosine(step, total, config.optimizer),
-            context.fingerprint,
-            epochs_behind(config.recovery),
-        )
-        if loop.checkpoints.newest() is None and is_asked_for(config.recovery):
-            recovered = find_reused(context) if config.recovery.reuse is not None else recover(context)
+        """Train to the end, after the recovery of statistics if the config asks for it."""
+        context, objective = self.loop.context, self.loop.objective
+        if self.recovery is not None:
+            recovered = recover(self.recovery)
             if recovered is None:  # stopped before its end
                 return
             take_over(recovered, context, objective)
-        complete = loop.run(lambda: self.evaluator(context.engine, objective), hooks)
-        if config.run.report:
+        complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+        if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
             log.info("everything is in %s", context.folder)
 
 
-def build(config: Config, communicator: Communicator, folder: Path) -> Trainer:
-    """Build a run in a folder from `open_folder`, phase by phase; all ranks build it together.
+def build(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Trainer:
+    """Build a run, phase by phase, and resume it; all ranks build it together.
 
-    Raises `UserError` for anything in config or data that cannot work.
+    Writes nothing into the run's folder: what is new goes to `staged`. Raises `UserError` for anything in config, data
+    or checkpoints that cannot work.
     """
     engine_config = load_engine_config(config, communicator.world_size)
+    newest = newest_checkpoints(config, communicator, folder)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
-    data = open_training_data(config, source, communicator, folder)
-    evaluator = Evaluator(config, data, source.preprocessing, communicator, folder)
-    engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, folder)
+    data = open_training_data(config, source, communicator, folder, staged, newest.any)
+    evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
+    engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, staged)
     context = RunContext(
         config,
         communicator,
@@ -121,11 +108,59 @@ def build(config: Config, communicator: Communicator, folder: Path) -> Trainer:
         Context(source.embed_dim, data.manifest.n, communicator, temperature=logits.temperature, bias=logits.bias),
         resolve_comm_dtype(config, engine_config),
         fingerprint(config, parameters),
+        trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     evaluator.check(objective)
     check_recovery(config, objective)
-    return Trainer(context, objective, evaluator)
+    return resumed_trainer(context, objective, evaluator, newest)
+
+
+class NewestCheckpoints(NamedTuple):
+    """The newest intact checkpoints of a run."""
+
+    training: Path | None
+    recovery: Path | None  # only where training has none, and begins with a recovery
+
+    @property
+    def any(self) -> Path | None:
+        """The checkpoint that the run resumes from."""
+        return self.training or self.recovery
+
+
+def newest_checkpoints(config: Config, communicator: Communicator, folder: Path) -> NewestCheckpoints:
+    """Find where a run resumes; raise `UserError` where the config has other facts, before anything is built."""
+    training = Checkpoints(folder / "checkpoints", communicator, 1)
+    newest = training.newest()
+    if newest is not None:
+        training.read(newest, fingerprint(config))
+        return NewestCheckpoints(newest, None)
+    recovers = is_asked_for(config.recovery) and config.recovery.reuse is None
+    recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
+    return NewestCheckpoints(None, recovery.newest() if recovers else None)
+
+
+def resumed_trainer(
+    context: RunContext, objective: Objective, evaluator: Evaluator, newest: NewestCheckpoints
+) -> Trainer:
+    """Fill a fresh run from its newest checkpoint, or from the recovered statistics that it reuses."""
+    config, recovery = context.config, None
+    loop = Loop(
+        context,
+        objective,
+        context.folder,
+        config.budget,
+        lambda step, total: warmup_cosine(step, total, config.optimizer),
+        context.fingerprint,
+        epochs_behind(config.recovery),
+    )
+    if newest.training is not None:
+        loop.resume(newest.training)
+    elif config.recovery.reuse is not None:
+        take_over(find_reused(context), context, objective)
+    elif is_asked_for(config.recovery):
+        recovery = recovery_loop(context, newest.recovery)
+    return Trainer(loop, evaluator, recovery)
 
 
 def start_encoders(
@@ -136,7 +171,7 @@ def start_encoders(
     communicator: Communicator,
     folder: Path,
 ) -> tuple[Any, LogitParameters, int]:
-    """Build or load the encoders, keep what reopens them in the run's folder, and start DeepSpeed's engine.
+    """Build or load the encoders, keep what reopens them in a folder, and start DeepSpeed's engine.
 
     Returns the engine, temperature and bias that they bring, and their number of parameters.
     """
@@ -149,16 +184,16 @@ def start_encoders(
     return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
 
 
-def fingerprint(config: Config, parameters: int) -> Fingerprint:
-    """Return what a resumed run must share with the one that wrote the checkpoint."""
+def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
+    """Return what a resumed run must share with the one that wrote the checkpoint, of the config alone or the model."""
     data = config.data
-    return {
+    facts = {
         "batch_size": data.batch_size,
         "shard_streams": data.shard_streams,
         "shuffle_block": data.shuffle_block,
         "tail": data.last_batch,
         "seed": config.run.seed,
         "method": config.objective.method,
-        "parameters": parameters,
         "optimizer": config.optimizer.name,
     }
+    return facts if parameters is None else {**facts, "parameters": parameters}

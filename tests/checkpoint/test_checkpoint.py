@@ -7,49 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from build import batch, objective, pairs, step
-from torch import nn
+from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 
-from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.base import Objective
-
-FACTS = {"seed": 0, "method": "neuclip"}
-DATA = {"hash": "abc", "step": 0}
-
-
-class PlainEngine:
-    """What DeepSpeed's engine is without ZeRO in float32: a module and its optimizer as they are."""
-
-    def __init__(self, value: float = 0.0) -> None:
-        self.module = nn.Linear(2, 3)
-        nn.init.constant_(self.module.weight, value)
-        self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
-        self.global_steps = self.global_samples = self.skipped_steps = 0
-
-    def bfloat16_enabled(self) -> bool:
-        return False
-
-    def zero_optimization_stage(self) -> int:
-        return 0
-
-    @property
-    def value(self) -> float:
-        return float(self.module.weight.detach().mean())
-
-
-def trained() -> Objective:
-    npn = {"prototypes": 6, "updates": 1, "lr": 0.1}
-    built = objective("neuclip", Communicator(), 4, torch.float32, npn=npn)
-    for number in range(2):
-        image, text = pairs(8, 4, seed=number)
-        built(batch(image.float(), text.float()), step(number))
-    return built
-
-
-def keeper(folder: Path, keep: int = 2) -> Checkpoints:
-    return Checkpoints(folder / "checkpoints", Communicator(), keep)
 
 
 def test_what_is_saved_comes_back(tmp_path: Path) -> None:
@@ -57,14 +17,14 @@ def test_what_is_saved_comes_back(tmp_path: Path) -> None:
     keeper(tmp_path).save(7, PlainEngine(3.0), saved, FACTS, DATA)
     newest = keeper(tmp_path).newest()
     assert newest is not None
-    engine, fresh = PlainEngine(), objective("neuclip", Communicator(), 4, torch.float32, npn={"prototypes": 6})
+    engine, read = PlainEngine(), fresh()
     assert keeper(tmp_path).read(newest, FACTS) == (7, DATA)
-    keeper(tmp_path).load(newest, engine, fresh)
+    keeper(tmp_path).load(newest, engine, read)
     assert engine.value == 3.0
     for key, value in saved.replicated_state().items():
-        assert torch.equal(fresh.replicated_state()[key], value)
+        assert torch.equal(read.replicated_state()[key], value)
     for key, value in saved.row_tables()["npn"].tensors.items():
-        assert torch.equal(fresh.row_tables()["npn"].tensors[key], value)
+        assert torch.equal(read.row_tables()["npn"].tensors[key], value)
 
 
 def test_a_save_that_broke_off_is_never_seen(tmp_path: Path) -> None:
@@ -143,4 +103,4 @@ def test_a_checkpoint_of_an_older_version_is_refused(tmp_path: Path) -> None:
 
 def test_nothing_in_it_can_run_code(tmp_path: Path) -> None:
     path = keeper(tmp_path).save(1, PlainEngine(), trained(), FACTS, DATA)
-    assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".safetensors"}
+    assert {file.suffix for file in path.rglob("*") if file.is_file()} == {".json", ".yaml", ".safetensors"}

@@ -14,9 +14,9 @@ from neuclip_ds.checkpoint.sharded_state import (
     WEIGHT,
     StateFiles,
     StateShard,
-    write_buffers,
-    write_index,
-    write_state_shards,
+    buffers_file,
+    index_file,
+    shards_file,
 )
 from neuclip_ds.errors import UserError
 
@@ -46,9 +46,9 @@ def write(folder: Path, save: str = "abc") -> StateFiles:
         pieces[2] += [cut(kind, "a/b.weight", 5, 9)]
     pieces[2].append(cut(WEIGHT, "one", 0, 1))
     for rank, fragments in enumerate(pieces):
-        write_state_shards(folder, rank, 3, save, fragments)
-    write_buffers(folder, save, {"mean": torch.arange(6)[::2]})
-    write_index(folder, 3, save, NAMES, {"global_steps": 7}, {"world_size": 3})
+        shards_file(rank, 3, save, fragments).write(folder)
+    buffers_file(save, {"mean": torch.arange(6)[::2]}).write(folder)
+    index_file(3, save, NAMES, {"global_steps": 7}, {"world_size": 3}).write(folder)
     return StateFiles(folder)
 
 
@@ -81,8 +81,8 @@ def test_files_are_plain_safetensors_without_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.float16])
 def test_every_dtype_and_strided_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.arange(12).to(dtype)
-    write_state_shards(tmp_path, 0, 1, "x", [StateShard("kind", "p", 0, 6, value[::2])])
-    write_index(tmp_path, 1, "x", {"p": [6]}, {}, {})
+    shards_file(0, 1, "x", [StateShard("kind", "p", 0, 6, value[::2])]).write(tmp_path)
+    index_file(1, "x", {"p": [6]}, {}, {}).write(tmp_path)
     found = StateFiles(tmp_path).read("p", "kind")
     assert found.dtype == dtype
     assert torch.equal(found, value[::2])
@@ -90,7 +90,7 @@ def test_every_dtype_and_strided_tensors_come_back(dtype: torch.dtype, tmp_path:
 
 def test_a_missing_range_is_named(tmp_path: Path) -> None:
     write(tmp_path)
-    write_state_shards(tmp_path, 2, 3, "abc", [cut(WEIGHT, "one", 0, 1), cut(WEIGHT, "a/b.weight", 6, 9)])
+    shards_file(2, 3, "abc", [cut(WEIGHT, "one", 0, 1), cut(WEIGHT, "a/b.weight", 6, 9)]).write(tmp_path)
     files = StateFiles(tmp_path)
     with pytest.raises(UserError, match=r"lacks elements 5 to 12 of a/b\.weight \(weight\); restore the folder, or"):
         files.read("a/b.weight", WEIGHT)

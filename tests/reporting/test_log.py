@@ -88,6 +88,6 @@ def test_a_terminal_gets_rich_layout_on_the_console_that_the_bar_shares(monkeypa
     configure_logging(0)
     ours.info("hello")
     assert terminal.getvalue().count("hello") == 1
-    (handler,) = [handler for handler in logging.getLogger().handlers if handler.name == "neuclip_ds.reporting.log"]
+    handler, _ = [handler for handler in logging.getLogger().handlers if handler.name == "neuclip_ds.reporting.log"]
     assert handler.console is rich.get_console()
     assert handler.console.stderr

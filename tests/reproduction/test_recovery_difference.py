@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import StateShard, write_buffers, write_index, write_state_shards
+from neuclip_ds.checkpoint.sharded_state import StateShard, buffers_file, index_file, shards_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.reproduction.recovery_difference import recovery_difference
 
@@ -21,9 +21,9 @@ def checkpoint(folder: Path, log_u: Tensor, moment: Tensor, kind: str = "exp_avg
     (folder / "engine").mkdir(parents=True)
     weight = torch.zeros(4)
     fragments = [StateShard("weight", "a", 0, 4, weight), StateShard(kind, "a", 0, 4, moment)]
-    write_state_shards(folder / "engine", 0, 1, "one", fragments)
-    write_buffers(folder / "engine", "one", {})
-    write_index(folder / "engine", 1, "one", {"a": [4]}, {}, {})
+    shards_file(0, 1, "one", fragments).write(folder / "engine")
+    buffers_file("one", {}).write(folder / "engine")
+    index_file(1, "one", {"a": [4]}, {}, {}).write(folder / "engine")
     for start in range(0, len(log_u), 2):  # as two ranks would write
         part = log_u[start : start + 2].contiguous()
         save_file({"log_u": part}, folder / f"samples.{start:012d}-{start + len(part):012d}.safetensors")

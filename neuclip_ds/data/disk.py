@@ -1,0 +1,38 @@
+"""Errors of the disk as sentences: those that end a start, and those that a run survives."""
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from neuclip_ds.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_reported: dict[Path, int] = {}
+
+
+@contextmanager
+def explain_disk(path: Path) -> Iterator[None]:
+    """Turn an error of the file system while `path` is written into a `UserError`."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(
+            f"{path} cannot be written ({error.strerror or error}: {error.filename or path}). Make room or give write "
+            "permission there, or choose another --run.folder."
+        ) from error
+
+
+@contextmanager
+def best_effort(path: Path) -> Iterator[None]:
+    """Log an error of the file system while a record such as metrics is written, and continue without it.
+
+    The 1st, 2nd, 4th, 8th ... failure of a path is logged.
+    """
+    try:
+        yield
+    except OSError as error:
+        _reported[path] = count = _reported.get(path, 0) + 1
+        if count & (count - 1) == 0:
+            log.warning("%s could not be written (number %d): %s", path, count, error.strerror or error)

@@ -1,0 +1,83 @@
+"""The folder of a run, in which nothing is written before everything is checked.
+
+A start makes manifests, tokenizer and model description in a folder next to it, which is deleted if the start is
+refused and moved in when all ranks are ready to train.
+"""
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.disk import explain_disk
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.launch import check_shared
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import dump
+from neuclip_ds.reporting.weights_and_biases import require_wandb
+
+CONFIG, MANIFESTS, MODEL, TOKENIZER = "config.yaml", "manifests", "model", "tokenizer"
+
+
+@contextmanager
+def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
+    """Yield a folder next to a run's, the same on all ranks, with its manifests; the folder is deleted in the end.
+
+    Raises `UserError` where the run must not resume, or nothing can be written.
+    """
+    staged = folder.with_name(f".{folder.name}.starting")
+
+    def make() -> None:
+        if config.run.resume == "never" and any((folder / "checkpoints").glob("step_*")):
+            raise UserError(
+                f"{folder} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
+            )
+        if config.run.wandb is not None:
+            require_wandb()
+        with explain_disk(folder):
+            shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
+            staged.mkdir(parents=True)
+            if (folder / MANIFESTS).is_dir():
+                shutil.copytree(folder / MANIFESTS, staged / MANIFESTS, copy_function=_link)
+
+    communicator.on_rank_zero(make)
+    try:
+        check_shared(staged, communicator)
+        yield staged
+    finally:
+        if communicator.rank == 0:
+            shutil.rmtree(staged, ignore_errors=True)
+
+
+def take_in(staged: Path, folder: Path, config: Config) -> None:
+    """Move what a start has made to the run's folder; called on one rank."""
+    with explain_disk(folder):
+        folder.mkdir(exist_ok=True)
+        for path in sorted(staged.iterdir()):
+            target = folder / path.name
+            if target.exists():
+                target.rename(staged / f"former-{path.name}")
+            path.rename(target)
+        with atomic_write(folder / CONFIG) as temporary:
+            temporary.write_text(dump(config), encoding="utf-8")
+
+
+def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
+    """Return what a checkpoint keeps of the run: content by name of config, tokenizer and model description."""
+    content = {CONFIG: dump(config).encode()}
+    for name in (MODEL, TOKENIZER):
+        place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)
+        files = sorted(path for path in place.rglob("*") if path.is_file()) if place else []
+        content |= {f"{name}/{path.relative_to(place).as_posix()}": path.read_bytes() for path in files if place}
+    return content
+
+
+def _link(source: str, target: str) -> None:
+    """Link a file to a second name, or copy it where the file system has no links."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

@@ -1,0 +1,163 @@
+"""A checkpoint with a damaged, empty or missing file is never loaded: the one before it is, or the run is refused."""
+
+from __future__ import annotations
+
+import logging
+import random
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from ranks import run_ranks
+from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
+from small_runs import demo_shards, newest_checkpoint, train
+
+from neuclip_ds.checkpoint.checkpoints import Best, read_best
+from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+
+FLIPS = 10  # in each file
+
+
+def flip(path: Path, rng: random.Random) -> None:
+    content = bytearray(path.read_bytes())
+    content[rng.randrange(len(content))] ^= 1 << rng.randrange(8)
+    path.write_bytes(content)
+
+
+def empty(path: Path, rng: random.Random) -> None:
+    path.write_bytes(b"")
+
+
+def truncate(path: Path, rng: random.Random) -> None:
+    path.write_bytes(path.read_bytes()[: rng.randrange(path.stat().st_size)])
+
+
+def remove(path: Path, rng: random.Random) -> None:
+    path.unlink()
+
+
+DAMAGES: list[Callable[[Path, random.Random], None]] = [flip, empty, truncate, remove]
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder with the checkpoints of steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("two")
+    for step in (1, 2):
+        keeper(folder).save(step, PlainEngine(step), trained(), FACTS, DATA)
+    return folder
+
+
+def files_of(folder: Path) -> list[str]:
+    newest = folder / "checkpoints" / "step_000000002"
+    return sorted(path.relative_to(newest).as_posix() for path in newest.rglob("*") if path.is_file())
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_each_file_of_a_checkpoint(
+    damage: Callable[[Path, random.Random], None], two: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    names = files_of(two)
+    assert len(names) >= 8
+    rng, silent = random.Random(0), []
+    for name in names * (FLIPS if damage is flip else 1):
+        folder = tmp_path / "run"
+        shutil.copytree(two, folder)
+        damage(folder / "checkpoints" / "step_000000002" / name, rng)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING, "neuclip_ds"):
+            found = keeper(folder).newest()
+        if found is None or found.name != "step_000000001" or name not in caplog.text:
+            silent.append(name)
+        engine = PlainEngine()
+        assert found is not None
+        keeper(folder).load(found, engine, fresh())
+        assert engine.value == 1.0
+        shutil.rmtree(folder / "checkpoints" / "step_000000001")
+        with pytest.raises(UserError, match=rf"No checkpoint in .* can be read, of the oldest: .*{name} "):
+            keeper(folder).newest()
+        shutil.rmtree(folder)
+    assert not silent, "loaded without a word, or without the file's name"
+
+
+def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "run")
+    checkpoint = tmp_path / "run" / "checkpoints" / "step_000000002"
+    path = checkpoint / "engine" / "fragments.00000-of-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(UserError, match=r"fragments\.00000-of-00001\.safetensors is damaged \(its checksum differs\)"):
+        StateFiles(checkpoint / "engine")
+
+
+def test_the_record_of_the_best(two: Path, tmp_path: Path) -> None:
+    shutil.copytree(two, tmp_path / "run")
+    best, folder = Best(1, "recall", 0.25), tmp_path / "run" / "checkpoints"
+    keeper(tmp_path / "run").keep_best(best)
+    content = (folder / "best.json").read_bytes()
+    assert read_best(folder) == best
+    for bit in range(8 * len(content)):
+        flipped = bytearray(content)
+        flipped[bit // 8] ^= 1 << bit % 8
+        (folder / "best.json").write_bytes(flipped)
+        with pytest.raises(UserError, match=r"best\.json is damaged"):
+            read_best(folder)
+
+
+def _newest(communicator: Communicator, folder: Path) -> tuple[str, list[str]]:
+    """The newest intact checkpoint, and the files that this rank has read of the newest one."""
+    opened: list[str] = []
+    original = Path.open
+
+    def spy(self: Path, *args: object, **options: object) -> object:
+        opened.append(self.name)
+        return original(self, *args, **options)  # type: ignore[call-overload]
+
+    Path.open = spy  # type: ignore[method-assign, assignment]
+    try:
+        found = keeper(folder, communicator=communicator).newest()
+    finally:
+        Path.open = original  # type: ignore[method-assign]
+    return found.name if found else "", opened
+
+
+def _save(communicator: Communicator, folder: Path) -> None:
+    for step in (1, 2):
+        keeper(folder, communicator=communicator).save(step, PlainEngine(step), fresh(communicator), FACTS, DATA)
+
+
+def test_two_ranks_agree_and_share_the_reading(tmp_path: Path) -> None:
+    run_ranks(2, _save, tmp_path)
+    newest = tmp_path / "checkpoints" / "step_000000002"
+    (first, read), (second, read_by_second) = run_ranks(2, _newest, tmp_path)
+    assert first == second == newest.name
+    bulk = [path.name for path in newest.rglob("*.safetensors")]
+    assert all((name in read) != (name in read_by_second) for name in bulk), "each file is read by one rank"
+    flip(newest / "engine" / "fragments.00001-of-00002.safetensors", random.Random(1))
+    assert {name for name, _ in run_ranks(2, _newest, tmp_path)} == {"step_000000001"}
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
+    shards = str(demo_shards(tmp_path / "data", 60))
+    every = ["--run.checkpoint_every=2", "--run.keep_checkpoints=3", "--run.log_every=1"]
+    assert train(tmp_path, shards, 6, *every, ranks=2).returncode == 0
+    expected = StateFiles(newest_checkpoint(tmp_path) / "engine").weights()
+    flip(newest_checkpoint(tmp_path) / "objective.safetensors", random.Random(2))
+    done = train(tmp_path, shards, 6, *every, ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("objective.safetensors is damaged") == 1
+    assert "6 steps of which 4 are done" in done.stderr
+    assert (tmp_path / "run" / "checkpoints" / "damaged-step_000000006").is_dir()
+    found = StateFiles(newest_checkpoint(tmp_path) / "engine").weights()
+    assert all((found[name] == weight).all() for name, weight in expected.items())
+    for path in (tmp_path / "run" / "checkpoints").glob("step_*"):
+        (path / "meta.json").unlink()
+    refused = train(tmp_path, shards, 6, *every, ranks=2)
+    assert refused.returncode == 2
+    assert "No checkpoint in" in refused.stderr
+    assert "Traceback" not in refused.stderr

@@ -1,0 +1,56 @@
+"""Checkpoints of a model of two layers' size, without DeepSpeed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from build import batch, objective, pairs, step
+from torch import nn
+
+from neuclip_ds.checkpoint.checkpoints import Checkpoints
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.base import Objective
+
+FACTS = {"seed": 0, "method": "neuclip"}
+DATA = {"hash": "abc", "step": 0}
+
+
+class PlainEngine:
+    """What DeepSpeed's engine is without ZeRO in float32: a module and its optimizer as they are."""
+
+    def __init__(self, value: float = 0.0) -> None:
+        self.module = nn.Linear(2, 3)
+        nn.init.constant_(self.module.weight, value)
+        self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
+        self.global_steps = self.global_samples = self.skipped_steps = 0
+
+    def bfloat16_enabled(self) -> bool:
+        return False
+
+    def zero_optimization_stage(self) -> int:
+        return 0
+
+    @property
+    def value(self) -> float:
+        return float(self.module.weight.detach().mean())
+
+
+def fresh(communicator: Communicator | None = None) -> Objective:
+    npn = {"prototypes": 6, "updates": 1, "lr": 0.1}
+    return objective("neuclip", communicator or Communicator(), 4, torch.float32, npn=npn)
+
+
+def trained() -> Objective:
+    built = fresh()
+    for number in range(2):
+        image, text = pairs(8, 4, seed=number)
+        built(batch(image.float(), text.float()), step(number))
+    return built
+
+
+def keeper(
+    folder: Path, keep: int = 2, communicator: Communicator | None = None, background: bool = False
+) -> Checkpoints:
+    trained_with = {"config.yaml": b"run: {}", "tokenizer/tokenizer.json": b"{}"}
+    return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with, background)
