@@ -161,15 +161,16 @@ def write_manifest(
         paths: shards, in the order in which they get indices.
         executor: its workers scan the shards: processes on this machine, or MPI ranks.
         options: what to scan for.
-        samples: whether to store the samples' offsets and keys; always done with uids.
+        samples: whether to store the samples' offsets and keys; always done with uids and with checksums. An update
+            follows the manifest.
         update: append new shards and mark missing ones as removed.
         on_progress: called with the shards done, those of an interrupted build included.
 
     Raises:
         UserError: shards cannot be read, there is nothing to train on, or `folder` does not fit `update`.
     """
-    samples = samples or bool(options.uids)
-    existing = _existing(folder, update, samples)
+    existing = _existing(folder, update, samples or bool(options.uids))
+    samples = samples or bool(options.uids) or options.checksum if existing is None else existing.samples is not None
     if options.uids:
         UidFiles(options.uids).check_order()
     changes = find_changes(existing, paths)
@@ -195,9 +196,8 @@ def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
     if not update:
         raise UserError(f"{folder} holds a manifest; update it with --update, or name another folder.")
     existing = load_manifest(folder, check_shards=False)
-    if (existing.samples is not None) != samples:
-        held = "has no" if samples else "has"
-        raise UserError(f"The manifest in {folder} {held} sample tables; update it with the options it was built with.")
+    if samples and existing.samples is None:
+        raise UserError(f"The manifest in {folder} has no sample tables; update it with the options it was built with.")
     return existing
 
 

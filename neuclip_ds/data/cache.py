@@ -65,7 +65,7 @@ class ShardCache:
                 f"({disk / _GB:.1f} GB); lower it or set another data.cache_dir."
             )
 
-    def path(self, url: str, expected_bytes: int) -> Path:
+    def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
         """Return the path of the shard's local copy, fetched now if absent; counts as a use.
 
         The file disappears when the shard is evicted. Readers that have opened it can still read it (POSIX keeps the
@@ -89,13 +89,13 @@ class ShardCache:
                 status = lock.stat()
                 if status.st_size and abs(time.time() - status.st_mtime) < _RETRY_AFTER:
                     raise OSError(lock.read_text(encoding="utf-8"))  # again, as every one of its samples asks for it
-                self._fetch(url, expected_bytes, lock)
+                self._fetch(url, expected_bytes, expected_crc32, lock)
             return self._shard(url)
 
-    def open(self, url: str, expected_bytes: int) -> int:
+    def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> int:
         """Open the shard's local copy and return its file descriptor, which the caller closes; otherwise as `path`."""
         while True:
-            path = self.path(url, expected_bytes)
+            path = self.path(url, expected_bytes, expected_crc32)
             with suppress(FileNotFoundError):  # evicted in between
                 return os.open(path, os.O_RDONLY)
 
@@ -114,13 +114,14 @@ class ShardCache:
         name = _UNSAFE.sub("_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
         return self._folder / "shards" / f"{_hash(url)}-{name[-60:]}"
 
-    def _fetch(self, url: str, expected_bytes: int, lock: Path) -> None:
+    def _fetch(self, url: str, expected_bytes: int, expected_crc32: int | None, lock: Path) -> None:
         """Reserve space and fetch the shard; the caller holds the shard's lock."""
         shard = self._shard(url)
         self._clear(shard.name)
         reservation = self._reserve(shard.name, expected_bytes)
         try:
-            fetch(url, shard, expected_bytes=expected_bytes, timeout=self._timeout, retries=self._retries)
+            expected = {"expected_bytes": expected_bytes, "expected_crc32": expected_crc32}
+            fetch(url, shard, **expected, timeout=self._timeout, retries=self._retries)
         except OSError as error:
             lock.write_text(str(error), encoding="utf-8")
             raise

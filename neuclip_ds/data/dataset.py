@@ -15,7 +15,7 @@ from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest, indices_at
-from neuclip_ds.data.readers import READERS, RawSample, TarReader
+from neuclip_ds.data.readers import READERS, ChecksumError, RawSample, TarReader
 from neuclip_ds.data.transforms import ImageTransform
 
 log = logging.getLogger(__name__)
@@ -133,6 +133,8 @@ class PairDataset(Dataset[Batch]):
             pass  # retry once: network file systems have short outages
         try:
             return self._reader.read(index)
+        except ChecksumError as error:
+            raise _Unusable(f"checksum differs: {error}") from error
         except OSError as error:
             raise _Unusable(f"read failed: {error}") from error
 
@@ -142,7 +144,8 @@ class PairDataset(Dataset[Batch]):
             key = self._reader.key(index)
         except OSError:  # the shard's headers cannot be read, which is the reason given
             key = ""
-        return BadSample(index, self._manifest.shards[shard].path, key, reason)
+        printable = key.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
+        return BadSample(index, self._manifest.shards[shard].path, printable, reason)
 
 
 def iter_captions(

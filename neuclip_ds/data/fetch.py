@@ -17,6 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
+from neuclip_ds.data.checksum import crc32_of
 from neuclip_ds.data.download import describe_error
 
 _PIPE = "pipe:"
@@ -51,7 +52,14 @@ class _Failure(Exception):
 
 
 def fetch(
-    url: str, target: Path, *, expected_bytes: int | None, timeout: float, retries: int = 4, backoff: float = 1.0
+    url: str,
+    target: Path,
+    *,
+    expected_bytes: int | None,
+    timeout: float,
+    expected_crc32: int | None = None,
+    retries: int = 4,
+    backoff: float = 1.0,
 ) -> None:
     """Fetch `url` into the file `target`, which appears complete or not at all.
 
@@ -60,6 +68,7 @@ def fetch(
         target: a file in an existing folder; partial data go to a temporary file in that folder.
         expected_bytes: required size of the file; None accepts any.
         timeout: seconds without a byte after which an attempt fails.
+        expected_crc32: required checksum of the file; None accepts any.
         retries: attempts after the first one; none if the file does not exist, access is denied, or fsspec lacks the
             protocol.
         backoff: seconds before the second attempt, doubled for each further one.
@@ -71,7 +80,7 @@ def fetch(
         if attempt:
             time.sleep(_backoff(url, attempt, backoff))
         try:
-            return _attempt(url, target, expected_bytes, timeout)
+            return _attempt(url, target, expected_bytes, expected_crc32, timeout)
         except _Failure as failure:
             if failure.final or attempt == retries:
                 attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
@@ -85,7 +94,7 @@ def _backoff(url: str, attempt: int, backoff: float) -> float:
     return min(backoff * 2 ** (attempt - 1), _MAX_BACKOFF) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
 
 
-def _attempt(url: str, target: Path, expected_bytes: int | None, timeout: float) -> None:
+def _attempt(url: str, target: Path, expected_bytes: int | None, expected_crc32: int | None, timeout: float) -> None:
     part = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
     transfer = (_Command if url.startswith(_PIPE) else _Download)(url, part, timeout)
     try:
@@ -98,6 +107,8 @@ def _attempt(url: str, target: Path, expected_bytes: int | None, timeout: float)
         size = part.stat().st_size
         if expected_bytes is not None and size != expected_bytes:
             raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
+        if expected_crc32 is not None and crc32_of(part) != expected_crc32:
+            raise _Failure("what arrived differs from the checksum in the manifest")
         part.replace(target)
     finally:
         transfer.close()

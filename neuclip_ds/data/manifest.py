@@ -34,8 +34,11 @@ SAMPLES = "samples"
 _SCHEMA = pa.schema(
     [("path", pa.string())]
     + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
-    + [("removed", pa.bool_())]
+    + [("removed", pa.bool_()), ("layout", pa.int64())]
 )
+_OPTIONAL = ("crc32", "selection", "layout")
+_MIN_SAMPLE_BYTES = 512  # the header of one member
+_MAX_SHARD_BYTES = 1 << 40
 
 
 class Shard(NamedTuple):
@@ -49,6 +52,7 @@ class Shard(NamedTuple):
     crc32: int | None = None  # checksum of the file, where one was computed
     selection: int | None = None  # checksum of the listed samples' ordinals, where not all are listed
     removed: bool = False
+    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None in older manifests
 
 
 class Manifest:
@@ -144,11 +148,16 @@ def write_shards(manifest: Manifest, folder: Path) -> None:
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
     with atomic_write(folder / _TABLE) as temporary:
-        pq.write_table(pa.table([list(column) for column in columns], schema=schema), temporary)
+        table = pa.table([list(column) for column in columns], schema=schema)
+        pq.write_table(table, temporary, write_page_checksum=True)
 
 
 def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
-    """Read a manifest folder; raise UserError if it is none, is damaged, or its first shard does not exist."""
+    """Read a manifest folder.
+
+    Raises:
+        UserError: it is none, is damaged or impossible, or its first or largest shard is not what it describes.
+    """
     folder = Path(folder)
     if not is_manifest(folder):
         raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
@@ -156,30 +165,70 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
     if meta.get("version") != str(_VERSION):
         raise UserError(f"The manifest in {folder} has version {meta.get('version')}, not {_VERSION}; build it again.")
     try:
-        rows = pq.read_table(folder / _TABLE, schema=_SCHEMA).to_pydict()
+        rows = pq.read_table(folder / _TABLE, schema=_SCHEMA, page_checksum_verification=True)
     except (ValueError, KeyError, OSError, pa.ArrowException) as error:
         raise _unreadable(folder, error) from error
+    if any(rows.column(name).null_count for name in _SCHEMA.names if name not in _OPTIONAL):
+        raise _unreadable(folder, "values are missing")
     samples = SampleParts(folder / SAMPLES) if (folder / SAMPLES).is_dir() else None
-    shards = [Shard(*row) for row in zip(*(rows[name] for name in _SCHEMA.names), strict=True)]
+    shards = [Shard(*row) for row in zip(*rows.to_pydict().values(), strict=True)]
     manifest = Manifest(shards, samples)
+    _check_possible(folder, manifest)
     if meta.get("content_hash") != manifest.content_hash:
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
-    first = next((shard for shard in manifest.shards if not shard.removed), None)
-    if check_shards and first is not None and is_local(first.path) and not Path(first.path).exists():
-        raise UserError(
-            f"Shard {first.path} of the manifest in {folder} does not exist; "
-            "restore the shards or build the manifest where they are now."
-        )
+    if samples is not None:
+        samples.check([shard.n for shard in shards])
+    used = [shard for shard in shards if not shard.removed]
+    if check_shards and used:
+        _check_present(folder, used[0])
+        _check_present(folder, max(used, key=lambda shard: shard.n))
     return manifest
+
+
+def _check_possible(folder: Path, manifest: Manifest) -> None:
+    """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
+    start = 0
+    for shard in manifest.shards:
+        least = 0 if shard.selection is not None else shard.n * _MIN_SAMPLE_BYTES  # a selection may repeat samples
+        if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
+            raise UserError(
+                f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "
+                f"{shard.bytes} bytes, which cannot be; build it again."
+            )
+        start += shard.n
+
+
+def _check_present(folder: Path, shard: Shard) -> None:
+    """Raise UserError unless a local shard exists and has its size."""
+    if not is_local(shard.path):
+        return
+    try:
+        found = Path(shard.path).stat().st_size
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"Shard {shard.path} of the manifest in {folder} does not exist; "
+            "restore the shards or build the manifest where they are now."
+        ) from error
+    check_size(shard, found)
+
+
+def check_size(shard: Shard, found: int) -> None:
+    """Raise UserError unless the shard's file has the size of the manifest."""
+    if found != shard.bytes:
+        raise UserError(
+            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: "
+            "it has changed; rebuild or update the manifest."
+        )
 
 
 def _read_meta(folder: Path) -> dict[str, str]:
     try:
         pairs = pq.read_schema(folder / _TABLE).metadata or {}
-    except (OSError, pa.ArrowException) as error:
+        return {key.decode().removeprefix("neuclip_ds."): value.decode() for key, value in pairs.items()}
+    except (OSError, ValueError, pa.ArrowException) as error:
         raise _unreadable(folder, error) from error
-    return {key.decode().removeprefix("neuclip_ds."): value.decode() for key, value in pairs.items()}
 
 
-def _unreadable(folder: Path, error: Exception) -> UserError:
-    return UserError(f"The manifest in {folder} cannot be read ({error}); remove it and build it again.")
+def _unreadable(folder: Path, error: Exception | str) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"The manifest in {folder} cannot be read ({reason}); remove it and build it again.")

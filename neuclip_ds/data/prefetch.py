@@ -170,6 +170,6 @@ class _Window:
         if request.last < self._reached or self._is_cached(shard):
             return
         try:
-            self._cache.path(shard.path, shard.bytes)
+            self._cache.path(shard.path, shard.bytes, shard.crc32)
         except (OSError, UserError) as error:
             log.warning("cannot prefetch a shard: %s", error)

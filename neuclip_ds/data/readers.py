@@ -1,19 +1,20 @@
 """Read the bytes of a sample by its global index, with our tar reader or with the webdataset library.
 
 Readers run in loader workers. They open a shard on its first sample and keep the recently used ones open; remote shards
-are read from the node's cache.
+are read from the node's cache. What the manifest has checksums of is compared with them at every read.
 """
 
 import os
+import zlib
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 import webdataset
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.manifest import Manifest, Shard, check_size
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index, read_members
@@ -31,6 +32,10 @@ class RawSample(NamedTuple):
 
     image: bytes | None
     texts: Mapping[str, bytes]
+
+
+class ChecksumError(OSError):
+    """Raised for bytes that are not those the manifest was built from."""
 
 
 class RecentlyUsed(Generic[Value]):
@@ -83,12 +88,21 @@ class TarReader:
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
-        """Return the bytes of a sample; raise OSError if reading fails, UserError if the shard has changed."""
+        """Return the bytes of a sample.
+
+        Raises:
+            ChecksumError: the bytes are damaged.
+            OSError: reading fails.
+            UserError: the shard is another one than that of the manifest.
+        """
         shard, row = self._manifest.locate(index)
-        extents = self._tables.get(shard).extents[row].tolist()
-        wanted = [extents[member] for member in (self._members if with_image else self._members[1:])]
+        table = self._tables.get(shard)
+        extents = table.extents[row].tolist()
+        members = self._members if with_image else self._members[1:]
         try:
-            found = read_members(self._files.get(shard), wanted)
+            found = read_members(self._files.get(shard), [extents[member] for member in members])
+            if table.crc32 is not None:
+                self._verify(shard, zip(members, found, table.crc32[row, members].tolist(), strict=True))
         except OSError:
             self._files.drop(shard)  # the next attempt must not use a stale file descriptor
             raise
@@ -101,25 +115,40 @@ class TarReader:
         return self._tables.get(shard).key(row)
 
     def _open(self, shard: int) -> int:
-        path, expected = self._manifest.shards[shard].path, self._manifest.shards[shard].bytes
+        path, expected, crc32 = attrgetter("path", "bytes", "crc32")(self._manifest.shards[shard])
         if not is_local(path):
-            return _cache_for(path, self._cache).open(path, expected)
+            return _cache_for(path, self._cache).open(path, expected, crc32)
         fd = os.open(path, os.O_RDONLY)
-        found = os.fstat(fd).st_size
-        if found != expected:
+        try:
+            check_size(self._manifest.shards[shard], os.fstat(fd).st_size)
+        except UserError:
             os.close(fd)
-            raise UserError(
-                f"Shard {path} has {found} bytes where the manifest has {expected}: "
-                "it has changed; rebuild or update the manifest."
-            )
+            raise
         return fd
 
     def _load_table(self, shard: int) -> SampleTable:
         if self._manifest.samples is not None:
             return self._manifest.samples.table(shard)
-        table = tabulate(read_index(self._files.get(shard)).samples)
+        table = self._walk(shard)
         _check_count(self._manifest.shards[shard], table.n, "it has changed; rebuild the manifest")
         return table
+
+    def _walk(self, shard: int) -> SampleTable:
+        """Return all samples of a shard; raise UserError if they are not those of the manifest."""
+        table = tabulate(read_index(self._files.get(shard)).samples)
+        described = self._manifest.shards[shard]
+        if described.layout not in (None, table.layout) and table.n == described.n:
+            raise UserError(
+                f"Shard {described.path} has other samples than the manifest, in as many bytes: it was replaced or "
+                "damaged; restore it, or rebuild or update the manifest."
+            )
+        return table
+
+    def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
+        for member, data, expected in members:
+            if data is not None and zlib.crc32(data) != expected:
+                self._walk(shard)  # a replaced shard is a mistake to fix, not a bad sample
+                raise ChecksumError(f"{MEMBERS[member]} is not what the manifest was built from")
 
 
 class WebdatasetReader:
@@ -143,7 +172,7 @@ class WebdatasetReader:
         # Only the inner part of the pipeline: WebDataset would split the shards over workers and ranks.
         path = shard.path
         if not is_local(path):
-            path = str(_cache_for(path, self._cache).path(path, shard.bytes))
+            path = str(_cache_for(path, self._cache).path(path, shard.bytes, shard.crc32))
         found = webdataset.tariterators.tarfile_samples([{"url": path}])
         samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
         if shard.selection is not None and self._manifest.samples is not None:

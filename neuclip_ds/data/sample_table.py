@@ -1,12 +1,16 @@
-"""Sample tables: offsets and keys of a shard's samples, on disk as parquet with one row group per shard.
+"""Sample tables: offsets, checksums and keys of a shard's samples, on disk as parquet with one row group per shard.
 
 A manifest may hold these tables (`samples/part-FIRST-LAST.parquet`, named by shard numbers). Then a shard's headers are
-not walked when it is first opened, and the manifest may list only some of its samples.
+not walked when it is first opened, every read is compared with its checksum (where one was computed), and the manifest
+may list only some of the shard's samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +20,17 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from neuclip_ds.data.tar import Extent, SampleEntry
+from neuclip_ds.errors import UserError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
 MEMBERS = ("image", "txt", "json")  # members with stored extents
 _NO_OFFSET = -1
 
-_SCHEMA = pa.schema(
-    [("key", pa.binary()), ("ordinal", pa.int32())]
-    + [(f"{member}_{part}", pa.int64()) for member in MEMBERS for part in ("offset", "size")]
-)
+_EXTENTS = [f"{member}_{part}" for member in MEMBERS for part in ("offset", "size")]
+_CHECKSUMS = [f"{member}_crc32" for member in MEMBERS]  # null where none was computed, absent from older tables
+_PLACES = pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *((name, pa.int64()) for name in _EXTENTS)])
+_SCHEMA = pa.schema([*_PLACES, *((name, pa.uint32()) for name in _CHECKSUMS)])
+_PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 
 
 class SampleTable(NamedTuple):
@@ -33,11 +39,17 @@ class SampleTable(NamedTuple):
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, 3, 2): offset and size of image, txt, json; offset -1 if absent
     keys: str  # joined by NUL, which no name contains
+    crc32: NDArray[np.uint32] | None = None  # (n, 3): checksums of image, txt, json; 0 if absent
 
     @property
     def n(self) -> int:
         """Number of samples."""
         return len(self.ordinals)
+
+    @property
+    def layout(self) -> int:
+        """Checksum of all names, offsets and sizes: equal shards have the same, others hardly ever."""
+        return zlib.crc32(self.extents.tobytes(), zlib.crc32(self.keys.encode("utf-8", "surrogateescape")))
 
     def extent(self, row: int, member: str) -> Extent | None:
         """Return the extent of a sample's member, or None if it has none."""
@@ -55,7 +67,9 @@ class SampleTable(NamedTuple):
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """Return the table of some of the samples."""
         keys = self.keys.split("\0")
-        return SampleTable(self.ordinals[rows], self.extents[rows], "\0".join(keys[row] for row in rows.tolist()))
+        chosen = "\0".join(keys[row] for row in rows.tolist())
+        crc32 = None if self.crc32 is None else self.crc32[rows]
+        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32)
 
 
 def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
@@ -82,13 +96,20 @@ def part_name(first: int, last: int) -> str:
 
 def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
     """Write sample tables to a file, one row group each."""
-    delta = {name: "DELTA_BINARY_PACKED" for name in _SCHEMA.names if name != "key"}
+    encoding = dict.fromkeys(_SCHEMA.names, "DELTA_BINARY_PACKED") | dict.fromkeys(_CHECKSUMS, "PLAIN")
     with pq.ParquetWriter(
-        path, _SCHEMA, compression="zstd", use_dictionary=False, column_encoding={**delta, "key": "DELTA_BYTE_ARRAY"}
+        path,
+        _SCHEMA,
+        compression="zstd",
+        use_dictionary=False,
+        column_encoding={**encoding, "key": "DELTA_BYTE_ARRAY"},
+        write_page_checksum=True,
     ) as writer:
         for table in tables:
             keys = table.keys.encode("utf-8", "surrogateescape").split(b"\0") if table.n else []
-            columns = [keys, table.ordinals, *table.extents.reshape(table.n, len(_SCHEMA.names) - 2).T]
+            unknown = [pa.nulls(table.n, pa.uint32())] * len(MEMBERS)
+            checksums = unknown if table.crc32 is None else list(table.crc32.T)
+            columns = [keys, table.ordinals, *table.extents.reshape(table.n, len(_EXTENTS)).T, *checksums]
             writer.write_table(pa.table(columns, schema=_SCHEMA), row_group_size=max(1, table.n))
 
 
@@ -96,32 +117,64 @@ class SampleParts:
     """The sample tables in a folder of part files."""
 
     def __init__(self, folder: Path) -> None:
-        self._parts = list_parts(folder)
+        self._folder, self._parts = folder, list_parts(folder)
+
+    def check(self, sizes: Sequence[int]) -> None:
+        """Raise UserError unless there is a table of so many samples for each shard; reads the parts' footers only."""
+        found: list[int] = []
+        for first, last, path in self._parts:
+            if first >= len(sizes):
+                break  # of an update that has not ended
+            with _opened(path) as file:
+                groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+            if first == len(found) and last + 1 - first == len(groups):
+                found += groups
+        if found != list(sizes):
+            wrong = next((n for n, size in enumerate(sizes) if n >= len(found) or found[n] != size), len(sizes))
+            raise UserError(
+                f"The sample tables in {self._folder} lack that of shard {wrong}, or do not fit the manifest; restore "
+                "the files or build the manifest again."
+            )
 
     def table(self, shard: int) -> SampleTable:
-        """Read a shard's table; raise KeyError if no part has it."""
+        """Read a shard's table; raise UserError if no part has it, or it is damaged."""
         for first, last, path in self._parts:
             if first <= shard <= last:
-                return self._read(path, shard - first)
-        raise KeyError(shard)
+                with _opened(path) as file:
+                    return _table(file.read_row_group(shard - first))
+        raise UserError(f"No file in {self._folder} has the samples of shard {shard}; build the manifest again.")
 
-    def _read(self, path: Path, group: int) -> SampleTable:
-        with pq.ParquetFile(path) as file:
-            rows = file.read_row_group(group)
-        keys = rows.column("key").to_pylist()
-        extents = np.stack([rows.column(name).to_numpy() for name in _SCHEMA.names[2:]], axis=1)
-        return SampleTable(
-            rows.column("ordinal").to_numpy(),
-            extents.reshape(len(keys), len(MEMBERS), 2),
-            b"\0".join(keys).decode("utf-8", "surrogateescape"),
-        )
+
+@contextmanager
+def _opened(path: Path) -> Iterator[pq.ParquetFile]:
+    """Open a part; what is wrong with it, then or within the block, is a UserError."""
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            yield file
+    except (OSError, ValueError, KeyError, pa.ArrowException) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(
+            f"The manifest's file {path} cannot be read ({reason}); restore it or build the manifest again."
+        ) from error
+
+
+def _table(rows: pa.Table) -> SampleTable:
+    places = rows.select(_PLACES.names).cast(_PLACES)
+    extents = np.stack([places.column(name).to_numpy() for name in _EXTENTS], axis=1)
+    if any(column.null_count for column in places.columns) or (extents < _NO_OFFSET).any():
+        raise ValueError("it has rows without an offset")
+    crc32 = None
+    if set(_CHECKSUMS) <= set(rows.column_names) and not any(rows.column(name).null_count for name in _CHECKSUMS):
+        crc32 = np.stack([rows.column(name).to_numpy() for name in _CHECKSUMS], axis=1)
+    return SampleTable(
+        places.column("ordinal").to_numpy(),
+        extents.reshape(len(places), len(MEMBERS), 2),
+        b"\0".join(places.column("key").to_pylist()).decode("utf-8", "surrogateescape"),
+        crc32,
+    )
 
 
 def list_parts(folder: Path) -> list[tuple[int, int, Path]]:
     """Return first shard, last shard and path of each part file in a folder."""
-    return sorted((*_shards_of(path), path) for path in folder.glob("part-*.parquet"))
-
-
-def _shards_of(path: Path) -> tuple[int, int]:
-    first, last = path.stem.split("-")[1:]
-    return int(first), int(last)
+    found = ((_PART.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)

@@ -1,6 +1,7 @@
 """Scan one shard: its samples, what they lack, optionally its checksum, and optionally decode each image.
 
-For a checksum the file is first read from end to end; the header walk then finds it in the page cache.
+For checksums the file is first read from end to end; the header walk and the members' own then find it in the page
+cache.
 """
 
 import logging
@@ -16,18 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.checksum import crc32_of
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.fetch import fetch
 from neuclip_ds.data.manifest import Shard
-from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.tar import read_index, read_member
+from neuclip_ds.data.tar import TooLarge, read_index, read_member
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_CHUNK_BYTES = 8 << 20
 _STALL_TIMEOUT = 300.0  # seconds without a byte after which a transfer is retried
 
 
@@ -35,7 +36,7 @@ class ScanOptions(NamedTuple):
     """What a scan checks."""
 
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`; a sample without any of them is bad
-    checksum: bool = False  # whether to compute the CRC-32 of the file
+    checksum: bool = False  # whether to compute the CRC-32 of the file and of each sample's members
     verify: bool = False  # whether to decode every image and read every caption
     uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
     uid_key: str = "uid"  # key of the uid in a sample's JSON
@@ -87,30 +88,30 @@ def local_copy(path: str) -> Iterator[Path]:
 
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    crc32 = _crc32(file) if options.checksum else None
+    crc32 = crc32_of(file) if options.checksum else None
     selection = None
     with file.open("rb") as opened:
         index = read_index(opened.fileno())
         table = tabulate(index.samples)
+        layout = table.layout
         if options.uids:
             table = table.take(_selected(path, opened.fileno(), table, options))
             selection = zlib.crc32(table.ordinals.tobytes())
+        if options.checksum:
+            table = table._replace(crc32=_checksums(opened.fileno(), table))
         images = table.has("image")
         captions = np.logical_or.reduce([table.has(member) for member in Captions(options.captions).extensions])
         bad = tuple(_verify(opened.fileno(), table, options)) if options.verify else ()
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
-    shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection)
+    shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
     lost = sum(gap.size for gap in index.gaps)
     extensions = tuple(sorted({extension for entry in index.samples[:100] for extension in entry.members}))
     return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
 
 
-def _crc32(file: Path) -> int:
-    value = 0
-    with file.open("rb", buffering=0) as opened:
-        while chunk := opened.read(_CHUNK_BYTES):
-            value = zlib.crc32(chunk, value)
-    return value
+def _checksums(fd: int, table: SampleTable) -> NDArray[np.uint32]:
+    rows = [[zlib.crc32(_read(fd, table, row, member)) for member in MEMBERS] for row in range(table.n)]
+    return np.array(rows, dtype=np.uint32).reshape(table.n, len(MEMBERS))
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
@@ -145,7 +146,10 @@ def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | 
 
 def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
     extent = table.extent(row, member)
-    return b"" if extent is None else read_member(fd, extent)
+    try:
+        return b"" if extent is None else read_member(fd, extent)
+    except TooLarge:  # a bad sample, not a bad shard
+        return b""
 
 
 def log_loss(scan: Scan) -> None:

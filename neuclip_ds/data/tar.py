@@ -68,6 +68,10 @@ class _Blocks:
         return self._data[within : within + _BLOCK]
 
 
+class TooLarge(OSError):
+    """Raised for a member that is larger than what is read at once."""
+
+
 class _BadHeader(Exception):
     """Raised for a block that is no valid tar header; `_member` adds where to look for the next one."""
 
@@ -91,9 +95,9 @@ def read_index(fd: int) -> ShardIndex:
 
 
 def read_member(fd: int, extent: Extent) -> bytes:
-    """Read the bytes of one member; raise OSError if the file ends before it, or it is larger than 512 MiB."""
+    """Read the bytes of one member; raise OSError if the file ends before it, TooLarge if it has more than 512 MiB."""
     if extent.size > _MAX_READ:
-        raise OSError(f"{extent.size} bytes at offset {extent.offset} are more than the limit of {_MAX_READ}")
+        raise TooLarge(f"{extent.size} bytes at offset {extent.offset} are more than the limit of {_MAX_READ}")
     data = os.pread(fd, extent.size, extent.offset)
     if len(data) != extent.size:
         raise OSError(f"{len(data)} of {extent.size} bytes at offset {extent.offset}: the shard is truncated")
