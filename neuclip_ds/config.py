@@ -73,6 +73,8 @@ class DataConfig(Section):
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: int = Field(4, ge=1)
     """Batches that each worker loads ahead."""
+    allow_commands: bool = False
+    """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)
     """Seconds to wait for a batch before loader processes are restarted; a remote read may stall a tenth of it."""
     restarts: int = Field(2, ge=0)

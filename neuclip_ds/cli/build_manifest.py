@@ -35,13 +35,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
     )
-    parser.add_argument("--samples", action="store_true", help="also keep the offsets and key of every sample")
+    parser.add_argument("--samples", action="store_true", help="keep offsets and keys also with --no-checksum")
     parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
     parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
-    parser.add_argument("--no-checksum", action="store_true", help="read headers only, no CRC-32 of the files")
+    parser.add_argument("--no-checksum", action="store_true", help="read headers only, no CRC-32 of samples and files")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
+    parser.add_argument(
+        "--allow-commands", action="store_true", help="run pipe:COMMANDs also where a .txt list has them"
+    )
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
     with _workers(options.processes) as executor:
@@ -65,7 +68,7 @@ def _workers(processes: int | None) -> Iterator[Executor | None]:
 def _build(options: argparse.Namespace, executor: Executor) -> None:
     began = time.monotonic()
     Captions(options.captions)
-    paths = [path for source in options.sources for path in resolve_shards(source)]
+    paths = [path for source in options.sources for path in resolve_shards(source, options.allow_commands)]
     scan = ScanOptions(
         tuple(options.captions), not options.no_checksum, options.verify, tuple(options.uids), options.uid_key
     )

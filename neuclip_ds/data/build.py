@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
+from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
 from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
@@ -72,17 +73,33 @@ def open_manifest(
     processes: int | None = None,
     on_progress: OnProgress = lambda done, total: None,
     options: ScanOptions = ScanOptions(),
+    allow_commands: bool = False,
 ) -> Manifest:
     """Open the manifest that `source` names: a manifest folder, or local shards as `resolve_shards` takes them.
 
     A manifest of local shards is built and kept in `cache` under a hash of the shards' paths, sizes and times, and
-    reused until one of them changes. Several processes may do this at once.
+    reused until one of them changes. Several processes may do this at once. With `allow_commands` a manifest may hold
+    `pipe:` commands, which its readers run.
 
     Raises:
-        UserError: there is nothing usable, or the shards are remote and need a manifest built in advance.
+        UserError: there is nothing usable, a shard is named twice, the shards are remote and need a manifest built in
+            advance, or they are commands that nobody has allowed.
     """
+    manifest = _open_manifest(source, cache, processes, on_progress, options, allow_commands)
+    check_distinct(manifest)
+    return manifest
+
+
+def _open_manifest(
+    source: str,
+    cache: Path,
+    processes: int | None,
+    on_progress: OnProgress,
+    options: ScanOptions,
+    allow_commands: bool,
+) -> Manifest:
     if source and is_manifest(source):
-        return load_manifest(source)
+        return load_manifest(source, allow_commands=allow_commands)
     paths = resolve_shards(source)
     remote = next((path for path in paths if not is_local(path)), None)
     if remote is not None:
@@ -181,10 +198,11 @@ def write_manifest(
     if existing is None:
         check_usable(scans, describe_paths(list(paths)))
     manifest = _merge(existing, changes, [scan.shard for scan in scans])
+    check_distinct(manifest)
     _write_bad(folder / _BAD, manifest.shards[first:], scans, 0 if existing is None else existing.n)
     write_shards(manifest, folder)
     shutil.rmtree(folder / _WORK)
-    return load_manifest(folder)
+    return load_manifest(folder, allow_commands=True)  # which the caller has named
 
 
 def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
@@ -206,7 +224,7 @@ def _make_groups(folder: Path, paths: Sequence[str], options: ScanOptions, sampl
     work = folder / _WORK
     plan = {"first": first, "options": options._asdict(), "samples": samples, "paths": list(paths)}
     text = json.dumps(plan)
-    if not (work / _PLAN).is_file() or (work / _PLAN).read_text() != text:
+    if not (work / _PLAN).is_file() or (work / _PLAN).read_bytes() != text.encode():
         shutil.rmtree(work, ignore_errors=True)
         for _, last, path in list_parts(folder / SAMPLES):
             if last >= first:
@@ -266,14 +284,27 @@ def _scan_group(group: _Group) -> list[str]:
 
 def _collect(groups: Sequence[_Group]) -> list[Scan]:
     """Read the results of all groups and log what is wrong with their shards."""
-    scans = [
-        Scan(Shard(*shard), images, captions, tuple(extensions), lost, tuple(BadRow(*row) for row in bad))
-        for group in groups
-        for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_text())
-    ]
+    scans = [scan for group in groups for scan in _read_result(group)]
     for scan in scans:
         log_loss(scan)
     return scans
+
+
+def _read_result(group: _Group) -> list[Scan]:
+    try:
+        scans = [
+            Scan(Shard(*shard), images, captions, tuple(extensions), lost, tuple(BadRow(*row) for row in bad))
+            for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_bytes())
+        ]
+    except (ValueError, TypeError) as error:
+        raise _damaged(group.result) from error
+    if [scan.shard.path for scan in scans] != list(group.paths):
+        raise _damaged(group.result)
+    return scans
+
+
+def _damaged(result: Path) -> UserError:
+    return UserError(f"{result}, a result of an interrupted build, is damaged; remove it and run the command again.")
 
 
 def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) -> Manifest:
@@ -289,8 +320,11 @@ def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) 
 
 def _write_bad(path: Path, shards: Sequence[Shard], scans: Sequence[Scan], first: int) -> None:
     """Write the bad samples of a verifying scan, after those already listed below index `first`."""
-    known = path.read_text(encoding="utf-8").splitlines() if path.is_file() else []
-    lines = [line for line in known if json.loads(line)["index"] < first]
+    known = path.read_bytes().decode("utf-8", "replace").splitlines() if path.is_file() else []
+    try:
+        lines = [line for line in known if json.loads(line)["index"] < first]
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(f"{path}, the list of bad samples, is damaged; remove it and run the command again.") from error
     for shard, scan in zip(shards, scans, strict=True):
         for bad in scan.bad:
             lines.append(json.dumps({"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}))

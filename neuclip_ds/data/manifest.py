@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.sample_table import SampleParts
-from neuclip_ds.data.shards import is_local
+from neuclip_ds.data.shards import is_local, refuse_commands
 from neuclip_ds.errors import UserError
 
 _VERSION = 2
@@ -152,11 +152,18 @@ def write_shards(manifest: Manifest, folder: Path) -> None:
         pq.write_table(table, temporary, write_page_checksum=True)
 
 
-def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) -> Manifest:
+def load_manifest(
+    folder: str | os.PathLike[str], *, check_shards: bool = True, allow_commands: bool = False
+) -> Manifest:
     """Read a manifest folder.
 
+    Args:
+        check_shards: whether to compare the first and the largest shard with the description.
+        allow_commands: whether shards may be `pipe:` commands, which readers run.
+
     Raises:
-        UserError: it is none, is damaged or impossible, or its first or largest shard is not what it describes.
+        UserError: it is none, is damaged or impossible, has commands that nobody has allowed, or its first or largest
+            shard is not what it describes.
     """
     folder = Path(folder)
     if not is_manifest(folder):
@@ -179,6 +186,8 @@ def load_manifest(folder: str | os.PathLike[str], *, check_shards: bool = True) 
     if samples is not None:
         samples.check([shard.n for shard in shards])
     used = [shard for shard in shards if not shard.removed]
+    if not allow_commands:
+        refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
     if check_shards and used:
         _check_present(folder, used[0])
         _check_present(folder, max(used, key=lambda shard: shard.n))

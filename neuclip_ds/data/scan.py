@@ -68,6 +68,10 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
         UserError: it cannot be read, or uids are requested and its samples have none.
     """
     try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"The shard {path!a} has a name that is not UTF-8; rename it.") from error
+    try:
         with local_copy(path) as file:
             return _scan(path, file, options)
     except OSError as error:

@@ -1,7 +1,9 @@
 """Resolve what a user names as data to a list of tar files."""
 
 import glob
+import math
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,9 @@ _URL = re.compile(r"[a-z][a-z0-9+.-]*:")  # scheme://..., or pipe:COMMAND
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
 _BETWEEN = "::"
 _LIST = ".txt"
+_COMMAND = "pipe:"
+_RANGE = re.compile(r"\{(-?\d{1,18})\.\.(-?\d{1,18})")
+_MAX_NAMES = 10_000_000
 
 
 def is_local(path: str) -> bool:
@@ -21,7 +26,16 @@ def is_local(path: str) -> bool:
     return not _URL.match(path)
 
 
-def resolve_shards(source: str) -> list[str]:
+def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
+    """Raise UserError if a path is a `pipe:` command: a file from others must not decide what runs here."""
+    if command := next((path for path in paths if path.startswith(_COMMAND)), None):
+        raise UserError(
+            f"The shard {command!r} of {origin} is a command, which would be run; allow it with {option} if you trust "
+            "where it comes from."
+        )
+
+
+def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
     """Return the absolute paths or URLs of the tars that `source` names.
 
     Args:
@@ -30,14 +44,15 @@ def resolve_shards(source: str) -> list[str]:
             globs; a URL that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command that
             outputs a tar (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one of these
             per line; or several of these joined by `::`.
+        allow_commands: whether a text file may hold commands; in `source` itself they are allowed.
 
     Raises:
-        UserError: nothing has that name, or a folder holds no tars.
+        UserError: nothing has that name, a folder holds no tars, or a text file holds commands or is no text.
     """
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
-        return [path for part in source.split(_BETWEEN) for path in resolve_shards(part)]
+        return [path for part in source.split(_BETWEEN) for path in resolve_shards(part, allow_commands)]
     if not is_local(source):
         return _urls(source)
     path = Path(source).expanduser()
@@ -47,13 +62,24 @@ def resolve_shards(source: str) -> list[str]:
             raise UserError(f"No *.tar in {path} or its subfolders; name the folder that holds the shards.")
         return [str(tar.absolute()) for tar in tars]
     if path.is_file():
-        return _listed(path) if path.suffix == _LIST else [str(path.absolute())]
+        return _listed(path, allow_commands) if path.suffix == _LIST else [str(path.absolute())]
     return _matches(str(path))
 
 
-def _listed(path: Path) -> list[str]:
-    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    shards = [shard for line in lines if line and not line.startswith("#") for shard in resolve_shards(line)]
+def _listed(path: Path, allow_commands: bool) -> list[str]:
+    try:
+        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The list {path} cannot be read ({error}); write it as UTF-8 text.") from error
+    lines = [line for line in lines if line and not line.startswith("#")]
+    if not allow_commands:
+        refuse_commands(
+            (part for line in lines for part in line.split(_BETWEEN)), f"the list {path}", "--allow-commands"
+        )
+    try:
+        shards = [shard for line in lines for shard in resolve_shards(line, allow_commands)]
+    except RecursionError as error:
+        raise UserError(f"The list {path} names itself; name shards in it.") from error
     if not shards:
         raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
     return shards
@@ -61,7 +87,7 @@ def _listed(path: Path) -> list[str]:
 
 def _urls(pattern: str) -> list[str]:
     names = _braces(pattern)
-    if pattern.startswith("pipe:"):
+    if pattern.startswith(_COMMAND):
         return names
     return [url for name in names for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
 
@@ -110,6 +136,9 @@ def _matches(pattern: str) -> list[str]:
 
 
 def _braces(pattern: str) -> list[str]:
+    sizes = [abs(int(last) - int(first)) + 1 for first, last in _RANGE.findall(pattern)]
+    if math.prod(sizes) > _MAX_NAMES:
+        raise UserError(f"{pattern} has {math.prod(sizes):,} names, more than {_MAX_NAMES:,}; correct the range.")
     try:
         return list(braceexpand(pattern))
     except ValueError as error:

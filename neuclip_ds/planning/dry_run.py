@@ -10,6 +10,7 @@ import torch
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
@@ -18,7 +19,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.reporting.weights_and_biases import require_wandb
-from neuclip_ds.training.data import CACHE, open_order, resolve
+from neuclip_ds.training.data import CACHE, find_split, open_order, resolve
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
@@ -44,6 +45,8 @@ def print_dry_run(
     problems: list[UserError] = []
     model = _attempt(lambda: _model(config, engine, world_size, gpu_memory), problems)
     manifest = _attempt(lambda: _manifest(config), problems)
+    if manifest is not None:
+        _attempt(lambda: _check_validation(config, manifest), problems)
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
@@ -114,8 +117,18 @@ def _model(
 def _manifest(config: Config) -> Manifest:
     if not config.data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+    return _open(config, config.data.train)
+
+
+def _open(config: Config, source: str) -> Manifest:
     options = ScanOptions(tuple(config.data.captions))
-    return open_manifest(resolve(config.data.train), CACHE / "manifests", options=options)
+    commands = config.data.allow_commands
+    return open_manifest(resolve(source), CACHE / "manifests", options=options, allow_commands=commands)
+
+
+def _check_validation(config: Config, manifest: Manifest) -> None:
+    if val := find_split(config.data.val, "val", config.data.train):
+        check_separate(manifest, _open(config, val))
 
 
 def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:

@@ -101,7 +101,10 @@ def resolve(source: str) -> str:
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
     """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` where there is none."""
     options = ScanOptions(tuple(data.captions))
-    manifest = communicator.on_rank_zero(lambda: open_manifest(resolve(source), folder / "manifests", options=options))
+    commands = data.allow_commands
+    manifest = communicator.on_rank_zero(
+        lambda: open_manifest(resolve(source), folder / "manifests", options=options, allow_commands=commands)
+    )
     first_of_node = communicator.rank == communicator.ranks_of_node()[0]
     communicator.agree(_missing_here(manifest) if first_of_node else None)
     return manifest

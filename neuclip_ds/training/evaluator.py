@@ -7,6 +7,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -46,6 +47,9 @@ class Evaluator:
         val = find_split(options.val, "val", options.train)
         images = find_split(options.zero_shot, "zero_shot", options.train)
         self._val = open_data(val, options, communicator, folder) if val else None
+        if self._val is not None:
+            found = self._val
+            communicator.on_rank_zero(lambda: check_separate(data.manifest, found))
         self._zero_shot = None
         if images:
             folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))

@@ -17,12 +17,14 @@ METRIC = "image_to_text_recall@1"
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_pairs(tmp_path_factory.mktemp("best") / "shards", [13, 13]))
+    folder = tmp_path_factory.mktemp("best")
+    write_pairs(folder / "val", [26])
+    return str(write_pairs(folder / "shards", [13, 13]))
 
 
 def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -> None:
     every = [
-        f"--data.val={shards}",
+        f"--data.val={Path(shards).parent}/val",
         f"--run.best_metric={METRIC}",
         "--run.evaluate_every=2",
         "--run.keep_checkpoints=1",
@@ -45,7 +47,7 @@ def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -
 
 
 def test_an_unknown_metric_is_met_before_the_first_step(shards: str, tmp_path: Path) -> None:
-    done = train(tmp_path, shards, 3, f"--data.val={shards}", "--run.best_metric=recall")
+    done = train(tmp_path, shards, 3, f"--data.val={Path(shards).parent}/val", "--run.best_metric=recall")
     assert done.returncode == 2
     assert "run.best_metric=recall is not a metric" in done.stderr
     assert METRIC in done.stderr
