@@ -120,8 +120,14 @@ class ShardCache:
         self._clear(shard.name)
         reservation = self._reserve(shard.name, expected_bytes)
         try:
-            expected = {"expected_bytes": expected_bytes, "expected_crc32": expected_crc32}
-            fetch(url, shard, **expected, timeout=self._timeout, retries=self._retries)
+            fetch(
+                url,
+                shard,
+                expected_bytes=expected_bytes,
+                expected_crc32=expected_crc32,
+                timeout=self._timeout,
+                retries=self._retries,
+            )
         except OSError as error:
             lock.write_text(str(error), encoding="utf-8")
             raise
