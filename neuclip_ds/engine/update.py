@@ -19,8 +19,10 @@ def update_weights(engine: Any) -> Update:
         engine.step()
         return Update(float(engine.get_global_grad_norm()), engine.was_step_applied())
     norm = float(get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
-    if not math.isfinite(norm):
-        engine.optimizer.zero_grad()  # to None: an optimizer leaves a parameter without gradient alone
+    applied = math.isfinite(norm)
+    if applied:
+        engine.step()
+    else:
+        engine.optimizer.zero_grad()
         engine.skipped_steps += 1
-    engine.step()
-    return Update(norm, math.isfinite(norm))
+    return Update(norm, applied)
