@@ -73,9 +73,8 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
 
 
-def events(runs: Path) -> list[dict[str, Any]]:
-    path = runs / "run" / "events.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+def records(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_nothing_else(shards: Path, tmp_path: Path) -> None:
@@ -85,19 +84,16 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_nothing_else(s
         assert not message
         assert steps == [1, 2, 3, 4, 5, 4, 5, 6, 7]  # the second skipped step ends these before this hook
         assert differing(saved, restored) == []
-    (event,) = events(tmp_path / "broken")
+    (event,) = records(tmp_path / "broken" / "run" / "events.jsonl")
     assert (event["step"], event["kind"]) == (3, "rolled_back")
     assert event["words"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
     broken, whole = (newest_checkpoint(tmp_path / name) for name in ("broken", "whole"))
     assert broken.name == "step_000000007"
     for path in (path for path in whole.rglob("*.safetensors") if "buffers" not in path.name):
         assert differing(load_file(broken / path.relative_to(whole)), load_file(path)) == [], path
-    records = [
-        line_of.read_text() for line_of in (tmp_path / name / "run" / "metrics.jsonl" for name in ("broken", "whole"))
-    ]
     losses = [
-        [(line["step"], line["loss"]) for line in map(json.loads, text.splitlines()) if "loss" in line]
-        for text in records
+        [(line["step"], line["loss"]) for line in records(tmp_path / name / "run" / "metrics.jsonl") if "loss" in line]
+        for name in ("broken", "whole")
     ]
     assert losses[0] == losses[1]
 
@@ -107,5 +103,6 @@ def test_a_lasting_fault_ends_the_run_on_both_ranks(shards: Path, tmp_path: Path
         assert steps == [1, 2, 3, 4, 5, 4, 5]
         assert differing(saved, restored) == []
         assert "as before the return to step_000000003: lower optimizer.lr" in message
-    assert [event["kind"] for event in events(tmp_path)] == ["rolled_back", "step_skipped", "step_skipped", "diverged"]
+    kinds = [event["kind"] for event in records(tmp_path / "run" / "events.jsonl")]
+    assert kinds == ["rolled_back", "step_skipped", "step_skipped", "diverged"]
     assert newest_checkpoint(tmp_path).name == "step_000000003"

@@ -59,8 +59,8 @@ def _difference(ranks: Sequence[Mapping[str, int]]) -> str:
         odd |= {rank for rank, value in enumerate(values) if not majority or value != usual}
     shown = ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} other tensors" * (len(names) > _SHOWN))
     of_ranks = " and ".join(str(rank) for rank in sorted(odd))
-    where = f"on rank {of_ranks} from the others'" if len(odd) < len(ranks) else f"between ranks {of_ranks}"
+    where = f"rank {of_ranks} has others" if len(odd) < len(ranks) else f"ranks {of_ranks} differ"
     return (
-        f"{shown} must have the same bits on all ranks, but differ {where}: test the memory and the GPU there, and "
-        "resume from the newest checkpoint, which was compared before it was saved."
+        f"{shown} must have the same bits on all ranks, but {where}: test the memory and the GPU there, and resume "
+        "from the newest checkpoint, which was compared before it was saved."
     )
