@@ -86,14 +86,13 @@ class StepHealth:
             return None
         self._skipped += 1
         batch = self._samples.batch(step)
-        which = f"the features of samples {list(not_finite[:_SHOWN])}" if not_finite else "loss or gradient"
         values = metrics()
-        found = (
-            f"{which} are not finite (loss {values['loss']:.4g}, {self._values(values)}; {self._first_samples(batch)})"
-        )
+        which = f"the features of samples {list(not_finite[:_SHOWN])} are" if not_finite else "loss or gradient is"
+        found = f"{which} not finite (loss {values['loss']:.4g}, {self._values(values)}; {self._first_samples(batch)})"
         if self._reports:
             message = f"step {step} is skipped and changes nothing: {found}"
-            self._events.add(step, "step_skipped", message, not_finite or batch)
+            level = _flood_level(int(values["skipped_steps"]))
+            self._events.add(step, "step_skipped", message, not_finite or batch, level)
         if self._skipped < self._patience:
             return None
         return f"steps {step - self._patience + 1} to {step} were skipped: in the last, {found}"
@@ -110,8 +109,7 @@ class StepHealth:
 
     def _report_stall(self, step: int, stall: Stall, indices: Sequence[int]) -> None:
         self._stalled += 1
-        # warns of the 1st, 2nd, 4th, 8th, ..., so that many stalls do not flood the log
-        level = logging.WARNING if self._stalled & (self._stalled - 1) == 0 else logging.DEBUG
+        level = _flood_level(self._stalled)
         first = next((index for index in indices if index != PADDING), None)
         shard = "" if first is None else f", the first in {self._samples.shard(first)}"
         message = (
@@ -161,3 +159,9 @@ class StepHealth:
     def _first_samples(self, indices: Sequence[int]) -> str:
         shown = [index for index in indices[:_SHOWN] if index != PADDING]
         return f"its samples begin with indices {shown}"
+
+
+def _flood_level(count: int) -> int:
+    """Return the level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..., so that many do
+    not flood the log."""
+    return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

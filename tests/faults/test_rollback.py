@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ class BreakWeight(Hook):
         self.states: list[dict[str, torch.Tensor]] = []  # at starts and before checkpoints
 
     def start(self, loop: Loop) -> None:
+        assert not active_children()  # the loader's of the steps before
         self.states.append(self.state(loop))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:

@@ -12,7 +12,7 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
 
-METRICS = {"tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
+METRICS = {"skipped_steps": 1, "tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
 SAMPLES = SampleLookup(
     lambda step: [10 * step + row for row in range(9)] + [-1], lambda index: f"{index // 100:05d}.tar"
 )
@@ -98,7 +98,7 @@ def test_skipped_steps_are_reported_with_their_samples_and_counted_in_a_row(
     )
     problem = watch.check_update(15, False, lambda: metrics, [])
     assert problem is not None
-    assert problem.startswith("steps 6 to 15 were skipped: in the last, loss or gradient are not finite (loss nan")
+    assert problem.startswith("steps 6 to 15 were skipped: in the last, loss or gradient is not finite (loss nan")
     assert "indices [150, 151" in problem
 
 
