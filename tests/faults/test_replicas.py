@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import SMALL, demo_shards, read_options
+from small_runs import SMALL, demo_shards, read_options, train_connected
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.distributed.communicator import Communicator
@@ -17,7 +17,6 @@ from neuclip_ds.recipe import parse
 from neuclip_ds.state.bit_hash import bit_hash
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, StepResult
-from neuclip_ds.training.trainer import build, open_folder
 
 OPTIONS = [*SMALL, "--data.batch_size=12", "--data.val=", "--data.zero_shot=", "--data.workers=0", "--budget.steps=4"]
 
@@ -37,21 +36,18 @@ class FlipBit(Hook):
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if self._mine and result.step == self._step:
             weights = dict(loop.context.engine.module.named_parameters())
-            flip({**weights, **loop._objective.replicated_state()}[self._name])
+            flip({**weights, **loop.objective.replicated_state()}[self._name])
 
 
 def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]], shards: Path, runs: Path) -> Any:
     """How each run ends, of which one bit of `name` flips on the last rank after a step."""
-    from neuclip_ds.distributed.launch import join
-
-    join()
     found = []
     for number, (options, name, step) in enumerate(cases):
         where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={number}"]
         config = parse(["demo", *read_options([*OPTIONS, *options]), *where]).config
         hook = FlipBit(communicator.rank, communicator.world_size - 1, step, name)
         try:
-            build(config, communicator, open_folder(config, communicator)).run([hook])
+            train_connected(communicator, config, hook)
             found.append("")
         except TrainingDiverged as error:
             found.append(str(error))

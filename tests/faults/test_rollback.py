@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, newest_checkpoint, read_options
+from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, train_connected
 from test_non_finite import differing, state_of
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -19,7 +19,6 @@ from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, StepResult
-from neuclip_ds.training.trainer import build, open_folder
 
 OPTIONS = [
     "--data.batch_size=8",
@@ -52,19 +51,16 @@ class BreakWeight(Hook):
             self.states.append(self.state(loop))
 
     def state(self, loop: Loop) -> dict[str, torch.Tensor]:
-        return state_of(loop.context.engine, loop._objective, self._rank)
+        return state_of(loop.context.engine, loop.objective, self._rank)
 
 
 def run(communicator: Communicator, shards: Path, runs: Path, times: int) -> Any:
-    from neuclip_ds.distributed.launch import join
-
-    join()
     where = [f"--data.train={shards}", f"--run.folder={runs}", "--run.name=run", "--deepspeed=zero0_fp32"]
     options = ["demo", *SMALL, *OPTIONS, "--data.val=", "--data.zero_shot=", "--data.workers=1", "--budget.steps=7"]
     config = parse(read_options([*options, *where])).config
     hook, message = BreakWeight(communicator.rank, 4, times), ""
     try:
-        build(config, communicator, open_folder(config, communicator)).run([hook])
+        train_connected(communicator, config, hook)
     except TrainingDiverged as error:
         message = str(error)
     return hook.steps, hook.states, message
