@@ -46,7 +46,7 @@ class StepHealth:
         self._events, self._samples, self._reports, self._workers = events, samples, rank == 0, workers
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
         self._stalled = 0
-        self._skipped = 0  # steps in a row
+        self._skipped: list[Sequence[int]] = []  # samples of each of the steps in a row
 
     def check_times(self, step: int, waited: float, seconds: float, indices: Sequence[int]) -> None:
         """Report a step or an interval in which this rank's loader was slow.
@@ -82,25 +82,25 @@ class StepHealth:
             Once `patience` steps in a row were skipped, what happened: the beginning of a sentence, on all ranks.
         """
         if applied:
-            self._skipped = 0
+            self._skipped.clear()
             return None
-        self._skipped += 1
         batch = self._samples.batch(step)
+        self._skipped.append(not_finite or batch)
         values = metrics()
         which = f"the features of samples {list(not_finite[:_SHOWN])} are" if not_finite else "loss or gradient is"
         found = f"{which} not finite (loss {values['loss']:.4g}, {self._values(values)}; {self._first_samples(batch)})"
         if self._reports:
             message = f"step {step} is skipped and changes nothing: {found}"
             level = _flood_level(int(values["skipped_steps"]))
-            self._events.add(step, "step_skipped", message, not_finite or batch, level)
-        if self._skipped < self._patience:
+            self._events.add(step, "step_skipped", message, self._skipped[-1], level)
+        if len(self._skipped) < self._patience:
             return None
         return f"steps {step - self._patience + 1} to {step} were skipped: in the last, {found}"
 
     def rolled_back(self, step: int, error: RollBack) -> None:
-        """Record why the run returns to a step."""
+        """Record why the run returns to a step, with the samples of all skipped steps."""
         if self._reports:
-            self._events.add(step, "rolled_back", str(error))
+            self._events.add(step, "rolled_back", str(error), [index for step in self._skipped for index in step])
 
     def diverged(self, step: int, error: TrainingDiverged) -> None:
         """Record the message with which the run ends."""

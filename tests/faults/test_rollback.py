@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, train_connected
+from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, train, train_connected
 from test_non_finite import differing, state_of
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -84,6 +84,7 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_nothing_else(s
         assert differing(saved, restored) == []
     (event,) = records(tmp_path / "broken" / "run" / "events.jsonl")
     assert (event["step"], event["kind"]) == (3, "rolled_back")
+    assert len(event["indices"]) == 2 * 4  # rank 1's of both steps
     assert event["words"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
     broken, whole = (newest_checkpoint(tmp_path / name) for name in ("broken", "whole"))
     assert broken.name == "step_000000007"
@@ -104,3 +105,17 @@ def test_a_lasting_fault_ends_the_run_on_both_ranks(shards: Path, tmp_path: Path
     kinds = [event["kind"] for event in records(tmp_path / "run" / "events.jsonl")]
     assert kinds == ["rolled_back", "step_skipped", "step_skipped", "diverged"]
     assert newest_checkpoint(tmp_path).name == "step_000000003"
+
+
+@pytest.mark.slow
+def test_a_run_that_diverges_for_good_ends_with_one_sentence(shards: Path, tmp_path: Path) -> None:
+    """The first step, at an absurd learning rate, is finite; what it makes of the weights is saved, and is not."""
+    rates = ["--optimizer.lr=1e30", "--optimizer.warmup_steps=1"]
+    ended = train(tmp_path, str(shards), 30, *rates, "--run.checkpoint_every=1", "--run.max_skipped=3", ranks=2)
+    assert ended.returncode == 1
+    (sentence,) = [line for line in ended.stderr.splitlines() if line.startswith("error: ")]
+    assert sentence.startswith("error: steps 2 to 4 were skipped: in the last, ")
+    assert "as before the return to step_000000001: lower optimizer.lr" in sentence
+    assert "Traceback" not in ended.stderr
+    kinds = [event["kind"] for event in records(tmp_path / "run" / "events.jsonl")]
+    assert kinds == ["rolled_back", *["step_skipped"] * 3, "diverged"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
 
@@ -100,6 +100,9 @@ def test_skipped_steps_are_reported_with_their_samples_and_counted_in_a_row(
     assert problem is not None
     assert problem.startswith("steps 6 to 15 were skipped: in the last, loss or gradient is not finite (loss nan")
     assert "indices [150, 151" in problem
+    watch.rolled_back(5, RollBack("back", tmp_path))
+    back = next(event for event in read_events(tmp_path) if event.kind == "rolled_back")
+    assert (back.step, back.indices) == (5, [index for step in range(6, 16) for index in SAMPLES.batch(step)])
 
 
 def test_other_ranks_leave_the_loss_to_rank_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
