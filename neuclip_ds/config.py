@@ -30,6 +30,11 @@ class RunConfig(Section):
     """Steps between checkpoints; one more is saved at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept on disk."""
+    max_skipped: int = Field(10, ge=1)
+    """Steps in a row that may be skipped, as loss or gradient is not finite. Then the run returns to its newest
+    checkpoint, and ends if it fails there again."""
+    compare_every: int = Field(1000, ge=0)
+    """Steps between comparisons of what all ranks must hold with the same bits; 0 compares before checkpoints only."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)

@@ -1,4 +1,6 @@
-"""The exceptions that end a run with a sentence."""
+"""The exceptions that end a run with a sentence, or its steps."""
+
+from pathlib import Path
 
 
 class UserError(Exception):
@@ -6,4 +8,12 @@ class UserError(Exception):
 
 
 class TrainingDiverged(Exception):
-    """A loss or gradient is not finite; the message names the step and the samples. Exit code 1."""
+    """Loss or gradient stay not finite, or ranks differ; the message names the step and the cause. Exit code 1."""
+
+
+class RollBack(Exception):
+    """Ends the steps of a loop, which then resumes from a checkpoint; leaves no loop."""
+
+    def __init__(self, message: str, checkpoint: Path) -> None:
+        super().__init__(message)
+        self.checkpoint = checkpoint

@@ -11,7 +11,8 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
 
 HERE = Path(__file__).parent
 # tests share helpers such as `ranks` and `oracle`
-sys.path[:0] = [str(HERE / folder) for folder in ("evaluation", "models/pretrained", "data", "objectives", "loss", ".")]
+_SHARED = ("evaluation", "models/pretrained", "data", "objectives", "loss", "training", ".")
+sys.path[:0] = [str(HERE / folder) for folder in _SHARED]
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

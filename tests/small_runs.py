@@ -7,11 +7,17 @@ import socket
 from collections.abc import Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
+from typing import TYPE_CHECKING
 
 from forks import Program
 
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.objectives import METHODS
+
+if TYPE_CHECKING:
+    from neuclip_ds.config import Config
+    from neuclip_ds.distributed.communicator import Communicator
+    from neuclip_ds.training.hooks import Hook
 
 ROOT = Path(__file__).parents[1]
 SMALL = [  # and without a report, whose plots take longer than the training
@@ -88,6 +94,20 @@ def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> C
 def training(runs: Path, data: str, steps: int) -> list[str]:
     """The options of `train`, for a run that a test starts with `start`."""
     return [*_TINY, f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+
+
+def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
+    """Train on ranks that are connected already, as those of `run_ranks` are."""
+    from neuclip_ds.distributed.launch import join
+    from neuclip_ds.training.run_folder import staging, take_in
+    from neuclip_ds.training.trainer import build
+
+    join()
+    folder = config.run.folder / str(config.run.name)
+    with staging(config, folder, communicator) as staged:
+        trainer = build(config, communicator, folder, staged)
+        communicator.on_rank_zero(lambda: take_in(staged, folder, config))
+        trainer.run(hooks)
 
 
 def newest_checkpoint(runs: Path) -> Path:

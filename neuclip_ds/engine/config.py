@@ -66,6 +66,11 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
             )
     if engine.get("fp16", {}).get("enabled"):
         raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
+    for name, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
+        if not engine.get(name, {}).get(key, True):
+            raise UserError(
+                f"{path} turns off {name}.{key}, without which a gradient that is not finite is not found: remove it."
+            )
     zero = engine.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
         section = zero.get(key) or {}

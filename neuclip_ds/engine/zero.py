@@ -64,7 +64,7 @@ class ZeroRules:
         offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
         accumulated = _bytes(engine.get("data_types", {}).get("grad_accum_dtype"), weight)
         wrapper = _wrapper(stage, weight, accumulated, offloads)
-        checks = wrapper is Wrapper.ZERO_1_2 and weight == 2 and engine["bf16"].get("check_grad_overflow", True)
+        checks = wrapper is Wrapper.ZERO_1_2 and weight == 2
         sent = _bytes(engine.get("communication_data_type"), weight)
         zero = {**_DEFAULTS, "overlap_comm": stage == 3, **section}
         return ZeroRules(stage, wrapper, offloads, weight, accumulated, sent, checks, zero)
@@ -158,6 +158,19 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
         if not parameter.requires_grad:
             sharded = wrapper is Wrapper.ZERO_3
             yield _shard(name, parameter, parameter.ds_tensor, 0, rank) if sharded else _whole(name, parameter)
+
+
+def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
+    """Return what every rank holds with the same bits: weights below ZeRO 3; masters and moments without ZeRO."""
+    weights = dict(engine.module.named_parameters()) if _wrapper_of(engine) is not Wrapper.ZERO_3 else {}
+    found: dict[str, Tensor] = dict(weights)
+    for place in placements(engine, rank):
+        if place.replicated:
+            if place.master is not weights[place.name]:
+                found[f"{place.name} (float32)"] = place.master
+            for kind, value in engine.basic_optimizer.state.get(place.master, {}).items():
+                found[f"{place.name} ({kind})"] = value
+    return found
 
 
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:

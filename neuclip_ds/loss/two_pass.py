@@ -79,10 +79,19 @@ class TwoPass:
         torch.autograd.backward(features, gradients)
 
 
+def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+
+def running_statistics(module: nn.Module) -> list[Tensor]:
+    """Return what batch-norm layers keep besides their weights."""
+    return [buffer for layer in _batch_norms(module) for buffer in layer.buffers()]
+
+
 @contextmanager
 def kept_statistics(module: nn.Module | None) -> Iterator[None]:
     """Freeze the running statistics of batch-norm layers, which normalise by the batch as in training."""
-    layers = [] if module is None else [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+    layers = [] if module is None else _batch_norms(module)
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0

@@ -4,7 +4,7 @@ Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. D
 (contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import torch
@@ -69,6 +69,19 @@ class Stateful:
 
     def row_tables(self) -> dict[str, RowTable]:
         return {}
+
+    def restore_point(self) -> Callable[[], None]:
+        """Return what undoes the next call, from copies of the state; rows by sample are for their store to undo."""
+        replicated = {name: value.clone() for name, value in self.replicated_state().items()}
+        tables = [table.tensors.values() for table in self.row_tables().values() if not table.grows]
+        rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
+
+        def restore() -> None:
+            self.load_replicated_state(replicated)
+            for tensor, before in rows:
+                tensor.copy_(before)
+
+        return restore
 
     def parameters(self) -> dict[str, Parameter]:
         return {}
@@ -168,6 +181,15 @@ class Objective(Stateful):
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for prefix, part in self._parts.items():
             part.load_replicated_state({k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)})
+
+    def restore_point(self) -> Callable[[], None]:
+        points = [part.restore_point() for part in self._parts.values()]
+
+        def restore() -> None:
+            for point in points:
+                point()
+
+        return restore
 
     def row_tables(self) -> dict[str, RowTable]:
         return {name: table for part in self._parts.values() for name, table in part.row_tables().items()}

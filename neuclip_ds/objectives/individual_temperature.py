@@ -9,6 +9,8 @@ The released code differs from the textbook's Adam: it clamps G to [-5, 5], corr
 the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
 """
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -73,6 +75,9 @@ class IndividualTemperature(Temperature):
             times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf)
         beta1, beta2 = self._betas
         return 1 - beta1**times, 1 - beta2**times
+
+    def restore_point(self) -> Callable[[], None]:
+        return self._store.undo
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"temperatures": self._store.rows()}

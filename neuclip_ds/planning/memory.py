@@ -40,7 +40,7 @@ class MemoryAccount:
     batch: int  # pixels and tokens
     features: int  # local and gathered, and their gradients
     similarities: int  # of this rank's rows against the batch, kept and worked on
-    objective: int  # u, individual temperatures, NPN or amortisation nets
+    objective: int  # u, individual temperatures, NPN or amortisation nets, and the copies of a step that may be skipped
     objective_host: int
     two_passes: bool
 
@@ -160,7 +160,7 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     batch = config.data.batch_size
     engine = load_engine_config(config, world_size)
-    on_device, on_host = objective_state(query)
+    state = objective_state(query)
     return MemoryAccount(
         engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
         activations=towers.activations,
@@ -168,8 +168,8 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         # local ones and gradients in float32, and gathered ones in float32 and as sent
         features=2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, engine).itemsize) * batch),
         similarities=_similarities(query),
-        objective=on_device,
-        objective_host=on_host,
+        objective=state.device + state.copies,
+        objective_host=state.host,
         two_passes=rows > micro,
     )
 
@@ -230,15 +230,22 @@ def _similarities(query: MemoryQuery) -> int:
     return kept + _BLOCK_COPIES * 4 * rows * min(batch, objective.chunk or _GPU_BLOCK)
 
 
-def objective_state(query: MemoryQuery) -> tuple[int, int]:
-    """Return bytes on the device and on the host of the objective's state, by building it without memory."""
+class ObjectiveState(NamedTuple):
+    """Bytes of an objective's state on one rank."""
+
+    device: int
+    host: int
+    copies: int  # on the device, of what a skipped step is undone from
+
+
+def objective_state(query: MemoryQuery) -> ObjectiveState:
+    """Return the size of the objective's state, by building it without memory."""
     with FakeTensorMode():
         context = Context(query.source.embed_dim, max(1, query.samples), SimulatedRank(query.world_size))
         objective = build_objective(query.config, context, torch.float32)
-        tables = [table.tensors.values() for table in objective.row_tables().values()]
-        sizes = [sum(tensor.nbytes for tensor in tensors) for tensors in tables]
+        tables = objective.row_tables().values()
+        sizes = [sum(tensor.nbytes for tensor in table.tensors.values()) for table in tables]
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
-    if query.device == "cpu":
-        return sum(sizes) + replicated, 0
-    on_host = sum(size for size in sizes if size > MAX_DEVICE_BYTES)
-    return sum(sizes) - on_host + replicated, on_host
+    copies = replicated + sum(size for size, table in zip(sizes, tables, strict=True) if not table.grows)
+    on_host = 0 if query.device == "cpu" else sum(size for size in sizes if size > MAX_DEVICE_BYTES)
+    return ObjectiveState(sum(sizes) - on_host + replicated, on_host, copies)

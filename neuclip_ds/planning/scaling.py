@@ -133,7 +133,8 @@ def predict(
     speed = config.data.batch_size / time.total
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
     # each row of a table and what is replicated is written once
-    checkpoint = _CHECKPOINTED * model.shapes.total + sum(objective_state(MemoryQuery(config, 1, around.samples)))
+    state = objective_state(MemoryQuery(config, 1, around.samples))
+    checkpoint = _CHECKPOINTED * model.shapes.total + state.device + state.host
     return Prediction(
         nodes=nodes,
         ranks=ranks,

@@ -82,7 +82,7 @@ class SyntheticSteps:
 
     def run(self, number: int, batch: Batch) -> FeatureGradients:
         """Run a step."""
-        return self._step(batch, Step(number, number // EPOCH, self._lr, self._lr))
+        return self._step(batch, Step(number, number // EPOCH, self._lr, self._lr)).gradients
 
 
 def run_synthetic_profile(

@@ -5,18 +5,16 @@ rank 0 reports it. Nothing here communicates with other ranks or waits for a GPU
 """
 
 import logging
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from neuclip_ds.data.dataset import PADDING
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.loss_spikes import LossSpikeDetector, Spike
 from neuclip_ds.reporting.stalls import Stall, StallDetector
 
 _SHOWN = 8  # sample indices in a message; events.jsonl has all of them
-_PATIENCE = 10  # updates in a row that may be skipped
 _METRICS = {
     "tau": "temperature",
     "feature_grad_norm": "feature-gradient norm",
@@ -40,13 +38,15 @@ class StepHealth:
         samples: of the steps.
         rank: of this process.
         workers: `data.workers`, for the messages.
+        patience: `run.max_skipped`, steps in a row that may be skipped.
     """
 
-    def __init__(self, events: EventLog, samples: SampleLookup, rank: int, workers: int) -> None:
+    def __init__(self, events: EventLog, samples: SampleLookup, rank: int, workers: int, patience: int) -> None:
+        self._patience = patience
         self._events, self._samples, self._reports, self._workers = events, samples, rank == 0, workers
         self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
         self._stalled = 0
-        self._skipped = 0  # updates in a row
+        self._skipped: list[Sequence[int]] = []  # samples of each of the steps in a row
 
     def check_times(self, step: int, waited: float, seconds: float, indices: Sequence[int]) -> None:
         """Report a step or an interval in which this rank's loader was slow.
@@ -68,39 +68,39 @@ class StepHealth:
         if spike is not None and self._reports:
             self._report_spike(step, loss, spike, metrics)
 
-    def check_update(self, step: int, norm: float | None, applied: bool) -> None:
-        """Report an update that DeepSpeed has skipped because the encoders' gradient is not finite.
+    def check_update(
+        self, step: int, applied: bool, metrics: Callable[[], Mapping[str, float]], not_finite: Sequence[int]
+    ) -> str | None:
+        """Report a step that was skipped, as its loss or gradient is not finite.
 
         Args:
-            norm: of the encoders' gradient; None where DeepSpeed does not compute it (float32 without ZeRO).
-            applied: whether DeepSpeed has updated the weights.
+            applied: whether the step was not skipped.
+            metrics: of the step.
+            not_finite: indices of the samples whose features are not finite.
 
-        Raises:
-            TrainingDiverged: on all ranks, where such a gradient was applied, or too many updates were skipped.
+        Returns:
+            Once `patience` steps in a row were skipped, what happened: the beginning of a sentence, on all ranks.
         """
-        if norm is None or (math.isfinite(norm) and norm >= 0 and applied):  # DeepSpeed also reports -1 for NaN
-            self._skipped = 0
-            return
-        samples = self._first_samples(self._samples.batch(step))
-        problem = f"step {step}: the encoders' gradient norm is not finite, although loss and feature gradients are"
         if applied:
-            raise TrainingDiverged(
-                f"{problem}, and DeepSpeed has applied it (bf16.check_grad_overflow is off in the DeepSpeed JSON), so "
-                f"the weights are corrupted; {samples}. Resume from the newest checkpoint with a lower optimizer.lr."
-            )
-        self._skipped += 1
-        if self._skipped >= _PATIENCE:
-            raise TrainingDiverged(
-                f"{problem}, for the {_PATIENCE}th step in a row. DeepSpeed has skipped these updates, so the weights "
-                f"are those before step {step - _PATIENCE + 1}; {samples}. Lower optimizer.lr, or train in float32 "
-                "(--deepspeed=zero1_fp32), and resume from the checkpoint."
-            )
-        if self._skipped == 1 and self._reports:
-            message = (
-                f"{problem}. DeepSpeed has skipped the update: the encoders are unchanged, the temperature and the "
-                f"normaliser are updated; {samples}."
-            )
-            self._events.add(step, "update_skipped", message, self._samples.batch(step))
+            self._skipped.clear()
+            return None
+        batch = self._samples.batch(step)
+        self._skipped.append(not_finite or batch)
+        values = metrics()
+        which = f"the features of samples {list(not_finite[:_SHOWN])} are" if not_finite else "loss or gradient is"
+        found = f"{which} not finite (loss {values['loss']:.4g}, {self._values(values)}; {self._first_samples(batch)})"
+        if self._reports:
+            message = f"step {step} is skipped and changes nothing: {found}"
+            level = _flood_level(int(values["skipped_steps"]))
+            self._events.add(step, "step_skipped", message, self._skipped[-1], level)
+        if len(self._skipped) < self._patience:
+            return None
+        return f"steps {step - self._patience + 1} to {step} were skipped: in the last, {found}"
+
+    def rolled_back(self, step: int, error: RollBack) -> None:
+        """Record why the run returns to a step, with the samples of all skipped steps."""
+        if self._reports:
+            self._events.add(step, "rolled_back", str(error), [index for step in self._skipped for index in step])
 
     def diverged(self, step: int, error: TrainingDiverged) -> None:
         """Record the message with which the run ends."""
@@ -109,8 +109,7 @@ class StepHealth:
 
     def _report_stall(self, step: int, stall: Stall, indices: Sequence[int]) -> None:
         self._stalled += 1
-        # warns of the 1st, 2nd, 4th, 8th, ..., so that many stalls do not flood the log
-        level = logging.WARNING if self._stalled & (self._stalled - 1) == 0 else logging.DEBUG
+        level = _flood_level(self._stalled)
         first = next((index for index in indices if index != PADDING), None)
         shard = "" if first is None else f", the first in {self._samples.shard(first)}"
         message = (
@@ -147,14 +146,22 @@ class StepHealth:
             self._events.add(step, spike.kind, message)
             return
         found, batch = metrics(), self._samples.batch(step)
-        values = ", ".join(f"{label} {found[name]:.4g}" for name, label in _METRICS.items() if name in found)
         message = (
             f"step {step}: loss {loss:.4g} is far above its level {spike.level:.4g} (usual deviation "
-            f"{spike.deviation:.2g}); {values}; {self._first_samples(batch)}. If spikes recur, lower optimizer.lr or "
-            "set optimizer.clip_norm."
+            f"{spike.deviation:.2g}); {self._values(found)}; {self._first_samples(batch)}. "
+            "If spikes recur, lower optimizer.lr or set optimizer.clip_norm."
         )
         self._events.add(step, spike.kind, message, batch)
+
+    def _values(self, metrics: Mapping[str, float]) -> str:
+        return ", ".join(f"{label} {metrics[name]:.4g}" for name, label in _METRICS.items() if name in metrics)
 
     def _first_samples(self, indices: Sequence[int]) -> str:
         shown = [index for index in indices[:_SHOWN] if index != PADDING]
         return f"its samples begin with indices {shown}"
+
+
+def _flood_level(count: int) -> int:
+    """Return the level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..., so that many do
+    not flood the log."""
+    return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

@@ -48,6 +48,7 @@ class SampleStore:
             self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
         for column, initial in enumerate(fields.values()):
             self._rows[:, column] = initial
+        self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
 
     def begin_read(self, index: Tensor) -> Pending:
         """Start reading the fields of this rank's samples of the batch.
@@ -81,8 +82,14 @@ class SampleStore:
         Rows of other ranks and empty rows are skipped.
         """
         rows, _ = self._locate(index)
+        self._overwritten = rows, self._rows.index_select(0, rows)
         last = _last_of_each(rows)  # on a GPU index_copy_ writes a repeated row in no defined order
         self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype).index_select(0, last))
+
+    def undo(self) -> None:
+        """Restore the rows that the last `write` has changed."""
+        rows, before = self._overwritten
+        self._rows.index_copy_(0, rows, before)  # a repeated row has the same values each time
 
     def rows(self) -> RowTable:
         """Return the rank's rows for the checkpoint: one (n/K, f) tensor, named by its comma-joined fields."""

@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
@@ -19,11 +19,13 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
 from neuclip_ds.training.data import TrainingData
 from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.hooks import Evaluate, Hook, standard_hooks
+from neuclip_ds.training.hooks.replicas import compare_replicas
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -61,8 +63,10 @@ class StepResult:
     batch: Batch  # this rank's samples
     gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
     lr: float  # of the encoders
-    grad_norm: float | None  # of the encoders; None where DeepSpeed does not compute it (float32 without ZeRO)
-    applied: bool  # whether DeepSpeed moved the weights
+    grad_norm: float  # of the encoders; not finite where the step was skipped
+    applied: bool  # False where the step was skipped
+    not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite
+    skipped: int  # steps of the run that were skipped
     waited: float  # seconds for the batch
     seconds: float  # of the whole step
     samples_per_second: float  # over all ranks, in the last steps
@@ -80,9 +84,8 @@ class StepResult:
     @cached_property
     def metrics(self) -> dict[str, float]:
         """Everything that is logged of the step, by name."""
-        found = {"loss": self.loss, "lr": self.lr}
-        found.update({name: float(value) for name, value in self.gradients.metrics.items()})
-        return found if self.grad_norm is None else {**found, "grad_norm": self.grad_norm}
+        found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
+        return found | {name: float(value) for name, value in self.gradients.metrics.items()}
 
 
 class Loop:
@@ -128,6 +131,7 @@ class Loop:
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
+        self._failed_at = -1  # steps done at the last rollback
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
@@ -144,8 +148,17 @@ class Loop:
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
-        Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones.
+        Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones. After a `roll_back`
+        it resumes, and all hooks start anew.
         """
+        while True:
+            try:
+                return self._run(evaluate, hooks)
+            except RollBack as end:
+                checkpoint = end.checkpoint
+            self.resume(checkpoint)
+
+    def _run(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> bool:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
@@ -177,28 +190,52 @@ class Loop:
         return True
 
     def save(self) -> None:
-        """Save a checkpoint of the steps done, on all ranks together."""
+        """Save a checkpoint of the steps done, on all ranks together, after a comparison of the ranks."""
+        self.compare_replicas()
         data = self.position.record(self.context.data.manifest)
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
 
+    def compare_replicas(self) -> None:
+        """Raise `TrainingDiverged` on all ranks if any holds other bits of what is equal on all."""
+        compare_replicas(self.done, self.context.engine, self.objective, self.context.communicator)
+
+    def roll_back(self, problem: str) -> NoReturn:
+        """Return to the newest checkpoint, on all ranks, after `run.max_skipped` skipped steps.
+
+        Raises:
+            RollBack: ends these steps, for `run` to resume.
+            TrainingDiverged: there is no checkpoint, or the steps have failed in the same place before.
+        """
+        newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped
+        advice = "lower optimizer.lr, or objective.npn.lr if the log warned of the NPN, and start the run again."
+        if newest is None:
+            raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
+        if before <= self._failed_at:
+            raise TrainingDiverged(f"{problem}, as before the return to {newest.name}: {advice}")
+        self._failed_at = self.done
+        raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
+
     def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
-        engine, config, number = self.context.engine, self.context.config, self.done
+        config, number = self.context.config, self.done
         epoch, _ = self.position.at(number)
         lr = self._learning_rate(number, self.total)
         place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress=number / self.total)
-        gradients = self._step(batch, place)
-        norm, last = engine.get_global_grad_norm(), number + 1 == self.total
+        gradients, norm, applied, not_finite = self._step(batch, place)
+        last, every = number + 1 == self.total, config.run.checkpoint_every
         return StepResult(
             step=number + 1,
             last=last,
             logs=last or (number + 1) % config.run.log_every == 0,
-            saves=last or (number + 1) % config.run.checkpoint_every == 0,
+            # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
+            saves=last or (applied and (number + 1) // every > self.saved // every),
             batch=batch,
             gradients=gradients,
             lr=lr,
-            grad_norm=None if norm is None else float(norm),
-            applied=engine.was_step_applied(),
+            grad_norm=norm,
+            applied=applied,
+            not_finite=not_finite,
+            skipped=self.context.engine.skipped_steps,
             waited=waited,
             seconds=time.perf_counter() - began,
             samples_per_second=rate.update((number + 1) * config.data.batch_size),

@@ -6,10 +6,14 @@ in closed form; the factor K cancels DeepSpeed's mean over ranks.
 A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
 whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes
 draw the same dropout, and batch-norm statistics change in the second only, so the result is that of one large pass.
+
+A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
+finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
+by then, so its state, and the statistics of batch norm, are restored.
 """
 
-import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,11 +21,20 @@ from torch import Tensor
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.engine.update import update_weights
 from neuclip_ds.loss.autograd import with_gradients
-from neuclip_ds.loss.two_pass import kept_statistics
+from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
+
+
+class StepOutcome(NamedTuple):
+    """What one global batch gave; equal on all ranks but for the gradients."""
+
+    gradients: FeatureGradients
+    grad_norm: float  # of the encoders; not finite where the step was skipped
+    applied: bool  # False where the step was skipped: all state is as before it
+    not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite, over all ranks
 
 
 class TrainStep:
@@ -39,16 +52,15 @@ class TrainStep:
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self._micro_batch, self._seed = micro_batch, seed
+        self._statistics = running_statistics(engine.module)
 
-    def __call__(self, batch: Batch, step: Step) -> FeatureGradients:
-        """Update encoders, temperature and normaliser by one global batch.
-
-        Raises `TrainingDiverged` where loss or gradient is not finite; weights are left as they were.
-        """
+    def __call__(self, batch: Batch, step: Step) -> StepOutcome:
+        """Update encoders, temperature and normaliser by one global batch, or skip it where it is not finite."""
         if not self._engine.module.training:  # train() visits every module
             self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = step.lr
+        restore = self._restore_point()
         device = self._communicator.device
         image = batch.image.to(device, non_blocking=True)
         tokens = batch.tokens.to(device, non_blocking=True)
@@ -63,16 +75,30 @@ class TrainStep:
             collected = self._first_pass(image, tokens, rows, step, gather)
         with phase_range("objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
+        one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
         for number, part in enumerate(rows):
             if len(rows) > 1:
                 self._fix_dropout(step, number)
                 features = self._forward(image[part], tokens[part])
-            self._backward(features, gradients, part, last=part is rows[-1])
-        # after the backward pass is launched: reading a number makes the host wait for the GPU
-        self._check_finite(gradients, batch, step)
+            self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
         with phase_range("optimizer"):
-            self._engine.step()
-        return gradients
+            norm, applied = update_weights(self._engine)
+        if applied:
+            return StepOutcome(gradients, norm, applied, [])
+        restore()
+        return StepOutcome(gradients, norm, applied, self._not_finite(collected, batch))
+
+    def _restore_point(self) -> Callable[[], None]:
+        """Return what undoes a skipped step in the objective and in batch norm."""
+        restore_objective = self._objective.restore_point()
+        before = [statistic.clone() for statistic in self._statistics]
+
+        def restore() -> None:
+            restore_objective()
+            for statistic, value in zip(self._statistics, before, strict=True):
+                statistic.copy_(value)
+
+        return restore
 
     def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
         """Return (b, d) image and text features; `gather` receives each as soon as it is computed."""
@@ -95,11 +121,18 @@ class TrainStep:
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 
-    def _backward(self, features: tuple[Tensor, Tensor], gradients: FeatureGradients, rows: slice, last: bool) -> None:
+    def _backward(
+        self,
+        features: tuple[Tensor, Tensor],
+        gradients: FeatureGradients,
+        rows: slice,
+        factor: Tensor,
+        last: bool,
+    ) -> None:
         loss = with_gradients(gradients.loss, features, (gradients.image[rows], gradients.text[rows]))
         self._engine.set_gradient_accumulation_boundary(last)
         with phase_range("backward"):
-            self._engine.backward(loss * self._communicator.world_size)
+            self._engine.backward(loss * (self._communicator.world_size * factor))
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
         """Seed dropout by (seed, step, rank, micro-batch): equal in both passes and after a resume."""
@@ -110,13 +143,9 @@ class TrainStep:
         if self._communicator.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
-    def _check_finite(self, gradients: FeatureGradients, batch: Batch, step: Step) -> None:
-        loss, norm = float(gradients.loss), float(gradients.metrics["feature_grad_norm"])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
-            raise TrainingDiverged(
-                f"step {step.number + 1}: loss {loss} and feature-gradient norm {norm} are not finite at temperature "
-                f"{float(gradients.metrics['tau']):.4g}, learning rate {step.lr:.4g}; the weights are "
-                f"unchanged by this step. The first samples of rank {self._communicator.rank} are "
-                f"{batch.index[:8].tolist()}; events.jsonl lists all. Lower optimizer.lr, or objective.npn.lr if "
-                "the log warned of the NPN, and resume from the checkpoint."
-            )
+    @torch.no_grad()
+    def _not_finite(self, features: tuple[Tensor, Tensor], batch: Batch) -> list[int]:
+        """Return the indices of samples with (b, d) features that are not finite, over all ranks."""
+        finite = torch.stack([side.isfinite().all(dim=1) for side in features]).all(dim=0).cpu()
+        found = self._communicator.gather_objects(batch.index[batch.valid & ~finite].tolist())
+        return [index for of_rank in found for index in of_rank]

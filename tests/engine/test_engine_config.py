@@ -56,6 +56,8 @@ def test_a_users_file_may_agree_or_leave_it_to_us(tmp_path: Path) -> None:
         ({"optimizer": {"type": "Adam"}}, "section optimizer"),
         ({"scheduler": {}}, "section scheduler"),
         ({"fp16": {"enabled": True}}, "use bf16"),
+        ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "turns off bf16.check_grad_overflow"),
+        ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "turns off zero_optimization.compute_grad"),
         ({"zero_optimization": {"stage": 4}}, "stage=4"),
         ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "zero_optimization.offload_opt"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'set "device": "cpu"'),

@@ -81,6 +81,8 @@ class PlainEngine:
 
     def __init__(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = model, optimizer
+        self.basic_optimizer = optimizer  # without ZeRO
+        self.skipped_steps = 0
 
     def __call__(self, *inputs: Any) -> Any:
         return self.module(*inputs)

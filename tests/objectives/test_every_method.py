@@ -94,6 +94,30 @@ def test_rows_that_do_not_count_change_nothing(name: str) -> None:
 
 
 @every_method
+@pytest.mark.parametrize("poison", [1.0, math.nan])
+def test_a_restored_step_leaves_no_trace(name: str, poison: float) -> None:
+    """A step that is undone, at the start of an epoch too, and the steps after it, are as if it had never been."""
+    restored, without = build(name), build(name)
+    for number in range(6):
+        image, text = pairs(12, 6, seed=number)
+        if number in (2, 3):
+            restore = restored.restore_point()
+            restored(batch(image * poison, text, torch.arange(12) + number), step(number, epoch=number // 3))
+            restore()
+            continue
+        features = batch(image, text, torch.arange(12) + number)
+        for method in (restored, without):
+            method(features, step(number, epoch=number // 3))
+    state, wanted = restored.replicated_state(), without.replicated_state()
+    assert state.keys() == wanted.keys()
+    for key, value in wanted.items():
+        assert torch.equal(state[key], value), key
+    for key, table in without.row_tables().items():
+        for part, rows in table.tensors.items():
+            assert torch.equal(restored.row_tables()[key].tensors[part], rows), (key, part)
+
+
+@every_method
 def test_float32_at_the_coldest_temperature(name: str) -> None:
     """tau = 0.01, with anchors whose negatives win by 1.9 (an exponent of 190): finite, and within 1e-4 of float64."""
     image, text = pairs(48, 6, likeness=0.3)

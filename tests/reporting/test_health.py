@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import Event, EventLog, read_events
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
 
-METRICS = {"tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
+METRICS = {"skipped_steps": 1, "tau": 0.05, "feature_grad_norm": 0.3, "grad_norm": 1.5, "lr": 1e-3}
 SAMPLES = SampleLookup(
     lambda step: [10 * step + row for row in range(9)] + [-1], lambda index: f"{index // 100:05d}.tar"
 )
@@ -20,7 +20,7 @@ SAMPLES = SampleLookup(
 
 def health(folder: Path, rank: int = 0, done: int = 0) -> tuple[StepHealth, EventLog]:
     events = EventLog(folder, rank, done)
-    return StepHealth(events, SAMPLES, rank, workers=2), events
+    return StepHealth(events, SAMPLES, rank, workers=2, patience=10), events
 
 
 def test_a_spike_is_reported_once_with_step_values_and_indices(
@@ -80,34 +80,29 @@ def test_a_slow_loader_is_reported_with_the_steps_of_the_interval(
     )
 
 
-def test_skipped_updates_are_reported_once_in_a_row_and_end_the_run(
+def test_skipped_steps_are_reported_with_their_samples_and_counted_in_a_row(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     watch, _ = health(tmp_path)
-    watch.check_update(1, 1.5, applied=True)
-    watch.check_update(2, None, applied=True)
-    assert not caplog.records
-    watch.check_update(3, np.inf, applied=False)
-    watch.check_update(4, np.inf, applied=False)
-    watch.check_update(5, 1.5, applied=True)
-    watch.check_update(6, np.inf, applied=False)
-    assert [(event.step, event.kind) for event in read_events(tmp_path)] == [
-        (3, "update_skipped"),
-        (6, "update_skipped"),
+    metrics = {**METRICS, "loss": np.nan}
+    applied = {1, 2, 5}
+    for step in range(1, 15):
+        assert watch.check_update(step, step in applied, lambda: metrics, [30, 33] if step == 3 else []) is None
+    found = [(event.step, event.indices) for event in read_events(tmp_path)]
+    assert found == [
+        (step, [30, 33] if step == 3 else SAMPLES.batch(step)) for step in range(1, 15) if step not in applied
     ]
-    assert "DeepSpeed has skipped the update: the encoders are unchanged" in caplog.records[0].getMessage()
-    for step in range(7, 15):
-        watch.check_update(step, np.inf, applied=False)
-    with pytest.raises(TrainingDiverged, match=r"step 15: .* the 10th step .* those before step 6; .* \[150, 151"):
-        watch.check_update(15, np.inf, applied=False)
-
-
-@pytest.mark.parametrize("norm", [np.nan, np.inf, -1.0])
-def test_an_applied_bad_gradient_ends_the_run_on_every_rank(tmp_path: Path, norm: float) -> None:
-    for rank in (0, 1):
-        watch, _ = health(tmp_path, rank)
-        with pytest.raises(TrainingDiverged, match=r"step 3: .* the weights are corrupted; its samples begin with"):
-            watch.check_update(3, norm, applied=True)
+    assert (
+        "step 3 is skipped and changes nothing: the features of samples [30, 33] are not finite (loss nan, "
+        in caplog.text
+    )
+    problem = watch.check_update(15, False, lambda: metrics, [])
+    assert problem is not None
+    assert problem.startswith("steps 6 to 15 were skipped: in the last, loss or gradient is not finite (loss nan")
+    assert "indices [150, 151" in problem
+    watch.rolled_back(5, RollBack("back", tmp_path))
+    back = next(event for event in read_events(tmp_path) if event.kind == "rolled_back")
+    assert (back.step, back.indices) == (5, [index for step in range(6, 16) for index in SAMPLES.batch(step)])
 
 
 def test_other_ranks_leave_the_loss_to_rank_zero(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -115,7 +110,7 @@ def test_other_ranks_leave_the_loss_to_rank_zero(tmp_path: Path, caplog: pytest.
     for step in range(1, 100):
         watch.check_loss(step, 2.0 + 1e-3 * (step % 5), dict)
     watch.check_loss(100, 9.0, dict)
-    watch.check_update(100, np.inf, applied=False)
+    watch.check_update(100, False, lambda: {**METRICS, "loss": np.inf}, [])
     watch.diverged(100, TrainingDiverged("message"))
     assert not caplog.records
     assert not events._pending

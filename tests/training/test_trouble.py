@@ -28,7 +28,9 @@ def test_a_diverged_run_names_the_step_and_its_samples(tmp_path: Path) -> None:
     assert ended.returncode == 1, ended.stderr
     *_, event = lines(tmp_path / "run" / "events.jsonl")
     assert event["kind"] == "diverged"
-    assert f"step {event['step']}: loss" in str(event["words"])
+    assert f"to {event['step']} were skipped" in str(event["words"])
+    assert "and there is no checkpoint to return to: lower optimizer.lr" in str(event["words"])
+    assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [f"error: {event['words']}"]
     assert str(event["words"]) in (tmp_path / "run" / "log.txt").read_text()
     seen = {line["step"]: line["indices"] for line in lines(tmp_path / "run" / "samples" / "rank00000.jsonl")}
     assert event["indices"] == seen[event["step"]]
@@ -36,5 +38,5 @@ def test_a_diverged_run_names_the_step_and_its_samples(tmp_path: Path) -> None:
     assert calls[0]["project"] == "clip"
     assert calls[0]["name"] == "run"
     assert calls[-1] == {"call": "finish", "exit_code": 1}
-    logged = [call["loss"] for call in calls if call["call"] == "log"]
-    assert logged == [line["loss"] for line in lines(tmp_path / "run" / "metrics.jsonl")]
+    logged = [str(call["loss"]) for call in calls if call["call"] == "log"]
+    assert logged == [str(line["loss"]) for line in lines(tmp_path / "run" / "metrics.jsonl")]

@@ -4,6 +4,7 @@ u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the f
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -66,6 +67,9 @@ class MovingAverageNormalizer(Normalizer):
     def _read(self, batch: GatheredFeatures) -> Tensor:
         """(2, local) log u of this rank's anchors."""
         return batch.compact(self._reading.wait()).T
+
+    def restore_point(self) -> Callable[[], None]:
+        return self._store.undo
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}

@@ -1,6 +1,7 @@
 """Health of NeuCLIP's network: whether it still predicts the normaliser."""
 
 import logging
+import math
 
 from torch import Tensor
 
@@ -23,7 +24,9 @@ class NpnHealth:
         """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat), and log a change of health."""
         mean = float(ratio.mean())
         off = max(mean, 1 / mean) if mean > 0 else float("inf")
-        if self._healthy and not off <= _LOST:
+        if math.isnan(mean):
+            pass  # the step is skipped, for another reason
+        elif self._healthy and not off <= _LOST:
             log.warning(
                 "step %d: the NPN has lost the normaliser: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
                 "[0.5, 2]; if it stays there, lower objective.npn.lr (now %g) or objective.npn.restart_every",

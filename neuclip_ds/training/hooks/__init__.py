@@ -12,6 +12,7 @@ from neuclip_ds.training.hooks.data import ListBadSamples, LogSamples, PrefetchS
 from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
 from neuclip_ds.training.hooks.metrics import ProfileSteps, ShowProgress, WriteMetrics, open_metrics
+from neuclip_ds.training.hooks.replicas import CompareReplicas
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop
@@ -33,6 +34,7 @@ def standard_hooks(loop: Loop, evaluate: Evaluate | None, further: Sequence[Hook
         ShowProgress(),
         WriteMetrics(metrics, bad_samples.log),
         *further,
+        CompareReplicas(),
         StopOnSignal(),
         SaveCheckpoints(events),
         *([EvaluateModel(evaluate, metrics)] if evaluate is not None else []),

@@ -24,7 +24,7 @@ class Hook:
     """
 
     def start(self, loop: Loop) -> None:
-        """Run before the first step of this start; `loop.done` steps are behind it."""
+        """Run before the first step of this start, and of a rollback; `loop.done` steps are behind it."""
 
     def before_step(self, loop: Loop) -> None:
         """Run before the next batch is waited for."""
@@ -39,4 +39,5 @@ class Hook:
         """Run after the last step; not if the loop was stopped before."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Release what `start` took; runs in every case, with the exception that ended the loop, if any."""
+        """Release what `start` took; runs in every case, with the exception that ended the loop, if any: a `RollBack`
+        before the run returns to its newest checkpoint."""

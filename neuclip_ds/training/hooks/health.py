@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from neuclip_ds.data.dataset import Batch
-from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
 from neuclip_ds.training.hooks.base import Hook
@@ -24,15 +24,22 @@ class WatchHealth(Hook):
             lambda step: context.data.order.batch(*position.at(step - 1)).tolist(),
             lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
         )
-        self._health = StepHealth(events, samples, context.communicator.rank, context.config.data.workers)
+        config = context.config
+        self._health = StepHealth(
+            events, samples, context.communicator.rank, config.data.workers, config.run.max_skipped
+        )
         self._step = loop.done
 
     def on_batch(self, loop: Loop, batch: Batch) -> None:
         self._step = loop.done + 1
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        self._health.check_update(result.step, result.grad_norm, result.applied)
         self._health.check_times(result.step, result.waited, result.seconds, result.batch.index.tolist())
+        problem = self._health.check_update(result.step, result.applied, lambda: result.metrics, result.not_finite)
+        if problem is not None:
+            loop.roll_back(problem)
+        if not result.applied:
+            return
         # the rest of an epoch, less than half a batch, has another loss
         order, step_of_epoch = loop.context.data.order, loop.position.at(result.step - 1)[1]
         is_rest = step_of_epoch + 1 == order.steps_per_epoch and 2 * order.last_batch_size < order.batch_size
@@ -40,5 +47,7 @@ class WatchHealth(Hook):
             self._health.check_loss(result.step, result.loss, lambda: result.metrics)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        if isinstance(error, TrainingDiverged):
+        if isinstance(error, RollBack):
+            self._health.rolled_back(loop.saved, error)
+        elif isinstance(error, TrainingDiverged):
             self._health.diverged(self._step, error)

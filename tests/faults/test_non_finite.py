@@ -1,0 +1,158 @@
+"""Steps with features, losses or gradients that are not finite: skipped on all ranks, without a trace in any state."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from test_step import ROWS, TOKENS, config_of, data, place, share
+
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.zero import placements
+from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective
+from neuclip_ds.training.step import StepOutcome, TrainStep
+
+FAULTY, STEPS = 3, 5
+Fault = Callable[[Any, Batch], Any]
+
+
+def on_rank_one(batch: Batch) -> bool:
+    return int(batch.index[0]) != FAULTY  # the first of the global batch's indices is its number
+
+
+@contextmanager
+def activation(model: Any, batch: Batch) -> Iterator[None]:
+    """The third image of each of rank 1's micro-batches gives an infinite activation."""
+
+    def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+        return output.index_fill(0, torch.tensor([2]), torch.inf)
+
+    hook = model.vision.register_forward_hook(overflow) if on_rank_one(batch) else None
+    yield
+    if hook is not None:
+        hook.remove()
+
+
+@contextmanager
+def weight(model: Any, batch: Batch) -> Iterator[None]:
+    """One weight of rank 1 is infinite during the step."""
+    broken = next(p for p in model.parameters() if p.ndim > 1)
+    before = broken.detach().clone()
+    if on_rank_one(batch):
+        broken.data.view(-1)[0] = torch.inf
+    yield
+    broken.data.copy_(before)
+
+
+@contextmanager
+def gradient(model: Any, batch: Batch) -> Iterator[None]:
+    """The gradient of one weight overflows on rank 1, though loss and features are finite."""
+    factor = torch.inf if on_rank_one(batch) else 1.0
+    hook = next(p for p in model.parameters() if p.ndim > 1).register_hook(lambda grad: grad * factor)
+    yield
+    hook.remove()
+
+
+def state_of(engine: Any, objective: Objective, rank: int) -> dict[str, torch.Tensor]:
+    """Copies of all that a rank keeps: weights, masters, moments, and the objective's."""
+    found = {name: getattr(p, "ds_tensor", p) for name, p in engine.module.named_parameters()}
+    for part in placements(engine, rank):
+        found[f"{part.name} master"] = part.master
+        found |= {f"{part.name} {key}": x for key, x in engine.basic_optimizer.state.get(part.master, {}).items()}
+    found |= objective.replicated_state()
+    found |= {name + key: x for name, table in objective.row_tables().items() for key, x in table.tensors.items()}
+    return {name: value.detach().clone() for name, value in found.items()}
+
+
+def differing(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> list[str]:
+    assert found.keys() == wanted.keys()
+    return [name for name, value in found.items() if not torch.equal(value, wanted[name])]
+
+
+class Run:
+    """A few steps of a method under an engine."""
+
+    def __init__(self, communicator: Communicator, method: str, engine: str, micro: int) -> None:
+        config = config_of(method, engine)
+        torch.manual_seed(0)
+        self.model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        engine_config = load_engine_config(config, communicator.world_size)
+        self.engine = start_engine(self.model, config.optimizer, engine_config, communicator)
+        self.objective = build_objective(config, Context(16, 100, communicator), torch.float32)
+        self._step = TrainStep(self.engine, self.objective, communicator, micro, seed=0)
+        self._communicator = communicator
+
+    def step(self, number: int, fault: Fault | None = None) -> StepOutcome:
+        batch = share(data(number), self._communicator)
+        if fault is None:
+            return self._step(batch, place(number))
+        with fault(self.model, batch):
+            return self._step(batch, place(number))
+
+    def state(self) -> dict[str, torch.Tensor]:
+        return state_of(self.engine, self.objective, self._communicator.rank)
+
+
+def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]]) -> list[Any]:
+    """What changes in a faulty step, what differs at the end from a run without that step, and the step's samples."""
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    results = []
+    for method, engine, micro, fault in cases:
+        run, other = (Run(communicator, method, engine, micro) for _ in range(2))
+        for number in range(FAULTY):
+            assert run.step(number).applied
+            other.step(number)
+        before = run.state()
+        outcome = run.step(FAULTY, fault)
+        changed = differing(run.state(), before)
+        for number in range(FAULTY + 1, STEPS):
+            assert run.step(number).applied
+            other.step(number)
+        assert run.engine.skipped_steps == 1
+        results.append((outcome.applied, changed, differing(run.state(), other.state()), outcome.not_finite))
+    return results
+
+
+def check(cases: list[tuple[str, str, int, Fault]]) -> None:
+    of_rank_one = range(FAULTY + ROWS // 2, FAULTY + ROWS)
+    for rank in run_ranks(2, skip_one, cases):
+        for (*case, micro, fault), found in zip(cases, rank, strict=True):
+            samples = {activation: of_rank_one[2::micro], weight: of_rank_one, gradient: []}[fault]
+            assert found == (False, [], [], list(samples)), (case, micro, fault)
+
+
+METHODS = ["openclip", "siglip", "sogclr", "isogclr", "fastclip_v3", "tuneclip", "neuclip", "amorlip"]
+
+
+def test_a_skipped_step_leaves_no_trace_in_any_methods_state() -> None:
+    """In float32 without ZeRO, where DeepSpeed would apply it."""
+    check([(method, "zero0_fp32", 8, activation) for method in METHODS])
+
+
+def test_a_broken_weight_or_gradient_of_one_rank_skips_the_step_on_both() -> None:
+    check([("neuclip", "zero0_fp32", 4, gradient), ("amorlip", "zero1_bf16", 4, weight)])
+
+
+@pytest.mark.slow
+def test_every_stage_and_precision_skips_alike() -> None:
+    engines = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
+    engines += ["zero2_bf16_offload", "zero3_bf16_offload"]
+    check(
+        [
+            ("neuclip", engine, micro, fault)
+            for engine in engines
+            for micro in (4, 8)
+            for fault in (activation, gradient)
+        ]
+    )

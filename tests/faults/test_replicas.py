@@ -1,0 +1,103 @@
+"""What all ranks must hold with the same bits is compared, and the rank that drifted is named before a checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_runs import SMALL, demo_shards, read_options, train_connected
+
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import TrainingDiverged
+from neuclip_ds.recipe import parse
+from neuclip_ds.state.bit_hash import bit_hash
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.loop import Loop, StepResult
+
+OPTIONS = [*SMALL, "--data.batch_size=12", "--data.val=", "--data.zero_shot=", "--data.workers=0", "--budget.steps=4"]
+
+
+def flip(tensor: torch.Tensor) -> None:
+    """Flip one bit of the first element of a float32 or bf16 tensor, in place."""
+    integers = {2: torch.int16, 4: torch.int32}[tensor.element_size()]
+    tensor.detach().view(-1).view(integers)[0] ^= 1 << 12
+
+
+class FlipBit(Hook):
+    """Flips one bit of some state of one rank after a step."""
+
+    def __init__(self, rank: int, of_rank: int, step: int, name: str) -> None:
+        self._mine, self._step, self._name = rank == of_rank, step, name
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        if self._mine and result.step == self._step:
+            weights = dict(loop.context.engine.module.named_parameters())
+            flip({**weights, **loop.objective.replicated_state()}[self._name])
+
+
+def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]], shards: Path, runs: Path) -> Any:
+    """How each run ends, of which one bit of `name` flips on the last rank after a step."""
+    found = []
+    for number, (options, name, step) in enumerate(cases):
+        where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={number}"]
+        config = parse(["demo", *read_options([*OPTIONS, *options]), *where]).config
+        hook = FlipBit(communicator.rank, communicator.world_size - 1, step, name)
+        try:
+            train_connected(communicator, config, hook)
+            found.append("")
+        except TrainingDiverged as error:
+            found.append(str(error))
+    return found
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=60)
+
+
+V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.npn.network=mlp"]
+WEIGHT = "vision.trunk.patch_embed.proj.weight"
+
+
+def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Path) -> None:
+    each = ["--run.checkpoint_every=2", "--deepspeed=zero0_fp32"]
+    cases = [
+        ([*V3, *each], "temperature.theta", 3),
+        ([*MLP, *each], "normalizer.weights", 3),
+        ([*V3, *each], WEIGHT, 3),
+        ([*V3, *each, "--deepspeed=zero1_bf16"], WEIGHT, 4),
+    ]
+    ranks = run_ranks(3, messages, cases, shards, tmp_path)
+    assert ranks[0] == ranks[1] == ranks[2]
+    for number, ((_, name, _), message) in enumerate(zip(cases, ranks[0], strict=True)):
+        assert message.startswith("step 4: ")
+        assert name in message
+        assert "bits on all ranks, but rank 2 has others: test the memory" in message
+        saved = complete_checkpoints(tmp_path / str(number) / "checkpoints")
+        assert [path.name for path in saved] == ["step_000000002"]
+
+
+def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None:
+    cases = [([*V3, "--run.compare_every=1"], "temperature.theta", step) for step in (2, 0)]
+    for drifted, healthy in run_ranks(2, messages, cases, shards, tmp_path):
+        assert drifted.startswith("step 2: ")
+        assert "temperature.theta must have the same bits on all ranks, but ranks 0 and 1 differ: test" in drifted
+        assert not healthy
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
+def test_every_bit_and_every_exchange_changes_the_hash(dtype: torch.dtype) -> None:
+    x = torch.randint(0, 2, (40,)).to(dtype)
+    words = x.view({1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[x.element_size()])
+    hashes = {int(bit_hash(x))}
+    for place in (0, 1, 39):
+        for bit in range(1 if dtype == torch.bool else 8 * x.element_size() - 1):
+            words[place] ^= 1 << bit
+            hashes.add(int(bit_hash(x)))
+            words[place] ^= 1 << bit
+    assert len(hashes) == 1 + 3 * (1 if dtype == torch.bool else 8 * x.element_size() - 1)
+    assert int(bit_hash(torch.tensor([1.0, 2.0]))) != int(bit_hash(torch.tensor([2.0, 1.0])))
