@@ -34,11 +34,12 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
             `**{"optimizer.lr": 1e-3}`. Not with a config.
 
     Returns:
-        The finished run, or the part of it that a requested stop has left.
+        The finished run, or the part of it that a hook's stop has left.
 
     Raises:
         UserError: a mistake in config or data.
         TrainingDiverged: a loss or gradient is not finite.
+        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if there were steps.
 
     Example:
         run = neuclip_ds.train("demo", budget={"steps": 30}, run={"name": "look"})

@@ -89,8 +89,8 @@ class DataConfig(Section):
     decoder: Literal["pil", "torchvision", "simplejpeg"] = "pil"
     """Library that decodes JPEGs for training; simplejpeg is the fastest where it is installed."""
     cache_dir: Path | None = None
-    """Folder on each node for copies of remote shards. By default neuclip_ds_shards in the folder for temporary
-    files."""
+    """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
+    files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
     """Size limit of that folder, in GB. Allow room for two shuffle blocks per shard stream on the node."""
     crop_scale: float = Field(0.9, gt=0, le=1)

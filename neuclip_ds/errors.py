@@ -1,5 +1,6 @@
 """The exceptions that end a run with a sentence, or its steps."""
 
+import signal
 from pathlib import Path
 
 
@@ -17,3 +18,17 @@ class RollBack(Exception):
     def __init__(self, message: str, checkpoint: Path) -> None:
         super().__init__(message)
         self.checkpoint = checkpoint
+
+
+class Interrupted(KeyboardInterrupt):
+    """A signal stopped the program; the message names it. Exit code 128 + its number, as of a shell."""
+
+    def __init__(self, number: int, where: str = "") -> None:
+        """
+        Args:
+            number: of the signal.
+            where: what the program had done by then, for the message.
+        """
+        super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
+        self.number = number
+        self.code = 128 + number

@@ -225,7 +225,8 @@ def test_sigterm_at_the_launcher_saves(folder: Path) -> None:
     launcher = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(launcher), signal.SIGTERM)
     found = ends(nodes)
-    assert "stopped after step" in found[0][1], found
+    assert "Stopped after step" in found[0][1], found
+    assert all(code for code, _ in found), found
     assert state(folder, "terminated")
 
 

@@ -14,7 +14,7 @@ import argparse
 import os
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
@@ -22,6 +22,7 @@ from typing import cast
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
@@ -56,7 +57,7 @@ def main(arguments: Sequence[str]) -> None:
 def _workers(processes: int | None) -> Iterator[Executor | None]:
     """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
-        with ProcessPoolExecutor(processes or os.cpu_count()) as pool:
+        with process_pool(processes or os.cpu_count() or 1) as pool:
             yield pool
         return
     from mpi4py.futures import MPICommExecutor

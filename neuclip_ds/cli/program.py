@@ -10,22 +10,31 @@ from contextlib import contextmanager
 from typing import Any, NoReturn
 
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import TrainingDiverged, UserError
+from neuclip_ds.distributed.stop_signals import raising_interrupted
+from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 from neuclip_ds.recipe import nearest
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
 def exit_on_mistake() -> Iterator[None]:
-    """Print a `UserError` once a node and end every rank with exit code 2; a divergence ends with 1."""
+    """Print a `UserError` once a node and end every rank with exit code 2; a divergence ends with 1.
+
+    A stop signal ends the program with one line and exit code 128 + its number.
+    """
     try:
-        yield
-    except (UserError, TrainingDiverged) as error:
+        with raising_interrupted():
+            yield
+    except (UserError, TrainingDiverged, Interrupted) as error:
         environment = read_environment()
-        if environment.local_rank == 0:
-            where = f"{socket.gethostname()}: " if environment.rank else ""
+        where = f"{socket.gethostname()}: " if environment.rank else ""
+        if isinstance(error, Interrupted):
+            log.warning("%s%s", where, error)
+        elif environment.local_rank == 0:
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
         logging.shutdown()
-        sys.exit(2 if isinstance(error, UserError) else 1)
+        sys.exit(error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
 
 
 class Parser(argparse.ArgumentParser):

@@ -10,12 +10,13 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
@@ -53,7 +54,7 @@ def build_manifest(
     with ExitStack() as stack:
         results: Iterable[Scan] = (_scan(path, options) for path in paths)
         if processes > 1:
-            pool = stack.enter_context(ProcessPoolExecutor(processes))
+            pool = stack.enter_context(process_pool(processes))
             results = pool.map(_scan, paths, [options] * len(paths), chunksize=1)
         for scan in results:
             scans.append(scan)

@@ -8,17 +8,21 @@ The total size is limited. The folder holds
     lock                 locked during eviction
 
 Locks are the kernel's (flock), so a killed process frees its locks. Its partial files are removed by the next process
-that needs the shard or the space.
+that needs the shard or the space. Links are never followed, as a folder may be one that others write to.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
+import stat
+import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO
 
 from neuclip_ds.data.fetch import fetch
 from neuclip_ds.errors import UserError
@@ -30,11 +34,34 @@ _POLL = 0.05  # seconds
 _UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
 
 
+def private_folder() -> Path:
+    """Return this user's cache in the folder for temporary files, created if absent.
+
+    Raises:
+        UserError: others could have put files there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
+    try:
+        folder.mkdir(mode=0o700, exist_ok=True)
+    except FileExistsError:
+        pass  # no folder, as the check finds
+    except OSError as error:
+        raise UserError(
+            f"The shard cache {folder} cannot be created ({error.strerror}); set data.cache_dir."
+        ) from error
+    status = folder.lstat()
+    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
+        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; set data.cache_dir.")
+    return folder
+
+
 class ShardCache:
     """A least-recently-used cache of complete shards, at most `capacity_bytes` in all.
 
     Args:
-        folder: created if absent; private to this node, on a disk that supports flock.
+        folder: created if absent; private to this node, on a disk that supports flock. Whoever can write to it must be
+            trusted with the data.
         capacity_bytes: limit of the total size, shards being fetched included.
         timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
 
@@ -83,12 +110,12 @@ class ShardCache:
                 f"Shard {url} has {expected_bytes / _GB:.2f} GB and does not fit into the cache; "
                 f"raise data.cache_gb={self.capacity_bytes / _GB:g}."
             )
-        lock = self._folder / "locks" / _hash(url)
-        with self._locked(lock, f"another process that fetches {url}"):
+        with self._locked(self._folder / "locks" / _hash(url), f"another process that fetches {url}") as lock:
             if not self.touch(url, expected_bytes):  # else another process has fetched it meanwhile
-                status = lock.stat()
+                status = os.fstat(lock.fileno())
                 if status.st_size and abs(time.time() - status.st_mtime) < _RETRY_AFTER:
-                    raise OSError(lock.read_text(encoding="utf-8"))  # again, as every one of its samples asks for it
+                    lock.seek(0)
+                    raise OSError(lock.read().decode())  # again, as every one of its samples asks for it
                 self._fetch(url, expected_bytes, expected_crc32, lock)
             return self._shard(url)
 
@@ -97,15 +124,16 @@ class ShardCache:
         while True:
             path = self.path(url, expected_bytes, expected_crc32)
             with suppress(FileNotFoundError):  # evicted in between
-                return os.open(path, os.O_RDONLY)
+                return _open(path, os.O_RDONLY)
 
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""
         shard = self._shard(url)
         try:
-            if shard.stat().st_size != expected_bytes:
+            status = shard.lstat()
+            if not stat.S_ISREG(status.st_mode) or status.st_size != expected_bytes:
                 return False
-            os.utime(shard)
+            os.utime(shard, follow_symlinks=False)
         except FileNotFoundError:
             return False
         return True
@@ -114,7 +142,7 @@ class ShardCache:
         name = _UNSAFE.sub("_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
         return self._folder / "shards" / f"{_hash(url)}-{name[-60:]}"
 
-    def _fetch(self, url: str, expected_bytes: int, expected_crc32: int | None, lock: Path) -> None:
+    def _fetch(self, url: str, expected_bytes: int, expected_crc32: int | None, lock: IO[bytes]) -> None:
         """Reserve space and fetch the shard; the caller holds the shard's lock."""
         shard = self._shard(url)
         self._clear(shard.name)
@@ -129,10 +157,12 @@ class ShardCache:
                 retries=self._retries,
             )
         except OSError as error:
-            lock.write_text(str(error), encoding="utf-8")
+            lock.truncate(0)
+            lock.write(str(error).encode())
+            lock.flush()
             raise
         else:
-            os.truncate(lock, 0)
+            lock.truncate(0)
         finally:
             reservation.unlink(missing_ok=True)
 
@@ -143,7 +173,7 @@ class ShardCache:
         for _ in _polls(self._timeout * _LOCK_TIMEOUTS, waited_for):
             with self._locked(self._folder / "lock", "another process that evicts shards"):
                 if self._evict(size):
-                    with reservation.open("wb") as file:
+                    with reservation.open("xb") as file:
                         file.truncate(size)
                     return reservation
         raise AssertionError("unreachable")
@@ -166,7 +196,7 @@ class ShardCache:
 
     def _clear_abandoned(self, reservation: Path) -> bool:
         """Remove a reservation and its partial file if the process that made it has ended."""
-        with (self._folder / "locks" / reservation.name.split("-")[0]).open("ab") as file:
+        with _open_lock(self._folder / "locks" / reservation.name.split("-")[0]) as file:
             if not _try_lock(file.fileno()):
                 return False
             self._clear(reservation.name)
@@ -180,14 +210,14 @@ class ShardCache:
         (self._folder / "reserved" / name).unlink(missing_ok=True)
 
     @contextmanager
-    def _locked(self, path: Path, holder: str) -> Iterator[None]:
+    def _locked(self, path: Path, holder: str) -> Iterator[IO[bytes]]:
         """Hold a lock file during the block; raise TimeoutError if `holder` does not release it in time."""
-        with path.open("ab") as file:
+        with _open_lock(path) as file:
             for _ in _polls(self._timeout * _LOCK_TIMEOUTS, f"{holder} ({path})"):
                 if _try_lock(file.fileno()):
                     break
             try:
-                yield
+                yield file
             finally:
                 fcntl.flock(file, fcntl.LOCK_UN)  # closing is not enough when a forked process has the file open too
 
@@ -202,7 +232,28 @@ def _files(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
         for entry in entries:
             if not entry.name.startswith("."):
                 with suppress(FileNotFoundError):
-                    yield Path(entry.path), entry.stat()
+                    yield Path(entry.path), entry.stat(follow_symlinks=False)
+
+
+def _open(path: Path, flags: int) -> int:
+    """Open a file of the cache; raise UserError for anything that stands for a file elsewhere."""
+    try:
+        fd = os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+    else:
+        status = os.fstat(fd)
+        if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:
+            return fd
+        os.close(fd)
+    raise UserError(
+        f"{path} in the shard cache is a link or no file: remove it, and do not share the cache with others."
+    )
+
+
+def _open_lock(path: Path) -> IO[bytes]:
+    return os.fdopen(_open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
 
 
 def _try_lock(fd: int) -> bool:

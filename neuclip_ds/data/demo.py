@@ -18,10 +18,8 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
@@ -29,6 +27,8 @@ from uuid import uuid4
 
 from PIL import Image
 
+from neuclip_ds.data.atomic_write import claimed, remove_abandoned
+from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.demo_scenes import COLOURS, SHAPES, TEMPLATES, Scene, describe, random_scene, render, single_object
 from neuclip_ds.errors import UserError
 
@@ -145,12 +145,15 @@ def _check_unused(folder: Path) -> None:
 
 @contextmanager
 def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to `folder` if the block succeeds."""
+    """Yield a temporary folder; rename it to `folder` if the block succeeds. Those of killed processes are removed."""
     _check_unused(folder)
     temporary = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
     try:
-        yield temporary
-        temporary.rename(folder)  # replaces an empty folder and refuses any other
+        remove_abandoned(folder.parent.glob(f"{folder.name}.*.partial"))
+        temporary.mkdir(parents=True)
+        with claimed(temporary):
+            yield temporary
+            temporary.rename(folder)  # replaces an empty folder and refuses any other
     except OSError as error:
         _check_unused(folder)
         raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
@@ -178,7 +181,7 @@ def _written(shards: list[_Shard], processes: int) -> Iterator[int]:
         yield from map(_write_shard, shards)
         return
     # spawned, not forked: the caller may have threads (torch's, for instance), which break under fork
-    with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
+    with process_pool(processes, "spawn") as pool:
         yield from pool.map(_write_shard, shards)
 
 

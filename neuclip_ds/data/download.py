@@ -24,7 +24,7 @@ def main() -> None:
     url, target, timeout = sys.argv[1:]
     try:
         fs, path = fsspec.core.url_to_fs(url, **_options(url, float(timeout)))
-        Path(target).touch()  # the timeout starts here: backends take seconds to import
+        Path(target).touch(exist_ok=False)  # the timeout starts here: backends take seconds to import
         fs.get_file(path, target)
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
         reason, final = describe_error(error)

@@ -244,7 +244,7 @@ class _Command(_Transfer):
         return self._url.removeprefix(_PIPE)
 
     def _drain(self, output: IO[bytes]) -> None:
-        with self._part.open("wb", buffering=0) as out:
+        with self._part.open("xb", buffering=0) as out:
             while piece := output.read(_PIPE_BYTES):
                 self._size += out.write(piece)
 

@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
-import signal
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_longlong
+from typing import NoReturn
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.shards import is_local
@@ -95,15 +96,13 @@ def _run(
     total_steps: int,
     reached: c_longlong,
     parent: int,
-) -> None:
-    """Run the prefetching process. SIGTERM, which launchers send to the whole tree, ends it; readers do not need it."""
-    for number in (signal.SIGINT, signal.SIGUSR1):
-        signal.signal(number, signal.SIG_IGN)
+) -> NoReturn:
+    """Run the prefetching process."""
+    end_with_parent(parent)
     window = _Window(cache, shards, order.shards_ahead(*start))
-    while os.getppid() == parent:
+    while True:
         window.move(reached.value, min(reached.value + order.steps_per_epoch, total_steps))
         time.sleep(_POLL)
-    os._exit(1)  # without waiting for transfers
 
 
 class _Window:

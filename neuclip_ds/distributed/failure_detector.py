@@ -22,7 +22,8 @@ from typing import Any, NamedTuple, NoReturn
 import torch.distributed as dist
 
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.errors import TrainingDiverged, UserError
+from neuclip_ds.distributed.stop_signals import ending_by
+from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 
 log = logging.getLogger(__name__)
 
@@ -48,8 +49,9 @@ class Failure(NamedTuple):
 class FailureDetector:
     """End all ranks when the block fails on one of them.
 
-    The exit code is 2 for a `UserError`, else 1. Rank 0 prints `UserError` and `TrainingDiverged` as `error: ...`, with
-    rank and host unless rank 0 has the same error. Any other exception is logged with its traceback by the rank that
+    The exit code is 2 for a `UserError`, 128 + its number for a signal (`Interrupted`), else 1. Rank 0 prints
+    `UserError` and `TrainingDiverged` as `error: ...`, and logs `Interrupted`, with rank and host unless rank 0 has the
+    same error. Any other exception is logged with its traceback by the rank that
     failed first, and in one line by the first rank of each node. All ranks share the store; rank 0's node is reached at
     MASTER_ADDR, else `UserError` is raised.
     """
@@ -65,21 +67,28 @@ class FailureDetector:
         self._send({"token": token, "rank": self._rank, "host": self._host})
         self._leaving = False
         self._answered = threading.Event()
+        self._signals = ending_by(self._fail)
 
     def __enter__(self) -> FailureDetector:
+        self._signals.__enter__()
         threading.Thread(target=self._listen, name="failure detector", daemon=True).start()
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        self._signals.__exit__(None, None, None)
         self._leaving = error is None
         if error is None:
             self._send({"left": True})
             if self._hub is not None:
                 self._answered.wait(_VERDICT_TIMEOUT)  # until the others know that rank 0 leaves without failure
             return
-        is_message = isinstance(error, (UserError, TrainingDiverged))
+        self._fail(error)
+
+    def _fail(self, error: BaseException) -> NoReturn:
+        """Report this rank's failure, and end this process with that which ends all ranks."""
+        is_message = isinstance(error, (UserError, TrainingDiverged, Interrupted))
         text = str(error) if is_message else f"{type(error).__name__}: {error}"
-        code = 2 if isinstance(error, UserError) else 1
+        code = error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1
         failure = Failure(self._rank, self._host, text[:2000], code, is_message)
         self._send(failure._asdict())
         self._answered.wait(_VERDICT_TIMEOUT)  # if another rank failed first, the thread ends this process
@@ -125,7 +134,11 @@ class FailureDetector:
     def _end(self, verdict: Failure) -> NoReturn:
         """End this process from either thread, as the other may be stuck in a collective."""
         if verdict.is_message and self._rank == 0:
-            sys.stderr.write(f"error: {verdict if verdict.rank else verdict.text}\n")
+            text = str(verdict) if verdict.rank else verdict.text
+            if verdict.code > 128:
+                log.warning("%s", text)
+            else:
+                sys.stderr.write(f"error: {text}\n")
         sys.stdout.flush()
         sys.stderr.flush()
         if self._hub is not None:

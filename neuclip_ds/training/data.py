@@ -1,13 +1,12 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
-from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.cache import ShardCache, private_folder
 from neuclip_ds.data.dataset import Batch, iter_captions
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.demo import demo_split
@@ -148,7 +147,7 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
     """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
     cache = None
     if not all(is_local(shard.path) for shard in manifest.shards):
-        folder = data.cache_dir or Path(tempfile.gettempdir()) / "neuclip_ds_shards"
+        folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
         cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
     return LoaderOptions(

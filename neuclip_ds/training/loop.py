@@ -19,7 +19,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import RollBack, TrainingDiverged
+from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
 from neuclip_ds.training.data import TrainingData
@@ -102,6 +102,7 @@ class Loop:
         total: number of steps after which the loop ends.
         saved: last step with a checkpoint.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
+        stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
         resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
     """
 
@@ -132,6 +133,7 @@ class Loop:
         self.total = self.position.end(budget)
         self.stop_requested = False
         self._failed_at = -1  # steps done at the last rollback
+        self.stop_signal: int | None = None
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
@@ -149,7 +151,7 @@ class Loop:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
         Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones. After a `roll_back`
-        it resumes, and all hooks start anew.
+        it resumes, and all hooks start anew. Raises `Interrupted` after a stop that a signal requested.
         """
         while True:
             try:
@@ -182,12 +184,14 @@ class Loop:
                 self.done += 1
                 for hook in every_hook:
                     hook.after_step(self, result)
-            if self.stop_requested:
-                log.warning("stopped after step %d; the same command resumes there", self.done)
-                return False
-            for hook in every_hook:
-                hook.finish(self)
-        return True
+            if not self.stop_requested:
+                for hook in every_hook:
+                    hook.finish(self)
+        if self.stop_signal is not None:
+            raise Interrupted(self.stop_signal, f" after step {self.done}")
+        if self.stop_requested:
+            log.warning("stopped after step %d; the same command resumes there", self.done)
+        return not self.stop_requested
 
     def save(self) -> None:
         """Save a checkpoint of the steps done, on all ranks together, after a comparison of the ranks."""

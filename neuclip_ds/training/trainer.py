@@ -12,6 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
+from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
@@ -51,11 +52,12 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     Raises:
         UserError: anything in config or data that cannot work, before the first step where possible.
         TrainingDiverged: a loss or gradient is not finite.
+        Interrupted: a signal stopped the run, during training after a checkpoint.
     """
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
     folder = config.run.folder / str(config.run.name)
-    with connected(dump(config)) as communicator:
+    with raising_interrupted(), connected(dump(config)) as communicator:
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)

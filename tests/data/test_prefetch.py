@@ -168,12 +168,12 @@ def test_it_ends_with_the_block_even_when_it_is_stuck(http, tmp_path):
 
 def test_its_end_is_logged_once_and_training_continues(http, tmp_path, caplog):
     with prefetcher(ShardCache(tmp_path, 100 * SIZE), order_of(), stored(http)) as ahead:
-        os.kill(ahead._process.pid, signal.SIGTERM)
+        os.kill(ahead._process.pid, signal.SIGKILL)
         wait_for(lambda: not ahead._process.is_alive())
         for number in range(3):
             ahead.advance(number)
     assert [record.message for record in caplog.records] == [
-        "the prefetching process has ended (code -15): shards are now fetched only when they are read"
+        "the prefetching process has ended (code -9): shards are now fetched only when they are read"
     ]
 
 

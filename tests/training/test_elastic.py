@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -46,13 +47,13 @@ class Launch:
         where = [f"--run.folder={folder.parent}", f"--run.name={folder.name}"]
         self.programs = start("train.py", "demo", *read_options([*TINY, *options]), *where, ranks=ranks)
 
-    def end(self) -> str:
-        """Waits for all ranks and a good end; what they said."""
+    def end(self, code: int = 0) -> str:
+        """Waits for all ranks to end with a code; what they said."""
         try:
             codes = [program.wait().returncode for program in self.programs]
         finally:
             self.kill()
-        assert codes == [0] * len(codes), self.said()
+        assert codes == [code] * len(codes), self.said()
         return self.said()
 
     def said(self) -> str:
@@ -70,8 +71,8 @@ class Launch:
         """SIGTERM to the first rank after a step; what the run said."""
         self.reach(step)
         self.programs[0].terminate()
-        said = self.end()
-        assert "stopped after step" in said
+        said = self.end(128 + signal.SIGTERM)
+        assert "Stopped after step" in said
         return said
 
     def kill(self) -> None:

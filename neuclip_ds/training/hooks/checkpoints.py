@@ -2,43 +2,35 @@
 
 from __future__ import annotations
 
-import signal
 from typing import TYPE_CHECKING
 
 import torch
 
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, take_signal
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.training.hooks.base import Hook
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
 
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-
 
 class StopOnSignal(Hook):
-    """Ask for a stop on SIGTERM (launchers, schedulers), SIGUSR1 (SLURM's warning) or the first Ctrl-C."""
-
-    _received = False
+    """Stop all ranks after the same step, with a checkpoint, when one of them has received a stop signal."""
 
     def start(self, loop: Loop) -> None:
-        self._handlers = [signal.signal(number, self._receive) for number in _SIGNALS]
+        loop.resources.enter_context(deferring())
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """Agree at steps that log whether any rank has received a signal."""
-        if result.logs:
-            communicator = loop.context.communicator
-            received = torch.tensor([int(self._received)], device=communicator.device)
-            loop.stop_requested |= bool(communicator.all_reduce(received, "control").item())
-
-    def close(self, loop: Loop, error: BaseException | None) -> None:
-        for number, handler in zip(_SIGNALS, self._handlers, strict=True):
-            signal.signal(number, handler)
-
-    def _receive(self, number: int, frame: object) -> None:
-        self._received = True
-        if number == signal.SIGINT:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second Ctrl-C ends the run at once
+        """Agree at steps that log whether any rank has received a signal, and which."""
+        if not result.logs:
+            return
+        communicator = loop.context.communicator
+        taken = take_signal()
+        received = torch.tensor([int(number == taken) for number in STOP_SIGNALS], device=communicator.device)
+        counts = communicator.all_reduce(received, "control").tolist()
+        for number, count in zip(STOP_SIGNALS, counts, strict=True):
+            if count:
+                loop.stop_requested, loop.stop_signal = True, number
 
 
 class SaveCheckpoints(Hook):

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from neuclip_ds.checkpoint.checkpoints import Best
+from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.hooks.base import Hook
@@ -40,8 +41,14 @@ class EvaluateModel(Hook):
             log.info("%s: %.4g", name, value)
 
     def _measure(self, loop: Loop) -> dict[str, float]:
-        """Evaluate now, and keep a checkpoint of this step if its metric is the best so far."""
-        results = self._evaluate()
+        """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
+
+        A signal ends the evaluation at once, so there is a checkpoint before it.
+        """
+        if loop.done > loop.saved:
+            loop.save()
+        with deferring(False):
+            results = self._evaluate()
         if self._metrics is not None and results:
             self._metrics.write(loop.done, results)
         name = loop.context.config.run.best_metric
@@ -54,7 +61,5 @@ class EvaluateModel(Hook):
             )
         step, best = loop.done, loop.checkpoints.best()
         if step and (best is None or best.metric != name or best.step == step or results[name] > best.value):
-            if loop.saved != step:
-                loop.save()
             loop.checkpoints.keep_best(Best(step, name, results[name]))
         return results

@@ -1,0 +1,91 @@
+"""The shard cache in a folder that strangers can write to: no file elsewhere is read, emptied or written."""
+
+from __future__ import annotations
+
+import os
+import stat
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from neuclip_ds.data.cache import ShardCache, _hash, private_folder
+from neuclip_ds.errors import UserError
+
+SIZE = 1000
+URL = f"pipe:head -c {SIZE} /dev/zero"
+
+
+@pytest.fixture
+def temporary(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder for temporary files that anyone can write to."""
+    folder = tmp_path / "tmp"
+    folder.mkdir()
+    folder.chmod(0o1777)
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    return folder
+
+
+def test_each_user_has_a_folder(temporary: Path) -> None:
+    before = os.umask(0)
+    try:
+        folder = private_folder()
+    finally:
+        os.umask(before)
+    assert folder == temporary / f"neuclip_ds_shards-{os.getuid()}"
+    assert stat.S_IMODE(folder.stat().st_mode) == 0o700
+    assert private_folder() == folder
+    assert ShardCache(folder, SIZE, retries=0).path(URL, SIZE).read_bytes() == bytes(SIZE)
+
+
+@pytest.mark.parametrize("planted", ["link", "dangling", "file", "group", "world", "owner"])
+def test_a_folder_of_others_is_refused(planted: str, temporary: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = temporary / f"neuclip_ds_shards-{os.getuid()}"
+    elsewhere = temporary / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    if planted in ("link", "dangling"):
+        folder.symlink_to(elsewhere if planted == "link" else temporary / "absent")
+    elif planted == "file":
+        folder.touch()
+    else:
+        folder.mkdir()
+        folder.chmod({"group": 0o770, "world": 0o707, "owner": 0o700}[planted])
+    if planted == "owner" and os.getuid() == 0:
+        os.chown(folder, 65534, 65534)
+    elif planted == "owner":
+        uid = os.getuid()
+        folder.rename(temporary / f"neuclip_ds_shards-{uid + 1}")
+        monkeypatch.setattr(os, "getuid", lambda: uid + 1)
+    with pytest.raises(UserError, match=r"^The shard cache .* only you can write to; set data.cache_dir\.$"):
+        private_folder()
+    assert not any(elsewhere.iterdir())
+
+
+@pytest.mark.parametrize("kind", ["symbolic link", "hard link"])
+@pytest.mark.parametrize("name", ["lock", "locks", "reserved", "shards", "fetching"])
+def test_a_planted_link_does_not_reach_a_victim(name: str, kind: str, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"v" * SIZE)
+    cache = ShardCache(tmp_path / "cache", 2 * SIZE, timeout=5, retries=0)
+    shard = cache._shard(URL)
+    place = {
+        "lock": tmp_path / "cache" / "lock",
+        "locks": tmp_path / "cache" / "locks" / _hash(URL),
+        "reserved": tmp_path / "cache" / "reserved" / shard.name,
+        "shards": shard,
+        "fetching": shard.with_name(f".{shard.name}.1.0.part"),
+    }[name]
+    if kind == "symbolic link":
+        place.symlink_to(victim)
+    else:
+        place.hardlink_to(victim)
+    read = b""
+    try:
+        fd = cache.open(URL, SIZE)
+        read = os.read(fd, SIZE)
+        os.close(fd)
+    except UserError as error:
+        assert f"{place} in the shard cache is a link or no file: remove it" in str(error)
+    assert victim.read_bytes() == b"v" * SIZE
+    assert read in (b"", bytes(SIZE))
+    assert read or name in ("lock", "locks") or (name, kind) == ("shards", "hard link")

@@ -1,0 +1,190 @@
+"""Signals in every phase of a run: one line, one exit code on all ranks, a checkpoint, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from forks import Program
+from small_runs import SMALL, demo_shards, start, training
+
+ENDLESS = 1_000_000
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(demo_shards(tmp_path_factory.mktemp("data"), 64))
+
+
+def wait_for(condition: Callable[[], object], programs: list[Program]) -> None:
+    limit = time.monotonic() + 120
+    while not condition():
+        assert all(program.running for program in programs), [program.printed() for program in programs]
+        assert time.monotonic() < limit, "too slow"
+        time.sleep(0.01)
+
+
+def ends(programs: list[Program]) -> list[CompletedProcess[str]]:
+    try:
+        return [program.wait(60) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+
+
+def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
+    """All ranks have the signal's exit code and one of them has said so; returns what they said."""
+    said = "".join(one.stderr for one in done)
+    assert [one.returncode for one in done] == [128 + number] * len(done), said
+    assert "Traceback" not in said
+    assert said.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, said
+    return said
+
+
+@pytest.mark.parametrize(
+    ("ranks", "number"),
+    [(1, signal.SIGINT), (1, signal.SIGUSR1), (2, signal.SIGTERM)],
+)
+def test_a_signal_in_the_loop_saves(ranks: int, number: int, data: str, tmp_path: Path) -> None:
+    programs = start("train.py", *training(tmp_path, data, ENDLESS), "--run.log_every=2", ranks=ranks)
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    wait_for(lambda: metrics.is_file() and metrics.read_text().count("\n") > 2, programs)
+    os.kill(programs[-1].pid, number)
+    said = assert_stopped(ends(programs), number)
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    assert f"Stopped after step {int(checkpoint.name[5:])} by" in said
+    assert "Stopped after step" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_second_signal_does_not_wait(data: str, tmp_path: Path) -> None:
+    (program,) = start("train.py", *training(tmp_path, data, ENDLESS), "--run.log_every=1000000")
+    wait_for(lambda: (tmp_path / "run" / "samples").is_dir(), [program])
+    program.terminate()
+    time.sleep(1.2)
+    assert program.running, "it waits for the next step that logs"
+    program.terminate()
+    assert ends([program])[0].returncode == -signal.SIGTERM
+
+
+def children_of(parent: int) -> list[int]:
+    """All living descendants of a process."""
+    found = []
+    for children in Path(f"/proc/{parent}/task").glob("*/children"):
+        with suppress(OSError):  # it has ended meanwhile
+            found += [int(pid) for pid in children.read_text().split()]
+    return found + [further for pid in found for further in children_of(pid)]
+
+
+@pytest.mark.parametrize("told", [0, 1, None])
+def test_a_signal_while_the_demo_is_rendered(told: int | None, tmp_path: Path) -> None:
+    """Told are one of two ranks (rank 1 only waits for rank 0), or both; nothing is left."""
+    options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
+    programs = start("train.py", *options, folder=tmp_path, ranks=2)
+    cache = tmp_path / ".cache"
+    wait_for(lambda: list(cache.glob("demo.*.partial/train/*.tar")), programs)
+    helpers = [pid for program in programs for pid in children_of(program.pid)]
+    for program in programs if told is None else [programs[told]]:
+        program.terminate()
+    assert_stopped(ends(programs), signal.SIGTERM)
+    assert len(helpers) >= 2
+    time.sleep(1)
+    assert [pid for pid in helpers if alive(pid)] == []
+    assert told == 1 or not list(cache.iterdir())
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> None:
+    options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
+    cache = tmp_path / ".cache"
+
+    def rendering() -> tuple[Program, list[Path]]:
+        (program,) = start("train.py", *options, folder=tmp_path)
+        before = set(cache.glob("demo.*.partial"))
+        wait_for(lambda: set(cache.glob("demo.*.partial")) - before, [program])
+        wait_for(lambda: len(children_of(program.pid)) >= 3, [program])
+        return program, list(cache.glob("demo.*.partial"))
+
+    program, first = rendering()
+    helpers = children_of(program.pid)
+    os.kill(program.pid, signal.SIGKILL)
+    time.sleep(2)
+    assert [pid for pid in helpers if alive(pid)] == []
+    assert all(path.is_dir() for path in first)
+    program, second = rendering()
+    assert len(second) == 1 and second != first, "the next start has removed what was left"
+    program.terminate()
+    assert_stopped(ends([program]), signal.SIGTERM)
+    assert not list(cache.iterdir())
+
+
+def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
+    """The evaluation hangs, as its loader process has been stopped."""
+    options = [f"--data.val={Path(data).parent / 'val'}", "--data.workers=1", "--run.evaluate_every=3"]
+    (program,) = start("train.py", *training(tmp_path, data, ENDLESS), *options)
+    checkpoints = tmp_path / "run" / "checkpoints"
+    workers: list[int] = []
+
+    def stopped_in_the_evaluation() -> bool:
+        found = [pid for pid in children_of(program.pid) if _name(pid) == "pt_data_worker"]
+        if len(found) < 2:
+            return False
+        workers.append(max(found))
+        os.kill(workers[0], signal.SIGSTOP)
+        return True
+
+    wait_for(stopped_in_the_evaluation, [program])
+    wait_for(lambda: list(checkpoints.glob("step_*")), [program])
+    time.sleep(0.5)
+    began = time.monotonic()
+    program.terminate()
+    assert_stopped(ends([program]), signal.SIGTERM)
+    assert time.monotonic() - began < 10
+    assert not alive(workers[0])
+    assert (checkpoints / "step_000000003").is_dir()
+    assert "recall" not in (tmp_path / "run" / "metrics.jsonl").read_text()
+
+
+def _name(pid: int) -> str:
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    return ""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_signal_at_any_moment(ranks: int, data: str, tmp_path: Path) -> None:
+    """From the first import to the report: a signal to one rank ends all ranks with its code and one line."""
+    seed = random.randrange(2**32)
+    print(f"seed {seed}")
+    draw = random.Random(seed)
+    options = [f"--data.val={Path(data).parent / 'val'}", "--run.report=true", "--run.evaluate_every=5"]
+    length = 8.0
+    for number in range(12):
+        runs = tmp_path / str(number)
+        programs = start("train.py", *training(runs, data, 20), *options, "--data.workers=1", ranks=ranks)
+        began = time.monotonic()
+        time.sleep(draw.uniform(0.5, length))
+        told = draw.choice(programs)
+        number = draw.choice([signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
+        if not all(program.running for program in programs):
+            length = time.monotonic() - began
+        os.kill(told.pid, number) if told.running else None
+        done = ends(programs)
+        said = "".join(one.stderr for one in done)
+        assert "Traceback" not in said, said
+        codes = {one.returncode for one in done}
+        assert codes in ({0}, {128 + number}), said
+        assert codes == {0} or said.count(f"by {signal.Signals(number).name}; the same command resumes.") == 1, said
