@@ -223,9 +223,10 @@ class Checkpoints:
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
+        earlier = meta["format"] < FORMAT  # kept fewer facts
         for key, wanted in fingerprint.items():
             found = meta["facts"].get(key)
-            if found != wanted:
+            if found != wanted and not (earlier and key not in meta["facts"]):
                 raise UserError(
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
@@ -195,5 +195,15 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
         "seed": config.run.seed,
         "method": config.objective.method,
         "optimizer": config.optimizer.name,
+        **_architecture(config.model),
     }
     return facts if parameters is None else {**facts, "parameters": parameters}
+
+
+def _architecture(model: ModelConfig) -> Fingerprint:
+    """Return the options of a model that is built from the config; names of files may change between starts."""
+    if model.pretrained:
+        return {}
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+    options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
+    return {f"model.{name}": value for name, value in {**options, **tree}.items()}
