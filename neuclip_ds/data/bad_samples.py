@@ -3,7 +3,7 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from neuclip_ds.data.atomic_write import atomic_write
@@ -45,6 +45,10 @@ class BadSampleLog:
     def bad(self) -> int:
         """Number of bad samples on all ranks together, as of the last `merge`."""
         return self.causes.total()
+
+    def restore(self, seen: int, causes: Mapping[str, int]) -> None:
+        """Continue from the counts of an interrupted run."""
+        self.seen, self.causes = seen, Counter(causes)
 
     def record(self, batch: Batch) -> None:
         """Count the samples of this rank's batch and log the bad ones."""

@@ -128,6 +128,8 @@ class Loop:
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
+        self._hooks: list[Hook] = []
+        self._hook_states: dict[str, Any] = {}  # of the checkpoint, by class
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
@@ -140,6 +142,7 @@ class Loop:
         self.total = self.position.end(self._budget)
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
         self.saved = self.done
+        self._hook_states = saved.get("hooks", {})
 
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
@@ -149,8 +152,10 @@ class Loop:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
-            every_hook = standard_hooks(self, evaluate, hooks)
+            self._hooks = every_hook = standard_hooks(self, evaluate, hooks)
             for hook in every_hook:
+                if (state := self._hook_states.get(type(hook).__name__)) is not None:
+                    hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self.context.data.batches(
@@ -178,7 +183,11 @@ class Loop:
 
     def save(self) -> None:
         """Save a checkpoint of the steps done, on all ranks together."""
-        data = self.position.record(self.context.data.manifest)
+        states = {type(hook).__name__: hook.state(self) for hook in self._hooks}
+        data = {
+            **self.position.record(self.context.data.manifest),
+            "hooks": {name: state for name, state in states.items() if state},
+        }
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
 

@@ -39,7 +39,7 @@ from neuclip_ds.training.recovery import (
     take_over,
 )
 from neuclip_ds.training.report import report_run
-from neuclip_ds.training.run_folder import staging, take_in, trained_with
+from neuclip_ds.training.run_folder import read_complete, staging, take_in, trained_with, write_complete
 from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
@@ -59,6 +59,9 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)
+            if trainer.is_complete():
+                log.info("%s is complete after %d steps; for more, raise budget.*", folder, trainer.loop.done)
+                return
             communicator.on_rank_zero(lambda: take_in(staged, folder, config))
         record_environment(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
@@ -72,6 +75,16 @@ class Trainer(NamedTuple):
     evaluator: Evaluator
     recovery: Loop | None  # that comes first
 
+    def is_complete(self) -> bool:
+        """Return whether an earlier start has done everything, up to the report."""
+        context = self.loop.context
+
+        def find() -> bool:
+            reported = not context.config.run.report or (context.folder / "report.html").is_file()
+            return reported and read_complete(context.folder) == self.loop.done == self.loop.total
+
+        return context.communicator.on_rank_zero(find)
+
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train to the end, after the recovery of statistics if the config asks for it."""
         context, objective = self.loop.context, self.loop.objective
@@ -84,6 +97,7 @@ class Trainer(NamedTuple):
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
+            context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.dataset import Batch
@@ -60,6 +60,13 @@ class ListBadSamples(Hook):
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if result.logs or result.saves:
             self.log.merge(loop.context.communicator.gather_objects)
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self.log.merge(loop.context.communicator.gather_objects)
+        return {"seen": self.log.seen, "causes": dict(self.log.causes)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.log.restore(state["seen"], state["causes"])
 
 
 class LogSamples(Hook):
