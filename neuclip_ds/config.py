@@ -30,6 +30,11 @@ class RunConfig(Section):
     """Steps between checkpoints; one more is saved at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept on disk."""
+    save_attempts: int = Field(3, ge=1)
+    """Checkpoints in a row that cannot be written before the run stops; until then it trains on, with a warning."""
+    background_saves: bool = False
+    """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
+    weights and moments twice."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)

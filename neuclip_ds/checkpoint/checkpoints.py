@@ -113,9 +113,10 @@ class Checkpoints:
         self._trained_with, self._background = trained_with or {}, background
         self._saving: _Saving | None = None
 
-    def exist(self) -> bool:
-        """Return whether there is any, intact or not."""
-        return self._communicator.on_rank_zero(lambda: bool(_all_of(self._folder)))
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in progress."""
+        return self._saving is not None
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were written, None if there are no checkpoints.

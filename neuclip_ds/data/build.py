@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
 from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
@@ -94,8 +95,9 @@ def open_manifest(
     if is_manifest(folder):
         return load_manifest(folder)
     manifest = build_manifest(paths, processes, on_progress, options)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_shards(manifest, folder)
+    with explain_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shards(manifest, folder)
     return manifest
 
 

@@ -18,6 +18,7 @@ import torch
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
@@ -97,7 +98,7 @@ class Loop:
         position: the place of each step in the data.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        saved: last step with a checkpoint.
+        saved: last step with a checkpoint, which may still be in progress.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
     """
@@ -123,7 +124,9 @@ class Loop:
         self._learning_rate, self._epochs_before = learning_rate, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
-        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
+        )
         self.position = DataPosition(0, 0, context.data.order.steps_per_epoch)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
@@ -152,7 +155,7 @@ class Loop:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
-            self._hooks = every_hook = standard_hooks(self, evaluate, hooks)
+            self._hooks = every_hook = self._make_hooks(evaluate, hooks)
             for hook in every_hook:
                 if (state := self._hook_states.get(type(hook).__name__)) is not None:
                     hook.load_state(state)
@@ -181,8 +184,11 @@ class Loop:
                 hook.finish(self)
         return True
 
-    def save(self) -> None:
-        """Save a checkpoint of the steps done, on all ranks together."""
+    def save(self) -> bool:
+        """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
+
+        Raises `SaveFailed` on all ranks where any could not write.
+        """
         states = {type(hook).__name__: hook.state(self) for hook in self._hooks}
         data = {
             **self.position.record(self.context.data.manifest),
@@ -190,6 +196,14 @@ class Loop:
         }
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
+        return not self.checkpoints.saving
+
+    def _make_hooks(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> list[Hook]:
+        def make() -> list[Hook]:
+            with explain_disk(self.folder):
+                return standard_hooks(self, evaluate, hooks)
+
+        return self.context.communicator.on_every_rank(make)
 
     def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
         engine, config, number = self.context.engine, self.context.config, self.done

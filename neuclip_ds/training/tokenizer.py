@@ -2,7 +2,6 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -41,11 +40,8 @@ def place_tokenizer(
         UserError: no tokenizer can be trained.
     """
     kept, new = folder / TOKENIZER, staged / TOKENIZER
-    if resumed is not None and (resumed / TOKENIZER).is_dir():
-        shutil.copytree(resumed / TOKENIZER, new)
-        return new
-    if resumed is not None and kept.is_dir():  # of a version whose checkpoints held no tokenizer
-        return kept
+    if resumed is not None:
+        return _restored(resumed / TOKENIZER, kept, new)
     made_from = {"vocab_size": text.vocab_size, "context_length": text.context_length, **data}
     if _made_from(kept) == made_from:
         return kept
@@ -55,6 +51,20 @@ def place_tokenizer(
     with explain_disk(new):
         tokenizer.save(new)
         (new / _MADE_FROM).write_text(json.dumps(made_from, indent=1), encoding="utf-8")
+    return new
+
+
+def _restored(saved: Path, kept: Path, new: Path) -> Path:
+    """Return the folder of a checkpoint's tokenizer in the run, copied from the checkpoint where it is another."""
+    if not saved.is_dir():  # of an earlier version, whose checkpoints held none
+        return kept
+    content, there = ({file.name: file.read_bytes() for file in place.glob("*")} for place in (saved, kept))
+    if content == there:
+        return kept
+    with explain_disk(new):
+        new.mkdir()
+        for name, data in content.items():
+            (new / name).write_bytes(data)
     return new
 
 

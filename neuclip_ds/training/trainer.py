@@ -9,6 +9,7 @@ import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
@@ -39,7 +40,7 @@ from neuclip_ds.training.recovery import (
     take_over,
 )
 from neuclip_ds.training.report import report_run
-from neuclip_ds.training.run_folder import read_complete, staging, take_in, trained_with, write_complete
+from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
 from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
@@ -191,11 +192,16 @@ def start_encoders(
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)
-    communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
+    communicator.on_rank_zero(lambda: _save_source(source, folder / MODEL, logits))
     parameters = parameter_count(model)  # before ZeRO 3 partitions them
     if config.model.compile:
         model.compile_towers()
     return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
+
+
+def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> None:
+    with explain_disk(folder):
+        source.save(folder, logits)
 
 
 def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:

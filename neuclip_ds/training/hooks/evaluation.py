@@ -10,6 +10,7 @@ from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import MetricsLog, read_metrics
 from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks.checkpoints import SaveCheckpoints
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
@@ -25,8 +26,8 @@ class EvaluateModel(Hook):
     What is due at the step of the checkpoint that a run resumes from is done first, unless metrics.jsonl has it.
     """
 
-    def __init__(self, evaluate: Evaluate, metrics: MetricsLog | None) -> None:
-        self._evaluate, self._metrics = evaluate, metrics
+    def __init__(self, evaluate: Evaluate, metrics: MetricsLog | None, saver: SaveCheckpoints) -> None:
+        self._evaluate, self._metrics, self._saver = evaluate, metrics, saver
 
     def start(self, loop: Loop) -> None:
         run = loop.context.config.run
@@ -83,5 +84,6 @@ class EvaluateModel(Hook):
         replaces = best is None or best.metric != found.metric or best.step == found.step or found.value > best.value
         if replaces and best != found:
             if loop.saved != found.step:
-                loop.save()
-            loop.checkpoints.keep_best(found)
+                self._saver.save(loop)
+            if self._saver.complete(loop):
+                loop.checkpoints.keep_best(found)
