@@ -35,6 +35,11 @@ class RunConfig(Section):
     checkpoint, and ends if it fails there again."""
     compare_every: int = Field(1000, ge=0)
     """Steps between comparisons of what all ranks must hold with the same bits; 0 compares before checkpoints only."""
+    save_attempts: int = Field(3, ge=1)
+    """Checkpoints in a row that cannot be written before the run stops; until then it trains on, with a warning."""
+    background_saves: bool = False
+    """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
+    weights and moments twice."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)

@@ -113,9 +113,10 @@ class Checkpoints:
         self._trained_with, self._background = trained_with or {}, background
         self._saving: _Saving | None = None
 
-    def exist(self) -> bool:
-        """Return whether there is any, intact or not."""
-        return self._communicator.on_rank_zero(lambda: bool(_all_of(self._folder)))
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in progress."""
+        return self._saving is not None
 
     def newest(self) -> Path | None:
         """Return the newest checkpoint whose files are as they were written, None if there are no checkpoints.
@@ -223,9 +224,10 @@ class Checkpoints:
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
+        earlier = meta["format"] < FORMAT  # kept fewer facts
         for key, wanted in fingerprint.items():
             found = meta["facts"].get(key)
-            if found != wanted:
+            if found != wanted and not (earlier and key not in meta["facts"]):
                 raise UserError(
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."

@@ -3,11 +3,12 @@
 import json
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
+from neuclip_ds.data.disk import best_effort
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -45,6 +46,10 @@ class BadSampleLog:
     def bad(self) -> int:
         """Number of bad samples on all ranks together, as of the last `merge`."""
         return self.causes.total()
+
+    def restore(self, seen: int, causes: Mapping[str, int]) -> None:
+        """Continue from the counts of an interrupted run."""
+        self.seen, self.causes = seen, Counter(causes)
 
     def record(self, batch: Batch) -> None:
         """Count the samples of this rank's batch and log the bad ones."""
@@ -84,9 +89,10 @@ class BadSampleLog:
     def _list(self, bad: Iterable[BadSample]) -> None:
         new = {sample.index: sample for sample in bad if sample.index not in self._listed}
         if new:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            with self.path.open("a", encoding="utf-8") as out:
-                out.writelines(json.dumps(sample._asdict()) + "\n" for sample in new.values())
+            with best_effort(self.path):
+                self.path.parent.mkdir(parents=True, exist_ok=True)
+                with self.path.open("a", encoding="utf-8") as out:
+                    out.writelines(json.dumps(sample._asdict()) + "\n" for sample in new.values())
             self._listed |= new.keys()
 
 

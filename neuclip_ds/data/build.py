@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.children import process_pool
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
@@ -112,8 +113,9 @@ def _open_manifest(
     if is_manifest(folder):
         return load_manifest(folder)
     manifest = build_manifest(paths, processes, on_progress, options)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_shards(manifest, folder)
+    with explain_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        write_shards(manifest, folder)
     return manifest
 
 

@@ -25,13 +25,13 @@ def explain_disk(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def best_effort(path: Path) -> Iterator[None]:
-    """Log an error of the file system while a record such as metrics is written, and continue without it.
+def best_effort(path: Path) -> Iterator[Path]:
+    """Yield a path; log an error of the file system while it is written, and continue without that record.
 
     The 1st, 2nd, 4th, 8th ... failure of a path is logged.
     """
     try:
-        yield
+        yield path
     except OSError as error:
         _reported[path] = count = _reported.get(path, 0) + 1
         if count & (count - 1) == 0:

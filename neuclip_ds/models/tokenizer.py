@@ -94,9 +94,14 @@ class CaptionTokenizer:
         return {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id, "pad_token_id": self.pad_id}
 
     def save(self, folder: Path | str) -> None:
-        """Save the tokenizer's files for `load` and `transformers.AutoTokenizer`."""
+        """Save the tokenizer's files for `load` and `transformers.AutoTokenizer`; raise OSError if that fails."""
         self._tokenizer.model_max_length = self.context_length
-        self._tokenizer.save_pretrained(folder)
+        try:
+            self._tokenizer.save_pretrained(folder)
+        except Exception as error:
+            if type(error) is Exception:  # what the tokenizers library raises for errors of the file system
+                raise OSError(str(error)) from error
+            raise
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:

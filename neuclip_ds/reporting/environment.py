@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from neuclip_ds.data.disk import best_effort
 from neuclip_ds.distributed.communicator import Communicator
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
@@ -30,7 +31,8 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
         "commit": _commit(),
         **{package: version(package) for package in _PACKAGES},
     }
-    (folder / "environment.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    with best_effort(folder / "environment.json") as path:
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
 
 
 def _device() -> str:

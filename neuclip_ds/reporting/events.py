@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from neuclip_ds.data.disk import best_effort
 from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 log = logging.getLogger(__name__)
@@ -63,7 +64,7 @@ class EventLog:
 
     def _append(self, events: Sequence[Event]) -> None:
         if events:
-            with self._path.open("a", encoding="utf-8", newline="\n") as file:
+            with best_effort(self._path), self._path.open("a", encoding="utf-8", newline="\n") as file:
                 file.writelines(json.dumps(event._asdict()) + "\n" for event in events)
 
 

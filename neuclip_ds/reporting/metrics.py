@@ -18,6 +18,7 @@ from typing import Protocol
 
 from torch.utils.tensorboard import SummaryWriter
 
+from neuclip_ds.data.disk import best_effort
 from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 
@@ -67,29 +68,35 @@ class _JsonLines:
     def __init__(self, path: Path, first_new_step: int) -> None:
         if path.exists():
             drop_from(path, first_new_step)
+        self._path = path
         self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         record = {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
+        with best_effort(self._path):  # what is left in its buffer is written with the next line
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
 
     def close(self, failed: bool) -> None:
-        self._file.close()
+        with best_effort(self._path):
+            self._file.close()
 
 
 class _TensorBoard:
     """Sink that writes TensorBoard scalars; earlier points from `first_new_step` on are hidden."""
 
     def __init__(self, folder: Path, first_new_step: int) -> None:
+        self._folder = folder
         self._writer = SummaryWriter(str(folder), purge_step=first_new_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
-        self._writer.flush()
+        with best_effort(self._folder):
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()
 
     def close(self, failed: bool) -> None:
-        self._writer.close()
+        with best_effort(self._folder):
+            self._writer.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
+from neuclip_ds.data.disk import best_effort
 from neuclip_ds.reporting.step_lines import drop_from, step_records
 
 
@@ -23,17 +24,19 @@ class SampleLog:
 
     def __init__(self, folder: Path, rank: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        path = folder / f"rank{rank:05d}.jsonl"
-        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
+        self._path = folder / f"rank{rank:05d}.jsonl"
+        self._file = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
 
     def write(self, step: int, indices: Sequence[int]) -> None:
-        self._file.write(json.dumps({"step": step, "indices": list(indices)}) + "\n")
+        with best_effort(self._path):
+            self._file.write(json.dumps({"step": step, "indices": list(indices)}) + "\n")
 
     def __enter__(self) -> SampleLog:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self._file.close()
+        with best_effort(self._path):
+            self._file.close()
 
 
 def drop_samples_beyond(folder: Path, step: int) -> None:

@@ -18,6 +18,7 @@ import torch
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
@@ -100,7 +101,7 @@ class Loop:
         position: the place of each step in the data.
         done: number of steps done.
         total: number of steps after which the loop ends.
-        saved: last step with a checkpoint.
+        saved: last step with a checkpoint, which may still be in progress.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
         resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
@@ -127,13 +128,18 @@ class Loop:
         self._learning_rate, self._epochs_before = learning_rate, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
-        self.checkpoints = Checkpoints(folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with)
+        self.checkpoints = Checkpoints(
+            folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
+        )
         self.position = DataPosition(0, 0, context.data.order.steps_per_epoch)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
+        self._tried = 0  # steps done at the last attempt to save
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
+        self._hooks: list[Hook] = []
+        self._hook_states: dict[str, Any] = {}  # of the checkpoint, by class
         self.resources = ExitStack()
 
     def resume(self, checkpoint: Path) -> None:
@@ -145,7 +151,8 @@ class Loop:
         self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order.steps_per_epoch)
         self.total = self.position.end(self._budget)
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
-        self.saved = self.done
+        self.saved = self._tried = self.done
+        self._hook_states = saved.get("hooks", {})
 
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
@@ -164,8 +171,10 @@ class Loop:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
-            every_hook = standard_hooks(self, evaluate, hooks)
+            self._hooks = every_hook = self._make_hooks(evaluate, hooks)
             for hook in every_hook:
+                if (state := self._hook_states.get(type(hook).__name__)) is not None:
+                    hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self.context.data.batches(
@@ -193,12 +202,28 @@ class Loop:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
 
-    def save(self) -> None:
-        """Save a checkpoint of the steps done, on all ranks together, after a comparison of the ranks."""
+    def save(self) -> bool:
+        """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
+
+        The ranks are compared before. Raises `SaveFailed` on all ranks where any could not write.
+        """
         self.compare_replicas()
-        data = self.position.record(self.context.data.manifest)
+        self._tried = self.done
+        states = {type(hook).__name__: hook.state(self) for hook in self._hooks}
+        data = {
+            **self.position.record(self.context.data.manifest),
+            "hooks": {name: state for name, state in states.items() if state},
+        }
         self.checkpoints.save(self.done, self.context.engine, self.objective, self.fingerprint, data)
         self.saved = self.done
+        return not self.checkpoints.saving
+
+    def _make_hooks(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> list[Hook]:
+        def make() -> list[Hook]:
+            with explain_disk(self.folder):
+                return standard_hooks(self, evaluate, hooks)
+
+        return self.context.communicator.on_every_rank(make)
 
     def compare_replicas(self) -> None:
         """Raise `TrainingDiverged` on all ranks if any holds other bits of what is equal on all."""
@@ -232,7 +257,7 @@ class Loop:
             last=last,
             logs=last or (number + 1) % config.run.log_every == 0,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
-            saves=last or (applied and (number + 1) // every > self.saved // every),
+            saves=last or (applied and (number + 1) // every > self._tried // every),
             batch=batch,
             gradients=gradients,
             lr=lr,

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.evaluation.summary import compare_with_published, setting_of
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.reporting.page import Table
@@ -27,7 +28,8 @@ def report_run(folder: Path, objective: Objective) -> None:
         for table, title in _TITLES.items()
         if table in tables
     }
-    log.info("report: %s", write_report(folder, histograms, _beside_published(folder)))
+    with explain_disk(folder):
+        log.info("report: %s", write_report(folder, histograms, _beside_published(folder)))
 
 
 def _beside_published(folder: Path) -> list[Table]:

@@ -4,6 +4,7 @@ A start makes manifests, tokenizer and model description in a folder next to it,
 refused and moved in when all ranks are ready to train.
 """
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 
-CONFIG, MANIFESTS, MODEL, TOKENIZER = "config.yaml", "manifests", "model", "tokenizer"
+CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "model", "tokenizer", "complete.json"
 
 
 @contextmanager
@@ -63,6 +64,20 @@ def take_in(staged: Path, folder: Path, config: Config) -> None:
             path.rename(target)
         with atomic_write(folder / CONFIG) as temporary:
             temporary.write_text(dump(config), encoding="utf-8")
+
+
+def write_complete(folder: Path, step: int) -> None:
+    """Record that a run has done everything after a step."""
+    with explain_disk(folder), atomic_write(folder / COMPLETE) as temporary:
+        temporary.write_text(json.dumps({"step": step}), encoding="utf-8")
+
+
+def read_complete(folder: Path) -> int | None:
+    """Return the step of `write_complete`; None if there is none that can be read."""
+    try:
+        return int(json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["step"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:

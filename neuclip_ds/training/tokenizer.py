@@ -2,14 +2,12 @@
 
 import json
 import logging
-import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from neuclip_ds.config import TextConfig
 from neuclip_ds.data.disk import explain_disk
-from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.training.run_folder import TOKENIZER
 
@@ -28,8 +26,8 @@ def place_tokenizer(
 ) -> Path:
     """Return the folder of a run's tokenizer; called on one rank.
 
-    It is that of the checkpoint that the run resumes from. Without one, the tokenizer of an earlier start is used
-    again if it was made from the same options and data, and is replaced by a new one otherwise.
+    It is that of the checkpoint that the run resumes from, which has the same options. Without one, the tokenizer of
+    an earlier start is used again if it was made from the same options and data, and is replaced otherwise.
 
     Args:
         text: vocabulary size and context length.
@@ -39,17 +37,12 @@ def place_tokenizer(
         resumed: the checkpoint.
 
     Raises:
-        UserError: the checkpoint's tokenizer has other options, or no tokenizer can be trained.
+        UserError: no tokenizer can be trained.
     """
-    options = {"vocab_size": text.vocab_size, "context_length": text.context_length}
     kept, new = folder / TOKENIZER, staged / TOKENIZER
-    if resumed is not None and (resumed / TOKENIZER).is_dir():
-        _compare(resumed, options)
-        shutil.copytree(resumed / TOKENIZER, new)
-        return new
-    if resumed is not None and kept.is_dir():  # of a version whose checkpoints held no tokenizer
-        return kept
-    made_from = {**options, **data}
+    if resumed is not None:
+        return _restored(resumed / TOKENIZER, kept, new)
+    made_from = {"vocab_size": text.vocab_size, "context_length": text.context_length, **data}
     if _made_from(kept) == made_from:
         return kept
     if kept.is_dir():
@@ -61,14 +54,18 @@ def place_tokenizer(
     return new
 
 
-def _compare(checkpoint: Path, options: dict[str, Any]) -> None:
-    found = _made_from(checkpoint / TOKENIZER)
-    for key, wanted in options.items():
-        if found.get(key) != wanted:
-            raise UserError(
-                f"The tokenizer of {checkpoint} was made with model.text.{key}={found.get(key)}, but this run has "
-                f"{wanted}: set it back, or give the run another name (--run.name)."
-            )
+def _restored(saved: Path, kept: Path, new: Path) -> Path:
+    """Return the folder of a checkpoint's tokenizer in the run, copied from the checkpoint where it is another."""
+    if not saved.is_dir():  # of an earlier version, whose checkpoints held none
+        return kept
+    content, there = ({file.name: file.read_bytes() for file in place.glob("*")} for place in (saved, kept))
+    if content == there:
+        return kept
+    with explain_disk(new):
+        new.mkdir()
+        for name, data in content.items():
+            (new / name).write_bytes(data)
+    return new
 
 
 def _made_from(tokenizer: Path) -> dict[str, Any]:

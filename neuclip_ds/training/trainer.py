@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, ModelConfig
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
@@ -40,7 +41,7 @@ from neuclip_ds.training.recovery import (
     take_over,
 )
 from neuclip_ds.training.report import report_run
-from neuclip_ds.training.run_folder import staging, take_in, trained_with
+from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
 from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
@@ -61,6 +62,9 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)
+            if trainer.is_complete():
+                log.info("%s is complete after %d steps; for more, raise budget.*", folder, trainer.loop.done)
+                return
             communicator.on_rank_zero(lambda: take_in(staged, folder, config))
         record_environment(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
@@ -74,6 +78,16 @@ class Trainer(NamedTuple):
     evaluator: Evaluator
     recovery: Loop | None  # that comes first
 
+    def is_complete(self) -> bool:
+        """Return whether an earlier start has done everything, up to the report."""
+        context = self.loop.context
+
+        def find() -> bool:
+            reported = not context.config.run.report or (context.folder / "report.html").is_file()
+            return reported and read_complete(context.folder) == self.loop.done == self.loop.total
+
+        return context.communicator.on_rank_zero(find)
+
     def run(self, hooks: Sequence[Hook] = ()) -> None:
         """Train to the end, after the recovery of statistics if the config asks for it."""
         context, objective = self.loop.context, self.loop.objective
@@ -86,6 +100,7 @@ class Trainer(NamedTuple):
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
+            context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
 
 
@@ -179,11 +194,16 @@ def start_encoders(
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)
-    communicator.on_rank_zero(lambda: source.save(folder / "model", logits))
+    communicator.on_rank_zero(lambda: _save_source(source, folder / MODEL, logits))
     parameters = parameter_count(model)  # before ZeRO 3 partitions them
     if config.model.compile:
         model.compile_towers()
     return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
+
+
+def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> None:
+    with explain_disk(folder):
+        source.save(folder, logits)
 
 
 def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
@@ -197,5 +217,15 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
         "seed": config.run.seed,
         "method": config.objective.method,
         "optimizer": config.optimizer.name,
+        **_architecture(config.model),
     }
     return facts if parameters is None else {**facts, "parameters": parameters}
+
+
+def _architecture(model: ModelConfig) -> Fingerprint:
+    """Return the options of a model that is built from the config; names of files may change between starts."""
+    if model.pretrained:
+        return {}
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+    options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
+    return {f"model.{name}": value for name, value in {**options, **tree}.items()}

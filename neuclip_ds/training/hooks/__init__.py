@@ -24,7 +24,7 @@ def standard_hooks(loop: Loop, evaluate: Evaluate | None, further: Sequence[Hook
     """Return the hooks of a loop in their order; the user's run before a stop and a checkpoint are decided on."""
     run = loop.context.config.run
     events = EventLog(loop.folder, loop.context.communicator.rank, loop.done)
-    metrics, bad_samples = open_metrics(loop), ListBadSamples(loop)
+    metrics, bad_samples, saver = open_metrics(loop), ListBadSamples(loop), SaveCheckpoints(events)
     return [
         ProfileSteps(),  # first, so that its steps hold no other hook
         PrefetchShards(),
@@ -36,6 +36,6 @@ def standard_hooks(loop: Loop, evaluate: Evaluate | None, further: Sequence[Hook
         *further,
         CompareReplicas(),
         StopOnSignal(),
-        SaveCheckpoints(events),
-        *([EvaluateModel(evaluate, metrics)] if evaluate is not None else []),
+        saver,
+        *([EvaluateModel(evaluate, metrics, saver)] if evaluate is not None else []),
     ]

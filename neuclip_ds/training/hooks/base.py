@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.dataset import Batch
 
@@ -37,6 +37,13 @@ class Hook:
 
     def finish(self, loop: Loop) -> None:
         """Run after the last step; not if the loop was stopped before."""
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the hook: JSON, equal on all ranks; they call it together."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Take back what `state` returned, before `start`; not if the checkpoint holds nothing of the hook."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         """Release what `start` took; runs in every case, with the exception that ended the loop, if any: a `RollBack`

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.prefetch import Prefetcher
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.hooks.base import Hook
@@ -61,14 +62,30 @@ class ListBadSamples(Hook):
         if result.logs or result.saves:
             self.log.merge(loop.context.communicator.gather_objects)
 
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self.log.merge(loop.context.communicator.gather_objects)
+        return {"seen": self.log.seen, "causes": dict(self.log.causes)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.log.restore(state["seen"], state["causes"])
+
 
 class LogSamples(Hook):
     """Write this rank's sample indices of every step to samples/ (`run.sample_log`)."""
 
     def start(self, loop: Loop) -> None:
         folder, communicator = loop.folder / "samples", loop.context.communicator
-        communicator.on_rank_zero(lambda: drop_samples_beyond(folder, loop.done))
-        self._log = loop.resources.enter_context(SampleLog(folder, communicator.rank))
+
+        def drop() -> None:
+            with explain_disk(folder):
+                drop_samples_beyond(folder, loop.done)
+
+        def open_log() -> SampleLog:
+            with explain_disk(folder):
+                return SampleLog(folder, communicator.rank)
+
+        communicator.on_rank_zero(drop)
+        self._log = loop.resources.enter_context(communicator.on_every_rank(open_log))
 
     def on_batch(self, loop: Loop, batch: Batch) -> None:
         self._log.write(loop.done + 1, batch.index.tolist())

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
-from neuclip_ds.reporting.metrics import MetricsLog
+from neuclip_ds.reporting.metrics import MetricsLog, read_metrics
 from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks.checkpoints import SaveCheckpoints
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
@@ -21,37 +22,46 @@ Evaluate = Callable[[], dict[str, float]]
 
 
 class EvaluateModel(Hook):
-    """Evaluate before the first step if asked to, every `run.evaluate_every` steps, and after the last step."""
+    """Evaluate before the first step if asked to, every `run.evaluate_every` steps, and after the last step.
 
-    def __init__(self, evaluate: Evaluate, metrics: MetricsLog | None) -> None:
-        self._evaluate, self._metrics = evaluate, metrics
+    What is due at the step of the checkpoint that a run resumes from is done first, unless metrics.jsonl has it.
+    """
+
+    def __init__(self, evaluate: Evaluate, metrics: MetricsLog | None, saver: SaveCheckpoints) -> None:
+        self._evaluate, self._metrics, self._saver = evaluate, metrics, saver
 
     def start(self, loop: Loop) -> None:
         run = loop.context.config.run
-        if loop.done == 0 and (run.evaluate_start or run.best_metric is not None):
+        self._began = loop.done
+        at_start = loop.done == 0 and (run.evaluate_start or run.best_metric is not None)
+        if at_start or (loop.done > 0 and self._is_due(loop)):
             self._measure(loop)
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        every = loop.context.config.run.evaluate_every
-        if every and result.step % every == 0 and not result.last and not loop.stop_requested:
+        if self._is_due(loop) and not loop.stop_requested:
             self._measure(loop)
 
     def finish(self, loop: Loop) -> None:
         for name, value in self._measure(loop).items():
             log.info("%s: %.4g", name, value)
 
+    def _is_due(self, loop: Loop) -> bool:
+        every = loop.context.config.run.evaluate_every
+        return every > 0 and loop.done % every == 0 and loop.done < loop.total
+
     def _measure(self, loop: Loop) -> dict[str, float]:
         """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
 
         A signal ends the evaluation at once, so there is a checkpoint before it.
         """
-        if loop.done > loop.saved:
-            loop.save()
-        with deferring(False):
-            results = self._evaluate()
-        if self._metrics is not None and results:
-            self._metrics.write(loop.done, results)
-        name = loop.context.config.run.best_metric
+        results, name = self._recorded(loop), loop.context.config.run.best_metric
+        if not results or name not in (None, *results):
+            if loop.done > loop.saved:
+                self._saver.save(loop)
+            with deferring(False):
+                results = self._evaluate()
+            if self._metrics is not None and results:
+                self._metrics.write(loop.done, results)
         if name is None:
             return results
         if name not in results:
@@ -59,7 +69,28 @@ class EvaluateModel(Hook):
                 f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
                 f"{', '.join(results) or 'none: set data.val or data.zero_shot'}."
             )
-        step, best = loop.done, loop.checkpoints.best()
-        if step and (best is None or best.metric != name or best.step == step or results[name] > best.value):
-            loop.checkpoints.keep_best(Best(step, name, results[name]))
+        if loop.done:
+            self._keep_if_best(loop, Best(loop.done, name, results[name]))
         return results
+
+    def _recorded(self, loop: Loop) -> dict[str, float]:
+        """Return the evaluation of this step by an earlier start of the run; nothing if there was none."""
+        path = loop.folder / "metrics.jsonl"
+        if loop.done != self._began or loop.done == 0:
+            return {}
+
+        def read() -> dict[str, float]:
+            of_step = (record for record in read_metrics(path) if record["step"] == loop.done)
+            found = [record for record in of_step if "loss" not in record]  # which those of training have
+            return {name: value for record in found for name, value in record.items() if name != "step"}
+
+        return loop.context.communicator.on_rank_zero(read)
+
+    def _keep_if_best(self, loop: Loop, found: Best) -> None:
+        best = loop.checkpoints.best()
+        replaces = best is None or best.metric != found.metric or best.step == found.step or found.value > best.value
+        if replaces and best != found:
+            if loop.saved != found.step:
+                self._saver.save(loop)
+            if self._saver.complete(loop):
+                loop.checkpoints.keep_best(found)

@@ -1,0 +1,200 @@
+"""A disk that is full, read-only or gone: one sentence, no half checkpoint, and the next start resumes.
+
+The disks are real file systems in memory, which only root may mount.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from forks import fork
+from ranks import run_ranks
+from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
+from small_runs import _TINY, demo_shards, environment, newest_checkpoint, train
+
+from neuclip_ds.checkpoint.integrity import verify
+from neuclip_ds.checkpoint.writing import SaveFailed
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
+from neuclip_ds.training import trainer
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.loop import Loop, StepResult
+
+EVERY = ("--run.checkpoint_every=2", "--run.log_every=1", "--run.sample_log=true")
+
+
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MB."""
+    place = tmp_path / "disk"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(place)], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("this user may not mount file systems")
+    try:
+        yield place
+    finally:
+        subprocess.run(["umount", "-l", str(place)], check=True)
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(demo_shards(tmp_path_factory.mktemp("data"), 60))
+
+
+def fill(disk: Path, left: int) -> Path:
+    """Fill a disk up to so many bytes, and return the file that does."""
+    filler = disk / "filler"
+    filler.write_bytes(bytes(max(0, shutil.disk_usage(disk).free - left)))
+    return filler
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in (folder / "checkpoints").iterdir())
+
+
+def size_of(path: Path) -> int:
+    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
+
+
+def test_no_room(disk: Path) -> None:
+    first = keeper(disk).save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    filler = fill(disk, 1000)
+    with pytest.raises(SaveFailed, match=r"step_000000002 needs .* GB, but its disk has 1e-06 GB left|needs"):
+        keeper(disk).save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+    assert names(disk) == [first.name]
+    filler.unlink()
+    keeper(disk, keep=1).save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+    assert names(disk) == ["step_000000002"]
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_it_fills_up_while_a_checkpoint_is_written(disk: Path, background: bool) -> None:
+    """The room that is checked is that of the tensors, which must do without the files' headers here."""
+    checkpoints = keeper(disk, keep=1, background=background)
+    first = checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    checkpoints.finish()
+    fill(disk, 8192)
+    with pytest.raises(SaveFailed, match="could not be written: No space left on device"):
+        checkpoints.save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+        checkpoints.finish()
+    assert names(disk) == [first.name], "the old one stays, the new one leaves no trace"
+    verify(first)
+
+
+def test_a_disk_that_is_mounted_read_only(disk: Path) -> None:
+    keeper(disk).save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    with pytest.raises(SaveFailed, match="could not be written: Read-only file system"):
+        keeper(disk).save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+    assert keeper(disk).newest() is not None
+
+
+def test_a_folder_that_is_gone(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    checkpoints = keeper(tmp_path / "run")
+    checkpoints.save(1, PlainEngine(1.0), trained(), FACTS, DATA)
+    shutil.rmtree(tmp_path / "run")
+    with pytest.raises(SaveFailed, match="could not be written: No such file or directory"):
+        checkpoints.save(2, PlainEngine(2.0), trained(), FACTS, DATA)
+    assert not (tmp_path / "run").exists()
+
+
+def _save_with_a_limit(communicator: Communicator, folder: Path) -> list[str]:
+    """Save twice; rank 1 may not write files of more than 600 bytes in the first save, as of a full disk."""
+    checkpoints, built = keeper(folder, communicator=communicator), fresh(communicator)
+    if communicator.rank == 1:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, resource.RLIM_INFINITY))
+    said = []
+    for step in (1, 2):
+        try:
+            checkpoints.save(step, PlainEngine(1.0), built, FACTS, DATA)
+        except SaveFailed as error:
+            said.append(str(error))
+            said += [path.name for path in (folder / "checkpoints").iterdir()]
+        resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    return said
+
+
+def test_the_disk_of_one_rank(tmp_path: Path) -> None:
+    first, second = run_ranks(2, _save_with_a_limit, tmp_path)
+    assert first == second and len(first) == 1, "both raise the same, and nothing is left"
+    assert "could not be written: File too large" in first[0]
+    assert names(tmp_path) == ["step_000000002"]
+
+
+def test_training_outlives_a_full_disk(disk: Path, shards: str) -> None:
+    """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
+    assert train(disk, shards, 2, *EVERY).returncode == 0
+    filler = fill(disk, 20_000)
+    done = train(disk, shards, 20, *EVERY)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr and "Logging error" not in done.stderr, done.stderr
+    assert done.stderr.count("Training continues without this checkpoint") == 2
+    assert "It is number 3 in a row." in done.stderr.splitlines()[-1]
+    assert names(disk / "run") == ["step_000000002"]
+    filler.unlink()
+    done = train(disk, shards, 20, *EVERY)
+    assert done.returncode == 0, done.stderr
+    assert "20 steps of which 2 are done" in done.stderr
+    verify(newest_checkpoint(disk))
+
+
+@pytest.mark.slow
+def test_two_ranks_outlive_it_too(disk: Path, shards: str) -> None:
+    assert train(disk, shards, 2, *EVERY, ranks=2).returncode == 0
+    filler = fill(disk, 20_000)
+    done = train(disk, shards, 20, *EVERY, "--run.background_saves=true", ranks=2)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    filler.unlink()
+    assert train(disk, shards, 20, *EVERY, ranks=2).returncode == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("left", [0, 8_192, 16_384, 40_960])
+def test_a_start_on_a_full_disk(left: int, disk: Path, shards: str) -> None:
+    filler = fill(disk, left)
+    done = train(disk, shards, 2, *EVERY)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr, done.stderr
+    filler.unlink()
+    assert train(disk, shards, 2, *EVERY).returncode == 0
+
+
+def test_a_start_on_a_read_only_disk(disk: Path, shards: str) -> None:
+    subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
+    done = train(disk, shards, 2, *EVERY)
+    assert done.returncode == 2
+    assert done.stderr.count("cannot be written (Read-only file system") == 1
+    assert "Traceback" not in done.stderr
+
+
+class _RemoveFolder(Hook):
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        if result.step == 3:
+            shutil.rmtree(loop.folder)
+
+
+def _lose_folder(options: list[str]) -> None:
+    try:
+        trainer.train(parse(options).config, read_environment(), [_RemoveFolder()])
+    except UserError as error:
+        assert "could not be written: No such file or directory" in str(error)
+        os._exit(2)
+
+
+@pytest.mark.slow
+def test_the_folder_of_a_run_is_removed(shards: str, tmp_path: Path) -> None:
+    options = [*_TINY, f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={shards}", "--budget.steps=9"]
+    process = fork(_lose_folder, [*options, *EVERY], variables=environment())
+    process.join()
+    assert process.exitcode == 2

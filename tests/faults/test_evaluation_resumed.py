@@ -1,0 +1,126 @@
+"""A resume does the evaluation that a kill has cut off, and counts bad samples on; a finished run does nothing."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from forks import fork
+from small_runs import _TINY, environment, train
+from tars import write_pairs
+
+from neuclip_ds.checkpoint.checkpoints import Best, Checkpoints, read_best
+from neuclip_ds.checkpoint.integrity import read_meta
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.recipe import parse
+from neuclip_ds.reporting.metrics import read_metrics
+from neuclip_ds.training import trainer
+from neuclip_ds.training.evaluator import Evaluator
+
+METRIC = "image_to_text_recall@1"
+EVERY = ("--run.evaluate_every=2", "--run.checkpoint_every=2", "--run.log_every=1", f"--run.best_metric={METRIC}")
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_pairs(tmp_path_factory.mktemp("data") / "shards", [13, 13]))
+
+
+def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
+    """Train; the process is killed as it calls a method for the so-and-so-many-th time."""
+    original, calls = getattr(place, name), 0
+
+    def killed(*arguments: Any, **further: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(*arguments, **further)
+
+    setattr(place, name, killed)
+    trainer.train(parse(options).config, read_environment())
+
+
+def kill_in(runs: Path, data: str, steps: int, place: Any, name: str, number: int) -> None:
+    where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+    options = [*_TINY, *where, *EVERY, f"--data.val={data}"]
+    process = fork(_die_in, place, name, number, options, variables=environment())
+    process.join()
+    assert process.exitcode == -signal.SIGKILL
+
+
+def evaluations(runs: Path) -> dict[int, float]:
+    records = [record for record in read_metrics(runs / "run" / "metrics.jsonl") if METRIC in record]
+    assert len({record["step"] for record in records}) == len(records), "none is done twice"
+    return {int(record["step"]): record[METRIC] for record in records}
+
+
+def best(runs: Path) -> Best:
+    found = read_best(runs / "run" / "checkpoints")
+    assert found is not None
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    runs = tmp_path_factory.mktemp("whole")
+    done = train(runs, shards, 6, *EVERY, f"--data.val={shards}")
+    assert done.returncode == 0, done.stderr
+    return runs
+
+
+MOMENTS: dict[str, Callable[[Path, str], None]] = {  # the calls of one start: steps 0, 2, 4, 6
+    "between checkpoint and evaluation": lambda runs, data: kill_in(runs, data, 6, Evaluator, "__call__", 2),
+    "before the best is kept": lambda runs, data: kill_in(runs, data, 6, Checkpoints, "keep_best", 1),
+    "before the last evaluation": lambda runs, data: kill_in(runs, data, 6, Evaluator, "__call__", 4),
+}
+
+
+@pytest.mark.parametrize(
+    "moment", [next(iter(MOMENTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(MOMENTS)[1:])]
+)
+def test_no_evaluation_is_lost(moment: str, whole: Path, shards: str, tmp_path: Path) -> None:
+    MOMENTS[moment](tmp_path, shards)
+    assert evaluations(tmp_path).keys() < evaluations(whole).keys() or moment.endswith("kept")
+    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={shards}")
+    assert done.returncode == 0, done.stderr
+    assert evaluations(tmp_path) == evaluations(whole)
+    assert best(tmp_path) == best(whole)
+
+
+@pytest.mark.slow
+def test_on_two_ranks(whole: Path, shards: str, tmp_path: Path) -> None:
+    MOMENTS["before the last evaluation"](tmp_path, shards)
+    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={shards}", ranks=2)
+    assert done.returncode == 0, done.stderr
+    assert evaluations(tmp_path) == evaluations(whole)
+
+
+def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = [path for path in sorted(whole.rglob("*")) if path.is_file()]
+        return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
+
+    before = state()
+    done = train(whole, shards, 6, *EVERY, f"--data.val={shards}")
+    assert done.returncode == 0, done.stderr
+    assert "is complete after 6 steps" in done.stderr
+    assert state() == before
+
+
+def test_bad_samples_of_all_starts_count(tmp_path: Path) -> None:
+    bad = {index: {"jpg": b"none", "txt": b"a caption"} for index in (3, 11, 17, 25)}
+    data = str(write_pairs(tmp_path / "shards", [16, 16], replace=bad))
+    options = ("--run.log_every=1", "--data.max_bad_fraction=0.006")  # 6 of the first 1000
+    assert train(tmp_path, data, 4, *options).returncode == 0
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    kept = read_meta(checkpoint)["data"]["hooks"]["ListBadSamples"]
+    assert (kept["seen"], sum(kept["causes"].values())) == (32, 4)
+    done = train(tmp_path, data, 8, *options)
+    assert done.returncode == 2, done.stderr
+    assert "7 of " in done.stderr or "8 of " in done.stderr
+    assert "data.max_bad_fraction=0.006" in done.stderr
