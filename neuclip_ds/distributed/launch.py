@@ -100,8 +100,6 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
     """Raise `UserError` on all ranks unless the run's folder is the same on all nodes."""
 
     def leave_mark() -> str:
-        for old in folder.glob(".shared-*"):  # of a killed start
-            old.unlink(missing_ok=True)
         name = f".shared-{secrets.token_hex(8)}"
         (folder / name).touch()
         return name

@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import signal
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from subprocess import CompletedProcess
 
+import numpy as np
 import pytest
-from forks import Program
-from small_runs import SMALL, demo_shards, start, training
+from forks import Program, fork
+from small_runs import SMALL, demo_shards, environment, start, training
+from tars import tokenize
+
+import neuclip_ds
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.loader import LoaderOptions, train_loader
+from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 
 ENDLESS = 1_000_000
 
@@ -113,14 +126,14 @@ def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> 
     def rendering() -> tuple[Program, list[Path]]:
         (program,) = start("train.py", *options, folder=tmp_path)
         before = set(cache.glob("demo.*.partial"))
-        wait_for(lambda: set(cache.glob("demo.*.partial")) - before, [program])
-        wait_for(lambda: len(children_of(program.pid)) >= 3, [program])
+        wait_for(lambda: {path.parents[1] for path in cache.glob("demo.*.partial/*/*.tar")} - before, [program])
         return program, list(cache.glob("demo.*.partial"))
 
     program, first = rendering()
     helpers = children_of(program.pid)
     os.kill(program.pid, signal.SIGKILL)
     time.sleep(2)
+    assert helpers
     assert [pid for pid in helpers if alive(pid)] == []
     assert all(path.is_dir() for path in first)
     program, second = rendering()
@@ -128,6 +141,51 @@ def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> 
     program.terminate()
     assert_stopped(ends([program]), signal.SIGTERM)
     assert not list(cache.iterdir())
+
+
+def load_a_shard_that_never_comes(folder: Path) -> None:
+    """Have a loader process and the prefetching process fetch, each by a command."""
+    shards = [Shard(f"pipe:sleep 4321 | cat # {number}", 8 * number, 8, 10_000) for number in range(2)]
+    order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4, 0, shuffle_block=8)
+    cache = ShardCache(folder, 10**6, timeout=100)
+    options = LoaderOptions(workers=1, cache=cache)
+    with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 4), total_steps=4):
+        next(train_loader(Manifest(shards), order, EvalTransform(8), tokenize, steps=4, options=options))
+
+
+def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> None:
+    process = fork(load_a_shard_that_never_comes, tmp_path, variables=environment())
+    limit = time.monotonic() + 60
+    while len(list((tmp_path / "shards").glob(".*.part"))) < 2:
+        assert process.exitcode is None
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+    helpers = children_of(process.pid)
+    process.kill()
+    time.sleep(2)
+    assert len(helpers) >= 2 + 2 * 3, "loader, prefetcher, and for each fetch bash, its guard and the command"
+    assert [pid for pid in helpers if alive(pid)] == []
+    ShardCache(tmp_path, 10**6)
+    assert not list((tmp_path / "shards").iterdir())
+
+
+def train_as_a_library(data: str, runs: Path) -> None:
+    """Print whether the handlers are those of before, after a run in the main thread and one in another thread."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    options = {option.partition("=")[0][2:]: option.partition("=")[2] for option in training(runs, data, 2)[1:]}
+    options = {name: json.loads(value) if value[:1] in "[{" and value else value for name, value in options.items()}
+    neuclip_ds.train("demo", **options)
+    thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**options, "run.name": "second"}))
+    thread.start()
+    thread.join()
+    after = [signal.getsignal(number) for number in STOP_SIGNALS]
+    (runs / "found").write_text(f"{before == after} {(runs / 'second' / 'checkpoints').is_dir()}")
+
+
+def test_training_as_a_library_restores_the_handlers(data: str, tmp_path: Path) -> None:
+    process = fork(train_as_a_library, data, tmp_path, variables=environment())
+    process.join(60)
+    assert (tmp_path / "found").read_text() == "True True"
 
 
 def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
