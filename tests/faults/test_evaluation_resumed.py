@@ -27,7 +27,9 @@ EVERY = ("--run.evaluate_every=2", "--run.checkpoint_every=2", "--run.log_every=
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_pairs(tmp_path_factory.mktemp("data") / "shards", [13, 13]))
+    folder = tmp_path_factory.mktemp("data")
+    write_pairs(folder / "val", [9, 17])
+    return str(write_pairs(folder / "shards", [13, 13]))
 
 
 def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
@@ -47,7 +49,7 @@ def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
 
 def kill_in(runs: Path, data: str, steps: int, place: Any, name: str, number: int) -> None:
     where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
-    options = [*_TINY, *where, *EVERY, f"--data.val={data}"]
+    options = [*_TINY, *where, *EVERY, f"--data.val={Path(data).parent / 'val'}"]
     process = fork(_die_in, place, name, number, options, variables=environment())
     process.join()
     assert process.exitcode == -signal.SIGKILL
@@ -68,7 +70,7 @@ def best(runs: Path) -> Best:
 @pytest.fixture(scope="module")
 def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     runs = tmp_path_factory.mktemp("whole")
-    done = train(runs, shards, 6, *EVERY, f"--data.val={shards}")
+    done = train(runs, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
     assert done.returncode == 0, done.stderr
     return runs
 
@@ -86,7 +88,7 @@ MOMENTS: dict[str, Callable[[Path, str], None]] = {  # the calls of one start: s
 def test_no_evaluation_is_lost(moment: str, whole: Path, shards: str, tmp_path: Path) -> None:
     MOMENTS[moment](tmp_path, shards)
     assert evaluations(tmp_path).keys() < evaluations(whole).keys() or moment.endswith("kept")
-    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={shards}")
+    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
     assert done.returncode == 0, done.stderr
     assert evaluations(tmp_path) == evaluations(whole)
     assert best(tmp_path) == best(whole)
@@ -95,7 +97,7 @@ def test_no_evaluation_is_lost(moment: str, whole: Path, shards: str, tmp_path: 
 @pytest.mark.slow
 def test_on_two_ranks(whole: Path, shards: str, tmp_path: Path) -> None:
     MOMENTS["before the last evaluation"](tmp_path, shards)
-    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={shards}", ranks=2)
+    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}", ranks=2)
     assert done.returncode == 0, done.stderr
     assert evaluations(tmp_path) == evaluations(whole)
 
@@ -106,7 +108,7 @@ def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()
-    done = train(whole, shards, 6, *EVERY, f"--data.val={shards}")
+    done = train(whole, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
     assert done.returncode == 0, done.stderr
     assert "is complete after 6 steps" in done.stderr
     assert state() == before
