@@ -53,7 +53,7 @@ def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
         return _resolve(source, allow_commands)
     except RecursionError as error:
         raise UserError(f"{source[:200]!a} is a list that names itself; name shards in it.") from error
-    except (OSError, ValueError) as error:  # a name that no file can have, or a folder that cannot be listed
+    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
         raise UserError(
             f"{source[:200]!a} cannot be looked up ({error}); check the path and its permissions."
         ) from error

@@ -86,6 +86,8 @@ def test_manifests_without_checksums_stay_readable(built: Path, tmp_path: Path) 
     """Without sample tables, checksums and layouts, as older versions wrote them."""
     shards = [shard._replace(crc32=None, layout=None) for shard in load_manifest(built / "m").shards]
     write_shards(Manifest(shards), tmp_path)
+    assert not load_manifest(tmp_path).has_checksums
+    assert load_manifest(built / "m").has_checksums
     assert dataset(load_manifest(tmp_path)).__getitems__([(0, row) for row in range(11)]).valid.all()
 
 
