@@ -216,7 +216,7 @@ def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
         return None
     if not update:
         raise UserError(f"{folder} holds a manifest; update it with --update, or name another folder.")
-    existing = load_manifest(folder, check_shards=False)
+    existing = load_manifest(folder, check_shards=False, allow_commands=True)  # only what is named now is read
     if samples and existing.samples is None:
         raise UserError(f"The manifest in {folder} has no sample tables; update it with the options it was built with.")
     return existing

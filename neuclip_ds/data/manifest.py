@@ -86,6 +86,12 @@ class Manifest:
         """Number of samples in use."""
         return int(self.sizes.sum())
 
+    @property
+    def has_checksums(self) -> bool:
+        """Whether every read is compared with a checksum."""
+        checked = self.samples is not None and self.samples.has_checksums
+        return checked and all(shard.crc32 is not None for shard in self.shards if not shard.removed)
+
     @cached_property
     def content_hash(self) -> str:
         """Identity of the data set: `hash_of_first(n_shards)`."""

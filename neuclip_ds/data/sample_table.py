@@ -114,19 +114,25 @@ def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
 
 
 class SampleParts:
-    """The sample tables in a folder of part files."""
+    """The sample tables in a folder of part files.
+
+    Attributes:
+        has_checksums: whether all parts have room for checksums, once they are checked.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._parts = folder, list_parts(folder)
+        self.has_checksums = False
 
     def check(self, sizes: Sequence[int]) -> None:
         """Raise UserError unless there is a table of so many samples for each shard; reads the parts' footers only."""
-        found: list[int] = []
+        found, columns = list[int](), set(_CHECKSUMS)
         for first, last, path in self._parts:
             if first >= len(sizes):
                 break  # of an update that has not ended
             with _opened(path) as file:
                 groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+                columns &= set(file.schema_arrow.names)
             if first == len(found) and last + 1 - first == len(groups):
                 found += groups
         if found != list(sizes):
@@ -135,6 +141,7 @@ class SampleParts:
                 f"The sample tables in {self._folder} lack that of shard {wrong}, or do not fit the manifest; restore "
                 "the files or build the manifest again."
             )
+        self.has_checksums = columns == set(_CHECKSUMS)
 
     def table(self, shard: int) -> SampleTable:
         """Read a shard's table; raise UserError if no part has it, or it is damaged."""

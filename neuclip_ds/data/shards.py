@@ -49,10 +49,21 @@ def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
     Raises:
         UserError: nothing has that name, a folder holds no tars, or a text file holds commands or is no text.
     """
+    try:
+        return _resolve(source, allow_commands)
+    except RecursionError as error:
+        raise UserError(f"{source[:200]!a} is a list that names itself; name shards in it.") from error
+    except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
+        raise UserError(
+            f"{source[:200]!a} cannot be looked up ({error}); check the path and its permissions."
+        ) from error
+
+
+def _resolve(source: str, allow_commands: bool) -> list[str]:
     if not source.strip():
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
-        return [path for part in source.split(_BETWEEN) for path in resolve_shards(part, allow_commands)]
+        return [path for part in source.split(_BETWEEN) for path in _resolve(part, allow_commands)]
     if not is_local(source):
         return _urls(source)
     path = Path(source).expanduser()
@@ -69,17 +80,14 @@ def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
 def _listed(path: Path, allow_commands: bool) -> list[str]:
     try:
         lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UserError(f"The list {path} cannot be read ({error}); write it as UTF-8 text.") from error
     lines = [line for line in lines if line and not line.startswith("#")]
     if not allow_commands:
         refuse_commands(
             (part for line in lines for part in line.split(_BETWEEN)), f"the list {path}", "--allow-commands"
         )
-    try:
-        shards = [shard for line in lines for shard in resolve_shards(line, allow_commands)]
-    except RecursionError as error:
-        raise UserError(f"The list {path} names itself; name shards in it.") from error
+    shards = [shard for line in lines for shard in _resolve(line, allow_commands)]
     if not shards:
         raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
     return shards

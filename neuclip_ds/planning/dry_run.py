@@ -138,6 +138,7 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     start = DataPosition(0, 0, order.steps_per_epoch)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
+        f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.streams} shard streams)",
     ]
     recovery = config.recovery

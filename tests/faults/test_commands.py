@@ -55,6 +55,10 @@ def test_a_list_is_from_others_and_a_command_line_is_yours(tmp_path: Path, comma
     typed = call("tools/build_manifest.py", str(tmp_path / "b"), command, "--processes=1")
     assert typed.returncode == 0, typed.stderr
     assert (tmp_path / "ran").exists()
+    updated = call(
+        "tools/build_manifest.py", str(tmp_path / "b"), str(tmp_path / "shards"), "--update", "--processes=1"
+    )
+    assert updated.returncode == 0, updated.stderr
 
 
 def test_no_way_around(tmp_path: Path, command: str, manifest: Path) -> None:
@@ -74,6 +78,9 @@ def test_lists_that_never_end(tmp_path: Path) -> None:
         resolve_shards(str(tmp_path / "loop.txt"))
     with pytest.raises(UserError, match=r"has 1,000,000,000,001 names"):
         resolve_shards(f"{tmp_path}/{{0..1000000000000}}.tar")
+    for name in ("~no_such_user/0.tar", "a\0b*.tar", "x" * 5000):
+        with pytest.raises(UserError, match=r"cannot be looked up|Nothing matches"):
+            resolve_shards(name)
     (tmp_path / "binary.txt").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="cannot be read"):
         resolve_shards(str(tmp_path / "binary.txt"))
