@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 
 from torch.nn.utils import get_total_norm
 
+from neuclip_ds.engine.zero import forget_gradients
+
 
 class Update(NamedTuple):
     """What became of a gradient; equal on all ranks."""
@@ -17,6 +19,8 @@ def update_weights(engine: Any) -> Update:
     """Step DeepSpeed's engine after a backward pass; a skipped update leaves weights and moments as they were."""
     if engine.optimizer is not engine.basic_optimizer:  # DeepSpeed's wrappers skip by themselves
         engine.step()
+        if not engine.was_step_applied():
+            forget_gradients(engine)
         return Update(float(engine.get_global_grad_norm()), engine.was_step_applied())
     norm = float(get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
     applied = math.isfinite(norm)

@@ -200,6 +200,13 @@ def refresh_weights(engine: Any) -> None:
             parameter.data.copy_(master.data)
 
 
+def forget_gradients(engine: Any) -> None:
+    """Drop what ZeRO 2 with offload keeps of a gradient that it has refused, and would add to every later one."""
+    if _wrapper_of(engine) is Wrapper.ZERO_1_2:
+        gradients = engine.optimizer.averaged_gradients
+        gradients.update(dict.fromkeys(gradients))
+
+
 def skip_unused_kernel() -> None:
     """Keep DeepSpeed from compiling, for the first run's first minute, a kernel of tensor-parallel inference."""
     import deepspeed

@@ -48,6 +48,7 @@ class WatchHealth(Hook):
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         if isinstance(error, RollBack):
-            self._health.rolled_back(loop.saved, error)
+            step = int(error.checkpoint.name.rpartition("_")[2])  # later events are dropped as those of repeated steps
+            self._health.rolled_back(step, error)
         elif isinstance(error, TrainingDiverged):
             self._health.diverged(self._step, error)
