@@ -26,7 +26,7 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
-    """Run a command, named or the first argument; exit code 0, 1 (training failed) or 2 (a mistake in the input).
+    """Run a command, named or the first argument; exit code 0, 1 (training failed), 2 (a mistake in the input) or 128 + signal.
 
     The rank that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
     """
