@@ -95,7 +95,10 @@ def children_of(parent: int) -> list[int]:
     return found + [further for pid in found for further in children_of(pid)]
 
 
-@pytest.mark.parametrize("told", [0, 1, None])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("told", [pytest.param(0, marks=SLOW), 1, pytest.param(None, marks=SLOW)])
 def test_a_signal_while_the_demo_is_rendered(told: int | None, tmp_path: Path) -> None:
     """Told are one of two ranks (rank 1 only waits for rank 0), or both; nothing is left."""
     options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
@@ -119,6 +122,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> None:
     options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
     cache = tmp_path / ".cache"
@@ -182,10 +186,28 @@ def train_as_a_library(data: str, runs: Path) -> None:
     (runs / "found").write_text(f"{before == after} {(runs / 'second' / 'checkpoints').is_dir()}")
 
 
+@pytest.mark.slow
 def test_training_as_a_library_restores_the_handlers(data: str, tmp_path: Path) -> None:
     process = fork(train_as_a_library, data, tmp_path, variables=environment())
     process.join(60)
     assert (tmp_path / "found").read_text() == "True True"
+
+
+def test_a_signal_while_shards_are_scanned(data: str, tmp_path: Path) -> None:
+    """The scan hangs in a process of its own, as the storage does."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(2):
+        os.mkfifo(shards / f"{number:05d}.tar")
+    (program,) = start("train.py", *training(tmp_path, str(shards), 2))
+    wait_for(lambda: len(children_of(program.pid)) >= 2, [program])
+    helpers = children_of(program.pid)
+    time.sleep(0.5)
+    program.terminate()
+    assert_stopped(ends([program]), signal.SIGTERM)
+    assert [pid for pid in helpers if alive(pid)] == []
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
 
 
 def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
