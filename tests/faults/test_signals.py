@@ -26,7 +26,8 @@ from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher
 from neuclip_ds.data.transforms import EvalTransform
-from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, raising_interrupted
+from neuclip_ds.errors import Interrupted
 
 ENDLESS = 1_000_000
 
@@ -208,6 +209,21 @@ def test_a_signal_while_shards_are_scanned(data: str, tmp_path: Path) -> None:
     assert [pid for pid in helpers if alive(pid)] == []
     assert not (tmp_path / "run").exists()
     assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
+class Finalized:
+    """Receives a signal while it is finalized, where Python drops exceptions."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+
+def test_a_signal_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Interrupted), raising_interrupted():
+        Finalized()
+        time.sleep(5)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
