@@ -43,7 +43,7 @@ class RunConfig(Section):
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
-    """Steps between evaluations during training; 0 evaluates at the end only."""
+    """Steps between evaluations during training, each after a checkpoint; 0 evaluates at the end only."""
     evaluate_start: bool = False
     """Also evaluate before step 1, for example to compare fine-tuning with its start."""
     best_metric: str | None = None

@@ -26,9 +26,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
-    """Run a command, named or the first argument; exit code 0, 1 (training failed) or 2 (a mistake in the input).
+    """Run a command, named or the first argument.
 
-    The rank that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
+    The exit code is 0, 1 (training failed), 2 (a mistake in the input) or 128 + the signal that stopped it. The rank
+    that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]

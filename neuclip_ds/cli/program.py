@@ -29,7 +29,7 @@ def exit_on_mistake() -> Iterator[None]:
     except (UserError, TrainingDiverged, Interrupted) as error:
         environment = read_environment()
         where = f"{socket.gethostname()}: " if environment.rank else ""
-        if isinstance(error, Interrupted):
+        if isinstance(error, Interrupted) and environment.local_rank == 0:
             log.warning("%s%s", where, error)
         elif environment.local_rank == 0:
             print(f"error: {where}{error}", file=sys.stderr, flush=True)

@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -16,14 +17,15 @@ _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel kill this process when process `parent`, which has started it, ends.
+    """Make the kernel (Linux's) kill this process when process `parent`, which has started it, ends.
 
     Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
     decides when its helpers end.
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the call
         os._exit(1)
 

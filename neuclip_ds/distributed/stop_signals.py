@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -23,6 +24,7 @@ log = logging.getLogger(__name__)
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)  # launchers, SLURM's warning, Ctrl-C
 _STUCK = 3.0  # seconds within which the main thread runs a handler unless it is stuck
 _AGAIN = 1.0  # seconds after which the same signal counts as a second request; some launchers send it twice at once
+_LATER = 0.05  # seconds after which a signal is sent again
 
 
 class _StopSignals:
@@ -32,7 +34,9 @@ class _StopSignals:
         self.received: signal.Signals | None = None  # the first one
         self.deferred = False
         self.noticed = threading.Event()
+        self.unraisablehook = sys.unraisablehook
         self._times: dict[int, float] = {}
+        self._process = os.getpid()
 
     def receive(self, number: int, frame: Any) -> None:
         """Handle a signal in the main thread."""
@@ -45,6 +49,15 @@ class _StopSignals:
             self.received = signal.Signals(number)
             if not self.deferred:
                 raise Interrupted(self.received)
+
+    def send_again(self, dropped: Any) -> None:
+        """Replace `sys.unraisablehook`: Python drops what is raised in a finalizer or in a callback of fork."""
+        if not isinstance(dropped.exc_value, Interrupted):
+            self.unraisablehook(dropped)
+        elif os.getpid() == self._process:
+            self.received = None
+            self._times.clear()
+            threading.Timer(_LATER, os.kill, [self._process, dropped.exc_value.number]).start()
 
     def watch(self, wakeups: socket.socket) -> None:
         """End the program when the main thread does not come to handle a signal, until the socket is closed."""
@@ -78,6 +91,7 @@ def raising_interrupted() -> Iterator[None]:
     write.setblocking(False)
     threading.Thread(target=signals.watch, args=(read,), name="stop signals", daemon=True).start()
     wakeup = signal.set_wakeup_fd(write.fileno(), warn_on_full_buffer=False)
+    sys.unraisablehook = signals.send_again
     handlers = {number: signal.signal(number, signals.receive) for number in STOP_SIGNALS}
     try:
         yield
@@ -85,6 +99,7 @@ def raising_interrupted() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(wakeup)
+        sys.unraisablehook = signals.unraisablehook
         _installed = None
         write.close()  # ends the thread
 

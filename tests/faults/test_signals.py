@@ -26,7 +26,8 @@ from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher
 from neuclip_ds.data.transforms import EvalTransform
-from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, raising_interrupted
+from neuclip_ds.errors import Interrupted
 
 ENDLESS = 1_000_000
 
@@ -95,7 +96,10 @@ def children_of(parent: int) -> list[int]:
     return found + [further for pid in found for further in children_of(pid)]
 
 
-@pytest.mark.parametrize("told", [0, 1, None])
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize("told", [pytest.param(0, marks=SLOW), 1, pytest.param(None, marks=SLOW)])
 def test_a_signal_while_the_demo_is_rendered(told: int | None, tmp_path: Path) -> None:
     """Told are one of two ranks (rank 1 only waits for rank 0), or both; nothing is left."""
     options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
@@ -119,6 +123,7 @@ def alive(pid: int) -> bool:
         return False
 
 
+@pytest.mark.slow
 def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> None:
     options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]
     cache = tmp_path / ".cache"
@@ -182,10 +187,43 @@ def train_as_a_library(data: str, runs: Path) -> None:
     (runs / "found").write_text(f"{before == after} {(runs / 'second' / 'checkpoints').is_dir()}")
 
 
+@pytest.mark.slow
 def test_training_as_a_library_restores_the_handlers(data: str, tmp_path: Path) -> None:
     process = fork(train_as_a_library, data, tmp_path, variables=environment())
     process.join(60)
     assert (tmp_path / "found").read_text() == "True True"
+
+
+def test_a_signal_while_shards_are_scanned(data: str, tmp_path: Path) -> None:
+    """The scan hangs in a process of its own, as the storage does."""
+    shards = tmp_path / "shards"
+    shards.mkdir()
+    for number in range(2):
+        os.mkfifo(shards / f"{number:05d}.tar")
+    (program,) = start("train.py", *training(tmp_path, str(shards), 2))
+    wait_for(lambda: len(children_of(program.pid)) >= 2, [program])
+    helpers = children_of(program.pid)
+    time.sleep(0.5)
+    program.terminate()
+    assert_stopped(ends([program]), signal.SIGTERM)
+    assert [pid for pid in helpers if alive(pid)] == []
+    assert not (tmp_path / "run").exists()
+    assert [path.name for path in tmp_path.iterdir()] == ["shards"]
+
+
+class Finalized:
+    """Receives a signal while it is finalized, where Python drops exceptions."""
+
+    def __del__(self) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        sum(range(1000))
+
+
+def test_a_signal_in_a_finalizer_is_not_lost(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(Interrupted), raising_interrupted():
+        Finalized()
+        time.sleep(5)
+    assert capsys.readouterr().err == ""
 
 
 def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
