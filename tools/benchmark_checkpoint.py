@@ -1,0 +1,132 @@
+"""For developers of neuclip_ds: measure how long checkpoints keep training waiting.
+
+On random pairs, in fresh processes, one a rank. The columns are
+
+    GB              of a checkpoint
+    step s          a step while nothing is saved (median)
+    unchecked s     files written and forced to disk, without checksums and reading back
+    foreground s    `run.background_saves=false`: training waits for all of it
+    background s    `run.background_saves=true`: training waits for a copy in host memory
+    slowed s        what the steps during a save in the background take more than so many usual ones
+    copied GB       the copy
+
+Example:
+    python tools/benchmark_checkpoint.py --folder /data/scratch --models vitb32 --ranks 1 2
+"""
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from benchmarking import machine, on_ranks
+
+from neuclip_ds.checkpoint.checkpoints import Checkpoints
+from neuclip_ds.checkpoint.engine_state import engine_files
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.launch import connected
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Objective
+from neuclip_ds.planning.synthetic_profile import SyntheticSteps
+from neuclip_ds.recipe import load_recipe, override, validate
+
+_MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
+_FACTS = {"method": "benchmark"}
+
+
+class _Run:
+    """Steps of a model on random pairs, and its checkpoints in a scratch folder."""
+
+    def __init__(self, asked: argparse.Namespace, model: str, ranks: int, communicator: Communicator) -> None:
+        options = {"data": {"batch_size": ranks * asked.micro}, "deepspeed": asked.engine}
+        config = validate(override(load_recipe(_MODELS[model]), options))
+        built: list[Objective] = []
+
+        def build(*arguments: object) -> Objective:
+            built.append(build_objective(*arguments))  # type: ignore[arg-type]
+            return built[0]
+
+        self._steps, self._communicator = SyntheticSteps(config, communicator, build=build), communicator
+        self.engine, self.objective, self._number = self._steps.engine, built[0], 0
+        self._batch = self._steps.batch(0)
+
+    def step(self) -> None:
+        float(self._steps.run(self._number, self._batch).loss)
+        self._number += 1
+
+    def write_unchecked(self, folder: Path) -> None:
+        """Write and sync the engine's files, which are nearly all of a checkpoint."""
+        folder.mkdir(exist_ok=True)
+        for file in engine_files(self.engine, self._communicator):
+            file.write(folder)
+            with (folder / file.name).open("rb") as written:
+                os.fsync(written.fileno())
+        self._communicator.barrier()
+
+    def save(self, checkpoints: Checkpoints) -> Path:
+        return checkpoints.save(self._number, self.engine, self.objective, _FACTS, {})
+
+
+def _seconds(work: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    work()
+    return time.perf_counter() - began
+
+
+def measure(asked: argparse.Namespace, model: str, ranks: int, folder: str) -> dict[str, float]:
+    """Return one rank's figures."""
+    place = Path(folder)
+    with connected("benchmark") as communicator:
+        run = _Run(asked, model, ranks, communicator)
+        usual = [_seconds(run.step) for _ in range(asked.steps)]
+        step = statistics.median(usual[1:])
+        unchecked = [_seconds(lambda: run.write_unchecked(place / "unchecked")) for _ in range(asked.turns)]
+        front = Checkpoints(place / "front", communicator, 1)
+        waited = [_seconds(lambda: run.save(front)) for _ in range(asked.turns)]
+        back = Checkpoints(place / "back", communicator, 1, background=True)
+        paused, slowed = [], []
+        for _ in range(asked.turns):
+            paused.append(_seconds(lambda: run.save(back)))
+            began, steps = time.perf_counter(), 0
+            while not back.publish():
+                run.step()
+                steps += 1
+            slowed.append(time.perf_counter() - began - steps * step)
+        (checkpoint,) = (place / "front").glob("step_*")
+        size = sum(file.stat().st_size for file in checkpoint.rglob("*") if file.is_file())
+    names = ("GB", "step", "unchecked", "foreground", "background", "slowed", "copied")
+    figures = (size / 1e9, step, *map(statistics.median, (unchecked, waited, paused, slowed)), size / ranks / 1e9)
+    return dict(zip(names, figures, strict=True))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, help="where to write (default: the folder for temporary files)")
+    parser.add_argument("--models", nargs="+", choices=_MODELS, default=["vitb32"])
+    parser.add_argument("--engine", default="zero1_bf16", help="name in ds_configs/, or a JSON file")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[1])
+    parser.add_argument("--micro", type=int, default=32, help="rows of a rank")
+    parser.add_argument("--steps", type=int, default=6, help="usual steps to measure")
+    parser.add_argument("--turns", type=int, default=3, help="saves of each kind; the median is printed")
+    asked = parser.parse_args()
+    print(machine())
+    print("| model | ranks | GB | step s | unchecked s | foreground s | background s | slowed s | copied GB |")
+    print("|---" * 9 + "|")
+    for model in asked.models:
+        for ranks in asked.ranks:
+            folder = tempfile.mkdtemp(dir=asked.folder)
+            try:
+                found = on_ranks(ranks, measure, asked, model, ranks, folder)
+            finally:
+                shutil.rmtree(folder)
+            slowest = {name: max(rank[name] for rank in found) for name in found[0]}
+            cells = [model, str(ranks), *(f"{value:.2f}" for value in slowest.values())]
+            print("| " + " | ".join(cells) + " |", flush=True)
+
+
+if __name__ == "__main__":
+    main()
