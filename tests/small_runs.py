@@ -30,7 +30,7 @@ SMALL = [  # and without a report, whose plots take longer than the training
     "--model.text.vocab_size=300",
     "--model.embed_dim=16",
 ]
-_TINY = [
+TINY = [
     "demo",
     *SMALL,
     "--objective.method=fastclip_v3",
@@ -93,7 +93,7 @@ def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> C
 
 def training(runs: Path, data: str, steps: int) -> list[str]:
     """The options of `train`, for a run that a test starts with `start`."""
-    return [*_TINY, f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+    return [*TINY, f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
 
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:

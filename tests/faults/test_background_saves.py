@@ -15,7 +15,7 @@ from forks import fork
 from ranks import run_ranks
 from safetensors.torch import load_file
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import _TINY, demo_shards, newest_checkpoint, start, train
+from small_runs import TINY, demo_shards, newest_checkpoint, start, train
 
 from neuclip_ds.checkpoint import checkpoints as module
 from neuclip_ds.checkpoint.integrity import verify
@@ -102,7 +102,7 @@ def test_the_run_is_bit_equal(ranks: int, shards: str, tmp_path: Path) -> None:
     rng = random.Random(ranks)
     for _ in range(2):
         where = [f"--run.folder={tmp_path / 'killed'}", "--run.name=run", f"--data.train={shards}"]
-        programs = start("train.py", *_TINY, *where, "--budget.steps=12", *EVERY, ranks=ranks)
+        programs = start("train.py", *TINY, *where, "--budget.steps=12", *EVERY, ranks=ranks)
         metrics, limit = tmp_path / "killed" / "run" / "metrics.jsonl", time.monotonic() + 60
         steps = rng.randrange(1, 10)
         while not (metrics.is_file() and metrics.read_text().count("\n") >= steps) and time.monotonic() < limit:

@@ -16,7 +16,7 @@ import pytest
 from forks import fork
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import _TINY, demo_shards, environment, newest_checkpoint, train
+from small_runs import TINY, demo_shards, environment, newest_checkpoint, train
 
 from neuclip_ds.checkpoint.integrity import verify
 from neuclip_ds.checkpoint.writing import SaveFailed
@@ -194,7 +194,7 @@ def _lose_folder(options: list[str]) -> None:
 
 @pytest.mark.slow
 def test_the_folder_of_a_run_is_removed(shards: str, tmp_path: Path) -> None:
-    options = [*_TINY, f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={shards}", "--budget.steps=9"]
+    options = [*TINY, f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={shards}", "--budget.steps=9"]
     process = fork(_lose_folder, [*options, *EVERY], variables=environment())
     process.join()
     assert process.exitcode == 2

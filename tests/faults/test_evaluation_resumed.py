@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from forks import fork
-from small_runs import _TINY, environment, train
+from small_runs import TINY, environment, train
 from tars import write_pairs
 
 from neuclip_ds.checkpoint.checkpoints import Best, Checkpoints, read_best
@@ -47,7 +47,7 @@ def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
 
 def kill_in(runs: Path, data: str, steps: int, place: Any, name: str, number: int) -> None:
     where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
-    options = [*_TINY, *where, *EVERY, f"--data.val={data}"]
+    options = [*TINY, *where, *EVERY, f"--data.val={data}"]
     process = fork(_die_in, place, name, number, options, variables=environment())
     process.join()
     assert process.exitcode == -signal.SIGKILL
