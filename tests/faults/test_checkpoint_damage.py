@@ -14,6 +14,7 @@ from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from small_runs import demo_shards, newest_checkpoint, train
 
 from neuclip_ds.checkpoint.checkpoints import Best, read_best
+from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -148,6 +149,8 @@ def test_a_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
     assert train(tmp_path, shards, 6, *every, ranks=2).returncode == 0
     expected = StateFiles(newest_checkpoint(tmp_path) / "engine").weights()
     flip(newest_checkpoint(tmp_path) / "objective.safetensors", random.Random(2))
+    with pytest.raises(UserError, match=r"objective\.safetensors is damaged"):
+        open_model(str(tmp_path / "run"), Communicator())
     done = train(tmp_path, shards, 6, *every, ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("objective.safetensors is damaged") == 1

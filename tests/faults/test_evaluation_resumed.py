@@ -112,6 +112,7 @@ def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
     assert state() == before
 
 
+@pytest.mark.slow
 def test_bad_samples_of_all_starts_count(tmp_path: Path) -> None:
     bad = {index: {"jpg": b"none", "txt": b"a caption"} for index in (3, 11, 17, 25)}
     data = str(write_pairs(tmp_path / "shards", [16, 16], replace=bad))

@@ -51,8 +51,7 @@ REFUSED = {
     "damaged data": (["--data.train={damaged}"], "damaged"),
     "never": (["--run.resume=never"], "run.resume=never"),
 }
-QUICK = ("method", "data")
-CASES = [case if case in QUICK else pytest.param(case, marks=pytest.mark.slow) for case in REFUSED]
+CASES = [case if case == "method" else pytest.param(case, marks=pytest.mark.slow) for case in REFUSED]
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -103,6 +102,7 @@ def test_the_folder_of_the_run_does_not_change_what_is_opened(trained: Path, tmp
     assert found.tokenizer(["a red circle"]).shape == (1, 40)
 
 
+@pytest.mark.slow
 def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: str, tmp_path: Path) -> None:
     """The start ends at its first step, as the best metric is misspelt; it leaves a tokenizer."""
     for size in (300, 310):
