@@ -181,8 +181,7 @@ def write_manifest(
         paths: shards, in the order in which they get indices.
         executor: its workers scan the shards: processes on this machine, or MPI ranks.
         options: what to scan for.
-        samples: whether to store the samples' offsets and keys; always done with uids and with checksums. An update
-            follows the manifest.
+        samples: whether to store offsets and keys; always done with uids or checksums, in an update as before.
         update: append new shards and mark missing ones as removed.
         on_progress: called with the shards done, those of an interrupted build included.
 
@@ -194,7 +193,7 @@ def write_manifest(
     if options.uids:
         UidFiles(options.uids).check_order()
     changes = find_changes(existing, paths)
-    first = 0 if existing is None else existing.n_shards
+    first = existing.n_shards if existing else 0
     groups = _make_groups(folder, changes.new, options, samples, first)
     _run(groups, executor, len(changes.new), on_progress)
     scans = _collect(groups)
@@ -202,7 +201,7 @@ def write_manifest(
         check_usable(scans, describe_paths(list(paths)))
     manifest = _merge(existing, changes, [scan.shard for scan in scans])
     check_distinct(manifest)
-    _write_bad(folder / _BAD, manifest.shards[first:], scans, 0 if existing is None else existing.n)
+    _write_bad(folder / _BAD, manifest.shards[first:], scans, existing.n if existing else 0)
     write_shards(manifest, folder)
     shutil.rmtree(folder / _WORK)
     return load_manifest(folder, allow_commands=True)  # which the caller has named
