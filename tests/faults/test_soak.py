@@ -8,13 +8,14 @@ import random
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from itertools import groupby
 from pathlib import Path
 
 import psutil
 import pytest
 from forks import Program
-from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, start
+from small_runs import SMALL, call, demo_shards, newest_checkpoint, read_options, start
 from soaking import Faults, Usage
 
 from neuclip_ds.reporting.sample_log import read_samples
@@ -82,54 +83,67 @@ def check_samples(run: Path, steps: int) -> int:
     return rows
 
 
+def train_under_faults(command: list[str], runs: Path, faults: Faults, usage: Usage, chance: random.Random) -> set[int]:
+    """Start the run again after each rank that is killed, until the time is over; return all ranks' processes."""
+    began, end, pids = time.monotonic(), MINUTES * 60, set[int]()
+    while True:
+        programs = start(*command, ranks=2)
+        ranks = [program.pid for program in programs]
+        pids.update(ranks)
+        try:
+            wait_for_steps(programs, runs, steps_done(runs) + 20)
+            usage.watch(ranks)
+            dies = time.monotonic() - began + chance.expovariate(20 / end)
+            dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
+            while time.monotonic() - began < dies:
+                faults.one(ranks)
+                time.sleep(chance.uniform(1, 10))
+                wait_for_steps(programs, runs, steps_done(runs) + 10)
+            if dies == end:
+                for program in programs:
+                    program.terminate()
+                ends = [program.wait() for program in programs]
+                assert [end.returncode for end in ends] == [143, 143], ends[0].stderr[-3000:]
+                return pids
+            faults.rank_killed(ranks)
+            ends = [program.wait(_END) for program in programs]
+            assert all(end.returncode for end in ends)
+        finally:
+            for program in programs:
+                program.kill()
+
+
+def sessions() -> set[int]:
+    """Return the leaders of the sessions of all processes that run."""
+    found = set()
+    for process in psutil.process_iter():
+        with suppress(ProcessLookupError, psutil.Error):
+            if process.status() != psutil.STATUS_ZOMBIE:  # killed, and not collected by the system's first process
+                found.add(os.getsid(process.pid))
+    return found
+
+
 @pytest.mark.soak
 def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 2**32))
-    chance = random.Random(seed)
-    shards = demo_shards(tmp_path / "data", PAIRS)
-    runs = disk or tmp_path
+    shards, manifest, runs = demo_shards(tmp_path / "data", PAIRS), tmp_path / "manifest", disk or tmp_path
+    assert call("tools/build_manifest.py", str(manifest), str(shards)).returncode == 0
+    command = ["train.py", "demo", f"--data.train={manifest}", f"--run.folder={runs}", "--run.name=run"]
     faults = Faults(seed, shards, disk)
-    command = ["train.py", "demo", f"--data.train={shards}", f"--run.folder={runs}", "--run.name=run"]
-    began, end, starts = time.monotonic(), MINUTES * 60, 0
     with Usage() as usage:
-        while True:
-            programs = start(*command, *read_options(_OPTIONS), ranks=2)
-            starts += 1
-            try:
-                wait_for_steps(programs, runs, steps_done(runs) + 20)
-                ranks = [program.pid for program in programs]
-                usage.watch(ranks)
-                dies = time.monotonic() - began + chance.expovariate(20 / end)
-                dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
-                while time.monotonic() - began < dies:
-                    faults.one(ranks)
-                    time.sleep(chance.uniform(1, 10))
-                    wait_for_steps(programs, runs, steps_done(runs) + 10)
-                if dies == end:
-                    break
-                faults.rank_killed(ranks)
-                ends = [program.wait(_END) for program in programs]
-                assert all(end.returncode for end in ends)
-            finally:
-                if any(not program.running for program in programs):
-                    for program in programs:
-                        program.kill()
-        for program in programs:
-            program.terminate()
-        ends = [program.wait() for program in programs]
-    assert [end.returncode for end in ends] == [143, 143], ends[0].stderr[-3000:]
+        pids = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
+    assert not pids & sessions(), "processes are left behind"
     meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
-    rows = check_samples(runs / "run", meta["step"])
-    bad = runs / "run" / "bad_samples.jsonl"
-    named = {Path(json.loads(line)["shard"]).name for line in bad.read_text().splitlines()} if bad.exists() else set()
-    assert named <= faults.damaged
+    rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["ListBadSamples"]
+    assert counted["seen"] == rows
+    records = [json.loads(line) for line in (runs / "run" / "bad_samples.jsonl").read_text().splitlines()]
+    assert {Path(record["shard"]).name for record in records} <= faults.damaged
     slopes = usage.slopes()
-    report = {"seed": seed, "minutes": MINUTES, "starts": starts, "steps": meta["step"], "rows": rows}
-    report |= {"faults": dict(faults.counts), "bad_shards": sorted(named), "slopes": slopes}
+    report = {"seed": seed, "minutes": MINUTES, "starts": len(pids) // 2, "steps": meta["step"], "rows": rows}
+    report |= {"faults": dict(faults.counts), "bad": counted, "slopes": slopes}
     print(json.dumps(report, indent=1))
     Path(os.environ.get("SOAK_REPORT", tmp_path / "soak.json")).write_text(json.dumps(report, indent=1))
     for slope in slopes:
         assert slope["handles"] * slope["hours"] < 3, slope
         assert slope["threads"] * slope["hours"] < 2, slope
         assert slope["memory"] < 10, slope  # MB an hour
-    assert not [process for process in psutil.process_iter() if str(tmp_path) in " ".join(process.cmdline())]
