@@ -58,7 +58,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     config.micro_batch(environment.world_size)
     folder = config.run.folder / str(config.run.name)
-    with raising_interrupted(), connected(dump(config)) as communicator:
+    with raising_interrupted(), connected(dump(config), config.run.folder) as communicator:
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)
