@@ -7,6 +7,8 @@ from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
+from neuclip_ds.redaction import redact
+
 _DEEPEST = 32  # levels of a tree of options
 _MOST = 10_000  # values in it, each alias of YAML counted
 
@@ -27,6 +29,10 @@ class Section(BaseModel):
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
         check_plain(value)
+        if redact(str(value)) != str(value):
+            raise ValueError(
+                "it holds a secret, which the run would store: put it into a variable that the store's library reads"
+            )
         return value
 
 
