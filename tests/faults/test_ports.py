@@ -9,6 +9,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
@@ -19,10 +20,11 @@ from forks import Program, fork
 from small_runs import ROOT, demo_shards, environment, training
 
 from neuclip_ds.distributed import failure_detector
+from neuclip_ds.distributed.authentication import sign
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.failure_detector import Failure, FailureDetector
 from neuclip_ds.distributed.listening import listen_at
-from neuclip_ds.distributed.rendezvous import open_store
+from neuclip_ds.distributed.rendezvous import Arrival, open_store, rendezvous
 from neuclip_ds.distributed.secret import launch_key
 from neuclip_ds.errors import UserError
 
@@ -226,6 +228,27 @@ def test_a_run_among_strangers(tmp_path: Path) -> None:
     assert "Traceback" not in "".join(end.stderr for end in ends)
 
 
+def test_forged_arrivals_and_verdicts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A stranger arrives as rank 1 with another config; a verdict that rank 0 has not signed is none."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    stores = [open_store(rank, timedelta(seconds=10)) for rank in range(2)]
+    stranger = Arrival(1, 2, "stranger", {"config": "other"})
+    for key in (b"guessed", b""):
+        stores[1].set(f"arrival/{stores[1].add('arrivals', 1)}", sign(key, "arrival", json.dumps(stranger)))
+    with ThreadPoolExecutor(2) as pool:
+        ranks = [
+            pool.submit(rendezvous, store, KEY, RankEnvironment(rank, rank, 2), {}, timedelta(seconds=10))
+            for rank, store in enumerate(stores)
+        ]
+        assert [rank.result() for rank in ranks] == [None, None]
+    stores[1].set("verdict", sign(b"guessed", "verdict", ""))
+    with pytest.raises(UserError, match="changed by another program"):
+        rendezvous(stores[1], KEY, RankEnvironment(1, 1, 2), {}, timedelta(seconds=10))
+
+
 def one_key(rank: int, port: int, folder: str, theirs: str, out: str) -> None:
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
@@ -233,8 +256,8 @@ def one_key(rank: int, port: int, folder: str, theirs: str, out: str) -> None:
         with launch_key(store, rank, Path(theirs if rank else folder)) as key:
             Path(out, str(rank)).write_text(key.hex())
             store.set(f"has {rank}", "")
-            store.wait([f"has {other}" for other in range(2)])
-            if rank == 0:
+            if rank == 0:  # whose end closes the store
+                store.wait(["has 1"])
                 (file,) = Path(folder).glob(f".secret-{json.loads(store.get('launch'))[0]}")
                 Path(out, "mode").write_text(oct(file.stat().st_mode & 0o777))
     except (UserError, dist.DistError) as error:
