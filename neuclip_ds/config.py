@@ -6,19 +6,22 @@ tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, PositiveFloat, field_validator, model_validator
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import method_of
 from neuclip_ds.section import Section, merge
 
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
 
 class RunConfig(Section):
-    name: str | None = None
+    name: str | None = Field(None, min_length=1)
     """Name of the run's folder. By default the recipe's name."""
     folder: Path = Path("runs")
     """Folder of all runs; config, log, metrics and checkpoints go to FOLDER/NAME."""
@@ -75,13 +78,13 @@ class DataConfig(Section):
     """Folder of DataComp's evaluation sets (docs/reference/evaluation.md) to score. By default none."""
     evaluation_tasks: list[str] = Field([])
     """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
-    batch_size: int = Field(256, ge=2)
+    batch_size: int = Field(256, ge=2, le=1 << 30)
     """Global batch size over all ranks: the pairs that contrast with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
     """Pairs that go through the towers at once on a rank. By default the rank's batch; less costs a second pass."""
-    workers: int = Field(2, ge=0)
+    workers: int = Field(2, ge=0, le=1024)
     """Loader processes per rank; 0 loads in the training process."""
-    prefetch: int = Field(4, ge=1)
+    prefetch: int = Field(4, ge=1, le=1024)
     """Batches that each worker loads ahead."""
     allow_commands: bool = False
     """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
@@ -116,28 +119,36 @@ class DataConfig(Section):
 class VisionConfig(Section):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
-    image_size: int = Field(224, ge=8)
+    image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
     """Mean per channel that is subtracted from pixels in [0, 1]; OpenAI CLIP's by default."""
-    std: tuple[float, float, float] = (0.26862954, 0.26130258, 0.27577711)
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.26862954, 0.26130258, 0.27577711)
     """Standard deviation per channel that pixels are divided by."""
+
+    @field_validator("options")
+    @classmethod
+    def _sizes_are_possible(cls, options: dict[str, Any]) -> dict[str, Any]:
+        for name, value in options.items():
+            if isinstance(value, int) and not 0 <= value <= 1 << 16:
+                raise ValueError(f"{name}={value} is no size that a tower can have")
+        return options
 
 
 class TextConfig(Section):
     tokenizer: str | None = None
     """transformers tokenizer, a local folder or hub name. By default a byte-level BPE is trained on the captions."""
-    vocab_size: int = Field(49408, ge=300)
+    vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Size of the trained BPE; a named tokenizer has its own."""
-    context_length: int = Field(77, ge=4)
+    context_length: int = Field(77, ge=4, le=1 << 16)
     """Tokens that a caption is cut or padded to."""
-    width: int = Field(512, ge=8)
+    width: int = Field(512, ge=8, le=1 << 16)
     """Hidden width."""
-    layers: int = Field(12, ge=1)
+    layers: int = Field(12, ge=1, le=1000)
     """Transformer blocks."""
-    heads: int = Field(8, ge=1)
+    heads: int = Field(8, ge=1, le=1 << 16)
     """Attention heads; must divide the width."""
 
     @model_validator(mode="after")
@@ -153,7 +164,7 @@ class ModelConfig(Section):
     transformers CLIPModel or SiglipModel or of an open_clip model, or open_clip:ARCHITECTURE/TAG_OR_FILE."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
-    embed_dim: int = Field(512, ge=2)
+    embed_dim: int = Field(512, ge=2, le=1 << 16)
     """Width d of the joint feature space."""
     activation_checkpointing: bool = False
     """Recompute the towers' activations in the backward pass instead of keeping them."""
@@ -172,7 +183,7 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
-    betas: tuple[float, float] = (0.9, 0.98)
+    betas: tuple[Decay, Decay] = (0.9, 0.98)
     """Moment decays of AdamW, LAMB and Lion, and of the temperature's Adam."""
     eps: float = Field(1e-6, gt=0)
     """Epsilon of AdamW and LAMB, and of the temperature's Adam."""
@@ -186,11 +197,11 @@ class RecoveryConfig(Section):
     mode: Literal["none", "full", "cached"] = "none"
     """Recovery of u and the optimizer's moments with frozen weights before training (TuneCLIP's first stage): `full`,
     or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
-    epochs: float = Field(5, gt=0)
+    epochs: float = Field(5, gt=0, le=1e6)
     """Passes over the data with mode=full."""
     loss: Literal["gcl", "hgcl"] = "gcl"
     """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), or the hinged one."""
-    cached_block: int = Field(32768, ge=2)
+    cached_block: int = Field(32768, ge=2, le=1 << 30)
     """Pairs that contrast with each other in a block, with mode=cached."""
     cached_steps: int = Field(200, ge=1)
     """Backward steps for the moments, with mode=cached."""
@@ -204,7 +215,7 @@ class RecoveryConfig(Section):
 
 
 class BudgetConfig(Section):
-    epochs: float = Field(1.0, gt=0)
+    epochs: float = Field(1.0, gt=0, le=1e6)
     """Passes over the training data."""
     steps: int | None = Field(None, ge=1)
     """Steps to run instead of whole epochs."""
@@ -248,7 +259,8 @@ class Config(Section):
         rank_batch = self.rank_batch(world_size)
         micro = self.data.micro_batch or rank_batch
         if rank_batch % micro:
-            divisors = [size for size in range(1, rank_batch + 1) if rank_batch % size == 0]
+            small = [size for size in range(1, math.isqrt(rank_batch) + 1) if rank_batch % size == 0]
+            divisors = small + [rank_batch // size for size in reversed(small)]
             nearest = min(divisors, key=lambda size: abs(size - micro))
             raise UserError(
                 f"data.micro_batch={micro} does not divide the rank's batch of {rank_batch} "

@@ -1,11 +1,16 @@
-"""The exceptions that end a run with a sentence, or its steps."""
+"""The exceptions that end a run with a sentence, in which no secret stands, or its steps."""
 
 import signal
 from pathlib import Path
 
+from neuclip_ds.redaction import redact
+
 
 class UserError(Exception):
     """A mistake in the input; the message names it and the fix. It is printed once, and all ranks exit with 2."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(redact(message))
 
 
 class TrainingDiverged(Exception):

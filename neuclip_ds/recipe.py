@@ -6,7 +6,8 @@ A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:`
 """
 
 import difflib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -16,6 +17,7 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import Config
+from neuclip_ds.documents import read_yaml
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.methods import SECTIONS, find_method, method_of
 from neuclip_ds.section import merge
@@ -24,6 +26,7 @@ RECIPES = Path(__file__).parent / "recipes"
 M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # by --profile
 _OTHER_METHODS = "other_methods"
+_SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # of a config and of a wrong value, in one message
 RENAMED = {  # SECTION.OPTION, or SECTION.OPTION=VALUE
     "data.slots": "data.shard_streams",
     "data.tail": "data.last_batch",
@@ -99,8 +102,7 @@ def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
     Raises:
         UserError: as `parse`.
     """
-    tree = load_recipe(recipe)
-    tree.setdefault("run", {}).setdefault("name", Path(recipe).stem)
+    tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     given: dict[str, Any] = {}
     for name, value in options.items():
         for key in reversed(name.split(".")):
@@ -114,18 +116,22 @@ def recipe_names() -> list[str]:
     return sorted(path.stem for path in RECIPES.glob("*.yaml"))
 
 
-def load_recipe(name: str, beside: Path | None = None) -> dict[str, Any]:
-    """The tree of a recipe with its includes merged in."""
-    path = _find_recipe(name, beside)
-    try:
-        tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-    except yaml.YAMLError as error:
-        raise UserError(f"The recipe {path} is not valid YAML: {' '.join(str(error).split())}") from error
+def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """Return the tree of a recipe with its includes merged in; `within` are the files that include it."""
+    path = _find_recipe(name, within[-1].parent if within else None)
+    chain = (*within, path.resolve())
+    if chain.index(chain[-1]) < len(within):
+        names = " includes ".join(str(file.name) for file in chain)
+        raise UserError(f"The recipe {path} includes itself ({names}): remove one of these includes.")
+    tree = read_yaml(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
+    parts = tree.pop("include", None) or []
+    if not (isinstance(parts, list) and all(isinstance(part, str) for part in parts)):
+        raise UserError(f"{path}: include={_shown(parts)} is not a list of recipes; write include: [NAME].")
     merged: dict[str, Any] = {}
-    for part in tree.pop("include", []):
-        merged = override(merged, load_recipe(part, beside=path.parent))
+    for part in parts:
+        merged = override(merged, load_recipe(part, chain))
     return override(merged, tree)
 
 
@@ -134,13 +140,12 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
     If `over` names a method, sections of `base` that this method does not read are set aside as `other_methods`.
     """
-    objective = dict(base.get("objective") or {})
-    method = (over.get("objective") or {}).get("method")
+    objective, method = dict(_mapping(base, "objective")), _mapping(over, "objective").get("method")
     if method is None or not objective:
         return merge(base, over)
     unread = [name for name in SECTIONS if name in objective and name not in find_method(method).sections]
     aside = {name: objective.pop(name) for name in unread}
-    objective[_OTHER_METHODS] = merge(objective.get(_OTHER_METHODS, {}), aside)
+    objective[_OTHER_METHODS] = merge(_mapping(objective, _OTHER_METHODS), aside)
     return merge({**base, "objective": objective}, over)
 
 
@@ -155,8 +160,10 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        problems = "; ".join(_explain(problem) for problem in error.errors())
-        raise UserError(f"The config is wrong: {problems}") from error
+        problems = [_explain(problem) for problem in error.errors()[:_SHOWN_PROBLEMS]]
+        if error.error_count() > len(problems):
+            problems.append(f"and {error.error_count() - len(problems)} more")
+        raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
 
 
 def dump(config: Config) -> str:
@@ -166,7 +173,9 @@ def dump(config: Config) -> str:
 
 def load_saved(path: Path) -> Config:
     """Read the config.yaml of a run, which may be older than the current names and hold sections of other methods."""
-    tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    tree = read_yaml(path)
+    if not (isinstance(tree, dict) and _mapping(tree, "objective")):
+        raise UserError(f"{path} is not the config of a run: restore it from a copy.")
     for old, new in list(_renamed(tree)):
         section, key = old.partition("=")[0].split(".")
         name, _, value = new.partition("=")
@@ -183,8 +192,8 @@ def _renamed(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
     for old, new in RENAMED.items():
         name, _, value = old.partition("=")
         section, key = name.split(".")
-        options = tree.get(section)
-        if isinstance(options, dict) and key in options and (not value or options[key] == value):
+        options = _mapping(tree, section)
+        if key in options and (not value or options[key] == value):
             yield old, new
 
 
@@ -194,6 +203,8 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(objective, dict) or _OTHER_METHODS not in objective:
         return tree
     aside = objective[_OTHER_METHODS] or {}
+    if not isinstance(aside, dict):
+        raise UserError(f"objective.{_OTHER_METHODS}={_shown(aside)} must hold sections of methods.")
     for name, options in aside.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
@@ -201,6 +212,12 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
     rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
     return {**tree, "objective": merge(used, rest)}
+
+
+def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
+    """Return a section of a tree that is not validated yet; an empty one if it is none."""
+    section = tree.get(key)
+    return section if isinstance(section, dict) else {}
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
@@ -226,8 +243,8 @@ def _explain_arguments(message: str, argv: Sequence[str]) -> str:
         if argument.startswith("--") and renamed:
             return f"{argument.split('=')[0]} is now called --{with_dashes(renamed)}."
         if argument.startswith("--") and name not in known:
-            return f"Unknown option {name}{nearest(name, known)}"
-    return f"The command line is wrong: {message.removeprefix('error parsing CLI: ')}; see --help."
+            return f"Unknown option {_shown(name, str)}{nearest(name, known)}"
+    return f"The command line is wrong: {_shown(message.removeprefix('error parsing CLI: '), str)}; see --help."
 
 
 def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -260,10 +277,11 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
     if beside is not None:
         candidates = [beside / name, beside / f"{name}.yaml", *candidates]
     for path in candidates:
-        if path.is_file():
-            return path
+        with suppress(OSError):  # a name that is too long for a file
+            if path.is_file():
+                return path
     hint = nearest(name, recipe_names()) or f". Recipes: {_listed()}."
-    raise UserError(f"There is no recipe or file {name}{hint}")
+    raise UserError(f"There is no recipe or file {_shown(name, str)}{hint}")
 
 
 def _listed() -> str:
@@ -287,7 +305,13 @@ def _explain(problem: Any) -> str:
     if problem["type"] == "extra_forbidden":
         return f"unknown key {name}{nearest(name, option_names(Config))}"
     message = problem["msg"].removeprefix("Value error, ")
-    return f"{name}={problem['input']!r}: {message}" if problem["type"] != "value_error" else f"{name}: {message}"
+    return f"{name}: {message}" if problem["type"] == "value_error" else f"{name}={_shown(problem['input'])}: {message}"
+
+
+def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
+    """Return a value as a message quotes it, in one line of moderate length."""
+    shown = " ".join(text(value).split())
+    return shown if len(shown) <= _SHOWN_LETTERS else f"{shown[:_SHOWN_LETTERS]}..."
 
 
 def nearest(name: str, known: Iterable[str]) -> str:

@@ -13,9 +13,10 @@ from neuclip_ds.objectives import METHODS
 PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
 # lowest first; packages of one layer do not know each other
 LAYERS: list[set[str]] = [
+    {"redaction"},
     {"errors"},
     {"section", "distributed"},
-    {"state", "data"},
+    {"state", "data", "documents"},
     {"objectives"},
     {"config"},
     {"recipe", "models"},
@@ -29,7 +30,13 @@ LAYERS: list[set[str]] = [
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # a library -> the only packages that may import it
 ONLY_IN = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}
-WITHOUT_TORCH = {"errors", "section", "config", "recipe"}  # so that --help and mistakes in a config answer at once
+WITHOUT_TORCH = {
+    "errors",
+    "section",
+    "documents",
+    "config",
+    "recipe",
+}  # so that --help and mistakes in a config answer at once
 
 
 def imported(path: Path) -> set[str]:

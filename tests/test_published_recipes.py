@@ -168,7 +168,7 @@ def test_a_recipe_names_its_source_and_repeats_nothing(path: Path) -> None:
     tree = yaml.safe_load(text)
     included: dict[str, Any] = {}
     for part in tree.pop("include", []):
-        included = override(included, load_recipe(part, beside=path.parent))
+        included = override(included, load_recipe(part, (path,)))
     before = dict(leaves(included))
     if path.stem in PUBLISHED:
         method = method_of(override(included, tree)["objective"])

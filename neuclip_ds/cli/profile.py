@@ -88,5 +88,5 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     ours += [f"--run.profile_steps={arguments.steps}"]
     config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     config.run.profile_after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
-    with connected(dump(config)) as communicator:
+    with connected(dump(config), arguments.out) as communicator:
         run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))

@@ -13,6 +13,7 @@ from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 from neuclip_ds.recipe import nearest
+from neuclip_ds.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +36,15 @@ def exit_on_mistake() -> Iterator[None]:
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
         logging.shutdown()
         sys.exit(error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
+
+
+class _Redacting(logging.Formatter):
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
+
+
+if logging.lastResort is not None:  # prints the warnings of commands that configure no log
+    logging.lastResort.setFormatter(_Redacting())
 
 
 class Parser(argparse.ArgumentParser):

@@ -49,7 +49,7 @@ def score(name: str, scoring: Scoring) -> str:
             f"--setting={scoring.setting} is not a setting of the papers: choose one of {', '.join(settings())}."
         )
     task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
-    with connected(task) as communicator:
+    with connected(task, scoring.out or Path()) as communicator:
         return _score(open_model(name, communicator), scoring, communicator)
 
 

@@ -10,10 +10,14 @@ Examples:
 The same command resumes a run that was stopped. In a checkout, `train.py` stands for `neuclip-ds train`.
 """
 
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 
 from neuclip_ds.cli.train_help import requested_help
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import dump, parse
 
 
@@ -35,4 +39,15 @@ def main(arguments: Sequence[str]) -> None:
     # torch and deepspeed take seconds to import: only once the config is known to be sound
     from neuclip_ds.training.trainer import train
 
+    if environment.rank == 0:
+        _warn_of_memory(asked.config, environment.world_size)
     train(asked.config, environment)
+
+
+def _warn_of_memory(config: Config, world_size: int) -> None:
+    from neuclip_ds.planning.memory_check import memory_warning
+
+    with suppress(UserError):  # all ranks report it, once they have met
+        warning = memory_warning(config, world_size)
+        if warning:
+            print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -22,7 +22,7 @@ _PROFILED = 2
 def measure_start(folder: Path, config: Config, timed: int) -> None:
     """Time steps; save the weights and a profile in the first round, the base's weights in the second as well."""
     first_round, base = folder.name == "0", folder.parent.name == "00"
-    with connected(dump(config)) as communicator:
+    with connected(dump(config), folder) as communicator:
         steps, on_gpu = SyntheticSteps(config, communicator), communicator.device.type == "cuda"
 
         def save(name: str) -> None:

@@ -10,6 +10,7 @@ from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.disk import best_effort
 from neuclip_ds.errors import UserError
+from neuclip_ds.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class BadSampleLog:
             with best_effort(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
                 with self.path.open("a", encoding="utf-8") as out:
-                    out.writelines(json.dumps(sample._asdict()) + "\n" for sample in new.values())
+                    out.writelines(redact(json.dumps(sample._asdict())) + "\n" for sample in new.values())
             self._listed |= new.keys()
 
 

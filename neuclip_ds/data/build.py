@@ -25,6 +25,7 @@ from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, descri
 from neuclip_ds.data.shards import is_local, resolve_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
+from neuclip_ds.redaction import redact
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 
@@ -231,7 +232,8 @@ def _make_groups(folder: Path, paths: Sequence[str], options: ScanOptions, sampl
         for _, last, path in list_parts(folder / SAMPLES):
             if last >= first:
                 path.unlink()
-        work.mkdir(parents=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        work.mkdir(mode=0o700)  # URLs may hold secrets
         with atomic_write(work / _PLAN) as temporary:
             temporary.write_text(text)
     if samples:
@@ -329,7 +331,8 @@ def _write_bad(path: Path, shards: Sequence[Shard], scans: Sequence[Scan], first
         raise UserError(f"{path}, the list of bad samples, is damaged; remove it and run the command again.") from error
     for shard, scan in zip(shards, scans, strict=True):
         for bad in scan.bad:
-            lines.append(json.dumps({"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}))
+            described = {"index": shard.start + bad.row, "shard": shard.path, **bad._asdict()}
+            lines.append(redact(json.dumps(described)))
     if lines:
         with atomic_write(path) as temporary:
             temporary.write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")

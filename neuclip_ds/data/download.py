@@ -3,25 +3,28 @@
 A blocked read can thus be killed, and the process inherits neither threads nor locks of a parent that has used fsspec:
 in forked processes fsspec can block for ever.
 
-    python -m neuclip_ds.data.download URL FILE TIMEOUT
+    NEUCLIP_DS_URL=URL python -m neuclip_ds.data.download FILE TIMEOUT
 
-The exit code is 0, or 1 after one line of JSON: the reason, and whether it is final (a retry would fail too).
+The URL may hold a secret, and all users of the machine can read command lines. The exit code is 0, or 1 after one line
+of JSON: the reason, and whether it is final (a retry would fail too).
 """
 
 import errno
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+URL = "NEUCLIP_DS_URL"
 _RETRYABLE = (408, 425, 429)  # HTTP 4xx codes that are worth a retry
 
 
 def main() -> None:
-    """Download the URL that the command line names."""
-    url, target, timeout = sys.argv[1:]
+    """Download the URL of the environment to the file that the command line names."""
+    url, (target, timeout) = os.environ[URL], sys.argv[1:]
     try:
         fs, path = fsspec.core.url_to_fs(url, **_options(url, float(timeout)))
         Path(target).touch(exist_ok=False)  # the timeout starts here: backends take seconds to import

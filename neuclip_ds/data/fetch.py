@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import IO
 
 from neuclip_ds.data.checksum import crc32_of
-from neuclip_ds.data.download import describe_error
+from neuclip_ds.data.download import URL, describe_error
 
 _PIPE = "pipe:"
 _PIPE_BYTES = 1 << 20  # pipe buffer of a command, Linux's maximum
@@ -181,7 +181,7 @@ class _Transfer(threading.Thread):
             bufsize=0,
             pipesize=_PIPE_BYTES,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+            env={**os.environ, URL: self._url, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
         )
         if self._closed:
             self._kill()
@@ -220,7 +220,7 @@ class _Download(_Transfer):
 
     def _command(self) -> str:
         program = [sys.executable, "-m", "neuclip_ds.data.download"]
-        return shlex.join([*program, self._url, str(self._part), str(self._timeout)])
+        return shlex.join([*program, str(self._part), str(self._timeout)])
 
     def _drain(self, output: IO[bytes]) -> None:
         self._outcome = output.read()

@@ -27,6 +27,7 @@ from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.data.shards import is_local, refuse_commands
 from neuclip_ds.errors import UserError
+from neuclip_ds.redaction import redact
 
 _VERSION = 2
 _TABLE = "shards.parquet"
@@ -149,13 +150,18 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
 
 
 def write_shards(manifest: Manifest, folder: Path) -> None:
-    """Write or replace the manifest's shard table atomically; the sample tables must already be there."""
+    """Write or replace the manifest's shard table atomically; the sample tables must already be there.
+
+    Only its owner can read a table whose URLs hold secrets.
+    """
     columns = zip(*manifest.shards, strict=True) if manifest.shards else [[]] * len(_SCHEMA)
     meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
     schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
     with atomic_write(folder / _TABLE) as temporary:
         table = pa.table([list(column) for column in columns], schema=schema)
         pq.write_table(table, temporary, write_page_checksum=True)
+        if any(redact(shard.path) != shard.path for shard in manifest.shards):
+            temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
 
 
 def load_manifest(

@@ -18,20 +18,20 @@ from deepspeed.accelerator import get_accelerator
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import complete_environment, read_environment
 from neuclip_ds.distributed.failure_detector import FailureDetector
-from neuclip_ds.distributed.rendezvous import rendezvous
+from neuclip_ds.distributed.rendezvous import open_store, rendezvous
+from neuclip_ds.distributed.secret import SEEN_WITHIN, launch_key, not_shared
 from neuclip_ds.errors import UserError
 
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
 _PORT = 29500
-_SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that another node has written
 
 
 @contextmanager
-def connected(task: str) -> Iterator[Communicator]:
+def connected(task: str, folder: Path = Path()) -> Iterator[Communicator]:
     """Join the ranks of the launch in a process group, which ends with the block.
 
-    `task` is that of all ranks, in lines such as a config's. Raises `UserError` where ranks are missing, or run other
-    code or another task.
+    `task` is that of all ranks, in lines such as a config's; `folder` is one that all nodes share. Raises `UserError`
+    where ranks are missing, or run other code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
@@ -44,8 +44,10 @@ def connected(task: str) -> Iterator[Communicator]:
         finally:
             leave()
         return
-    store = rendezvous(environment, _facts(task))
-    with FailureDetector(environment, store):
+    store = open_store(environment.rank)
+    with launch_key(store, environment.rank, folder) as key:
+        rendezvous(store, key, environment, _facts(task))
+    with FailureDetector(environment, store, key):
         yield join()
         leave()
 
@@ -105,13 +107,10 @@ def check_shared(folder: Path, communicator: Communicator) -> None:
         return name
 
     mark = folder / communicator.on_rank_zero(leave_mark)
-    deadline, problem = time.monotonic() + _SEEN_WITHIN, None
+    deadline, problem = time.monotonic() + SEEN_WITHIN, None
     while not mark.exists():
         if time.monotonic() > deadline:
-            problem = (
-                f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
-                "--run.folder on a file system that they have in common, and start in the same folder on each."
-            )
+            problem = not_shared(folder)
             break
         time.sleep(0.2)
     communicator.agree(problem)

@@ -4,13 +4,48 @@ The recipe owns batch, learning rate, optimizer and clipping, the JSON owns prec
 sets something of the recipe's part must set the same value (or "auto").
 """
 
-import json
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, ValidationError
 
 from neuclip_ds.config import Config
+from neuclip_ds.documents import read_json
 from neuclip_ds.errors import UserError
+
+
+class _Part(BaseModel):
+    """A part of DeepSpeed's JSON: the keys that this package reads, with their types."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class _Precision(_Part):
+    enabled: bool = False
+
+
+class _Offload(_Part):
+    device: Literal["none", "cpu", "nvme"] | None = None
+    ratio: float = 1
+
+
+class _Zero(_Part):
+    stage: Literal[0, 1, 2, 3] = 0
+    offload_optimizer: _Offload | None = None
+    offload_param: _Offload | None = None
+
+
+class _Engine(_Part):
+    steps_per_print: int | None = None
+    wall_clock_breakdown: bool = False
+    dump_state: bool = False
+    prescale_gradients: bool = False
+    gradient_predivide_factor: float = 1
+    bf16: _Precision = _Precision()
+    fp16: _Precision = _Precision()
+    zero_optimization: _Zero = _Zero()
+
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
 DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are tested, as in requirements.txt
@@ -59,29 +94,31 @@ def require_version() -> None:
 
 
 def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
+    try:
+        read = _Engine.model_validate(engine)
+    except ValidationError as error:
+        wrong = error.errors()[0]
+        name = ".".join(map(str, wrong["loc"]))
+        raise UserError(f"{path} sets {name}={str(wrong['input'])[:80]}: {wrong['msg']}.") from error
     for key in ("optimizer", "scheduler"):
         if key in engine:
             raise UserError(
                 f"{path} has a section {key}, which the recipe owns (optimizer.*): remove it from the JSON."
             )
-    if engine.get("fp16", {}).get("enabled"):
+    if read.fp16.enabled:
         raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
     for name, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if not engine.get(name, {}).get(key, True):
             raise UserError(
                 f"{path} turns off {name}.{key}, without which a gradient that is not finite is not found: remove it."
             )
-    zero = engine.get("zero_optimization", {})
     for key in ("offload_optimizer", "offload_param"):
-        section = zero.get(key) or {}
-        if section.get("device") == "nvme" or section.get("ratio", 1) != 1:
+        section = getattr(read.zero_optimization, key) or _Offload()
+        if section.device == "nvme" or section.ratio != 1:
             raise UserError(
                 f"{path} sets zero_optimization.{key} to a disk or to a share of the optimizer, which checkpoints do "
                 'not read; set "device": "cpu" and no ratio.'
             )
-    stage = zero.get("stage", 0)
-    if stage not in (0, 1, 2, 3):
-        raise UserError(f"{path} sets zero_optimization.stage={stage!r}; it must be 0, 1, 2 or 3.")
 
 
 def is_bf16(engine: dict[str, Any]) -> bool:
@@ -101,10 +138,7 @@ def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
     if path is None:
         known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
         raise UserError(f"deepspeed={name} is neither a file nor a name in ds_configs/ ({known}).")
-    try:
-        engine = json.loads(path.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not valid JSON: {error}.") from error
+    engine = read_json(path)
     if not isinstance(engine, dict):
         raise UserError(f"{path} must hold a JSON object, as DeepSpeed's documentation describes.")
     return path, engine

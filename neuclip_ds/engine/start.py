@@ -1,9 +1,11 @@
 """DeepSpeed's engine around the encoders and their optimizer."""
 
+import copy
 from collections import defaultdict
 from typing import Any
 
 import deepspeed
+from deepspeed.runtime.config import DeepSpeedConfig
 from torch import Tensor, nn
 
 from neuclip_ds.config import OptimizerConfig
@@ -12,6 +14,16 @@ from neuclip_ds.engine.config import zero_stage
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.optimizers import build_optimizer
 from neuclip_ds.engine.zero import placements, skip_unused_kernel
+from neuclip_ds.errors import UserError
+
+
+def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
+    """Raise `UserError` if DeepSpeed refuses its own part of the config that the run calls `name`; needs no rank."""
+    one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
+    try:
+        DeepSpeedConfig(copy.deepcopy(one_rank))
+    except Exception as error:  # its parts raise errors of every kind
+        raise UserError(f"DeepSpeed refuses deepspeed={name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def start_engine(

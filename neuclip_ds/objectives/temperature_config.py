@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
@@ -27,7 +27,7 @@ class TemperatureConfig(Section):
     """Learning rate of log(1/tau). By default that of the encoders."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
     """`encoder` follows the encoders' schedule; `third_below_0.03` takes lr, and lr/3 while tau < 0.03 (FastCLIP)."""
-    rho: float | list[float] = 0.0
+    rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
     """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Entries of a list each hold for an equal part of
     the run."""
     data_term: Literal["paper", "released_code"] = "paper"

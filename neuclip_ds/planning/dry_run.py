@@ -1,5 +1,6 @@
 """The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,16 +11,17 @@ import torch
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
-from neuclip_ds.reporting.weights_and_biases import require_wandb
-from neuclip_ds.training.data import CACHE, find_split, open_order, resolve
+from neuclip_ds.planning.memory_check import does_not_fit
+from neuclip_ds.training.checks import check_config, likely_slips, open_held_out
+from neuclip_ds.training.data import CACHE, open_order, resolve
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
@@ -38,15 +40,13 @@ def print_dry_run(
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
+    check_config(config, world_size)
     engine = load_engine_config(config, world_size)
     rank_batch, micro = config.rank_batch(world_size), config.micro_batch(world_size)
-    if config.run.wandb is not None:
-        require_wandb()
     problems: list[UserError] = []
     model = _attempt(lambda: _model(config, engine, world_size, gpu_memory), problems)
     manifest = _attempt(lambda: _manifest(config), problems)
-    if manifest is not None:
-        _attempt(lambda: _check_validation(config, manifest), problems)
+    _attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest), problems)
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
@@ -60,7 +60,7 @@ def print_dry_run(
         sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
         features = (world_size - 1) * rank_batch * sent / 1e6
         lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
-        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory)
+        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, bool(nodes))
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
@@ -85,13 +85,19 @@ def read_hostfile(path: Path) -> dict[str, int]:
     if not path.is_file():
         raise UserError(f"There is no hostfile {path}; hostfiles/ holds examples.")
     nodes: dict[str, int] = {}
-    for line in path.read_text(encoding="utf-8").splitlines():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The hostfile {path} cannot be read as text: {error}.") from error
+    for line in lines:
         entry = line.split("#")[0].split()
         if not entry:
             continue
         name, _, slots = entry[-1].partition("=")
-        if len(entry) != 2 or name != "slots" or not slots.isdigit():
-            raise UserError(f"{path}: the line {line!r} is not of the form `NAME slots=N`.")
+        if len(entry) != 2 or name != "slots" or not re.fullmatch("[1-9][0-9]{0,5}", slots):
+            raise UserError(f"{path}: the line {line[:100]!r} is not of the form `NAME slots=N`.")
+        if entry[0] in nodes:
+            raise UserError(f"{path} names {entry[0][:100]} twice: give each node one line.")
         nodes[entry[0]] = int(slots)
     if not nodes:
         raise UserError(f"The hostfile {path} names no node; write lines of the form `NAME slots=N`.")
@@ -126,20 +132,17 @@ def _open(config: Config, source: str) -> Manifest:
     return open_manifest(resolve(source), CACHE / "manifests", options=options, allow_commands=commands)
 
 
-def _check_validation(config: Config, manifest: Manifest) -> None:
-    if val := find_split(config.data.val, "val", config.data.train):
-        check_separate(manifest, _open(config, val))
-
-
 def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return [f"data       {config.data.train or 'not set'}: see the error below"]
     order = open_order(config, manifest)
     start = DataPosition(0, 0, order.steps_per_epoch)
+    steps = start.end(config.budget)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
-        f"steps      {start.end(config.budget):,} ({order.steps_per_epoch:,} an epoch, {order.streams} shard streams)",
+        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.streams} shard streams)",
+        *(f"warning    {slip}" for slip in likely_slips(config, steps)),
     ]
     recovery = config.recovery
     if recovery.reuse is not None:
@@ -149,15 +152,16 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     return lines
 
 
-def _memory_lines(query: MemoryQuery, gpu_memory: float | None) -> list[str]:
-    """Return the memory account, and the smallest ZeRO stage for GPUs of that size."""
+def _memory_lines(query: MemoryQuery, gpu_memory: float | None, elsewhere: bool) -> list[str]:
+    """Return the memory account, and the smallest ZeRO stage for GPUs of that size; `elsewhere` are other machines."""
     towers = count_towers(query)
     found = account(query, towers)
     where = "GPU" if query.device == "cuda" else "CPU"
     unknown = "" if query.samples else ", u not counted as n is unknown"
     lines = [f"memory     of each rank's {where} in MB, computed{unknown}:", *found.lines()]
     if gpu_memory is None:
-        return lines
+        warning = None if elsewhere else does_not_fit(found, query.device)
+        return [*lines, f"warning    {warning}"] if warning else lines
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
     verdict = "fits" if found.fits(gpu_memory) else "does not fit"
     lines.append(f"fit        {query.config.deepspeed} {verdict} {gpus}: {found.peak / 1e9:,.1f} GB of each")

@@ -12,6 +12,7 @@ import torch
 
 from neuclip_ds.data.disk import best_effort
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.redaction import redact
 
 _PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 
@@ -23,7 +24,7 @@ def record_environment(folder: Path, communicator: Communicator) -> None:
         return
     found = {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join(sys.argv),
+        "command": redact(" ".join(sys.argv)),
         "ranks": communicator.world_size,
         "nodes": ", ".join(sorted({f"{host} ({device})" for host, device in nodes})),
         "python": platform.python_version(),

@@ -8,6 +8,8 @@ from pathlib import Path
 import rich
 from rich.logging import RichHandler
 
+from neuclip_ds.redaction import redact
+
 PLAIN = "%(asctime)s %(levelname)s %(message)s"
 
 
@@ -43,12 +45,21 @@ def _console_handler() -> logging.Handler:
     rich.reconfigure(stderr=True)
     if not sys.stderr.isatty():
         return _plain(logging.StreamHandler(sys.stderr), PLAIN)
-    return RichHandler(console=rich.get_console(), show_path=False, log_time_format="%H:%M:%S")
+    handler = RichHandler(console=rich.get_console(), show_path=False, log_time_format="%H:%M:%S")
+    handler.setFormatter(_Redacting("%(message)s"))
+    return handler
 
 
 def _plain(handler: logging.Handler, layout: str) -> logging.Handler:
-    handler.setFormatter(logging.Formatter(layout))
+    handler.setFormatter(_Redacting(layout))
     return handler
+
+
+class _Redacting(logging.Formatter):
+    """Formats messages, tracebacks included, without secrets."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        return redact(super().format(record))
 
 
 def _held() -> MemoryHandler:

@@ -7,7 +7,6 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -18,12 +17,13 @@ from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import load_tasks
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
+from neuclip_ds.evaluation.zero_shot import zero_shot
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.composed import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.training.data import TrainingData, find_split, loader_options, open_data, resolve
+from neuclip_ds.training.checks import open_held_out
+from neuclip_ds.training.data import TrainingData, loader_options
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 
@@ -43,21 +43,7 @@ class Evaluator:
         self._manifest, self._tokenizer = data.manifest, data.tokenizer
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
-        options = config.data
-        val = find_split(options.val, "val", options.train)
-        images = find_split(options.zero_shot, "zero_shot", options.train)
-        self._val = open_data(val, options, communicator, folder) if val else None
-        if self._val is not None:
-            found = self._val
-            communicator.on_rank_zero(lambda: check_separate(data.manifest, found))
-        self._zero_shot = None
-        if images:
-            folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-            self._zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
-        self._on_disk = []
-        if options.evaluation_sets is not None:
-            root, self._tasks = options.evaluation_sets, load_tasks()
-            self._on_disk = communicator.on_rank_zero(lambda: self._tasks.on_disk(root, options.evaluation_tasks))
+        self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
 
     def check(self, objective: Objective) -> None:
         """Raise `UserError` where the normalisers' error is requested for a method without normalisers."""
@@ -87,7 +73,7 @@ class Evaluator:
         """Return `task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
         metrics = {task.key: suite.measure(task, place) for task, place in self._on_disk}
         scores = {f"task/{key}": found["main_metric"] for key, found in metrics.items()}
-        scores.update({f"average/{name}": found.value for name, found in averages(self._tasks, metrics).items()})
+        scores.update({f"average/{name}": found.value for name, found in averages(load_tasks(), metrics).items()})
         return {name: score for name, score in scores.items() if score is not None}
 
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:

@@ -18,7 +18,6 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import dump
-from neuclip_ds.reporting.weights_and_biases import require_wandb
 
 CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "model", "tokenizer", "complete.json"
 
@@ -36,8 +35,6 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
             raise UserError(
                 f"{folder} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
             )
-        if config.run.wandb is not None:
-            require_wandb()
         with explain_disk(folder):
             shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
             staged.mkdir(parents=True)

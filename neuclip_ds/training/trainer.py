@@ -26,7 +26,9 @@ from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
+from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
+from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
@@ -55,10 +57,9 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
         TrainingDiverged: a loss or gradient is not finite.
         Interrupted: a signal stopped the run, during training after a checkpoint.
     """
-    load_engine_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
-    config.micro_batch(environment.world_size)
+    check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.folder / str(config.run.name)
-    with raising_interrupted(), connected(dump(config)) as communicator:
+    with raising_interrupted(), connected(dump(config), config.run.folder) as communicator:
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)
@@ -114,6 +115,9 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     newest = newest_checkpoints(config, communicator, folder)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
     data = open_training_data(config, source, communicator, folder, staged, newest.any)
+    steps = DataPosition(0, 0, data.order.steps_per_epoch).end(config.budget)
+    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
+        log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
     engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, staged)
     context = RunContext(

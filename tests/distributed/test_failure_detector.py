@@ -95,7 +95,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     socket.gethostname = lambda: f"node{rank}"
     store = dist.FileStore("store", RANKS)
     store.set_timeout(timedelta(seconds=30))
-    with FailureDetector(RankEnvironment(rank, 0, RANKS), store):
+    with FailureDetector(RankEnvironment(rank, 0, RANKS), store, b"key"):
         store.set(f"in {rank}", "")  # as the process group does, which comes next in a run
         store.wait([f"in {other}" for other in range(RANKS)])
         globals()[work](rank)

@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.rendezvous import rendezvous
+from neuclip_ds.distributed.rendezvous import open_store, rendezvous
 from neuclip_ds.errors import UserError
 
 FINGERPRINT = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
@@ -31,9 +31,12 @@ def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 2
 
     def one(rank: int, world_size: int, fingerprint: Mapping[str, str]) -> str | dist.Store:
         try:
-            return rendezvous(RankEnvironment(rank, 0, world_size), fingerprint, timedelta(seconds=seconds))
+            limit = timedelta(seconds=seconds)
+            store = open_store(rank, limit)
+            rendezvous(store, b"key", RankEnvironment(rank, 0, world_size), fingerprint, limit)
         except UserError as error:
             return str(error)
+        return store
 
     with ThreadPoolExecutor(len(ranks)) as pool:
         return [future.result() for future in [pool.submit(one, *rank) for rank in ranks]]

@@ -31,8 +31,9 @@ SECTIONS: dict[str, type[Section]] = {name: kind for m in METHODS.values() for n
 
 def find_method(name: str) -> Method:
     """Return the method of that name; raise `UserError` that names the nearest if there is none."""
-    if name not in METHODS:
-        nearest = difflib.get_close_matches(str(name), METHODS, n=1)
+    if not isinstance(name, str) or name not in METHODS:
+        name = " ".join(str(name).split())[:80]
+        nearest = difflib.get_close_matches(name, METHODS, n=1)
         hint = f"did you mean {nearest[0]}?" if nearest else "choose one."
         raise UserError(f"objective.method={name} is unknown; the methods are {', '.join(METHODS)}; {hint}")
     return METHODS[name]

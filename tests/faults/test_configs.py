@@ -1,0 +1,229 @@
+"""Generated wrong recipes, options, DeepSpeed JSONs and hostfiles: one sentence each, never a traceback."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from small_runs import call
+
+from neuclip_ds.config import Config
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import check_engine_config
+from neuclip_ds.errors import UserError
+from neuclip_ds.planning.dry_run import read_hostfile
+from neuclip_ds.recipe import dump, load_saved, option_names, parse, validate
+
+NAMES = option_names(Config)
+WORDS = ["neuclip", "gcl", "pad", "1e400", "null", "[", "{", "~", "\0", "a\nb", ".inf", "\udcff", "x" * 5000]
+SCALARS = st.one_of(
+    st.none(), st.booleans(), st.integers(), st.just(10**30), st.floats(), st.text(max_size=8), st.sampled_from(WORDS)
+)
+KEYS = st.one_of(st.text(max_size=5), st.sampled_from([name.split(".")[-1] for name in NAMES]))
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(KEYS, inner, max_size=3)),
+    max_leaves=6,
+)
+YAML_PARTS = [
+    *(b"data:\n", b"run:\n", b"  name: x\n", b"include: [r]\n", b"include: r\n", b"include: 5\n", b"objective:\n"),
+    *(
+        b"  other_methods:\n",
+        b"    npn:\n",
+        b"  method: gcl\n",
+        b"  method: [gcl]\n",
+        b"!!python/object:os.system {}\n",
+    ),
+    *(b"!!set {a}\n", b"<<: *a\n", b"x: &a [*a]\n", b"\xff\xfe", b"\xef\xbb\xbf", b"y: !!int ''\n", b"on: off\n"),
+    *(b"  seed: !!timestamp x\n", b"  seed: 2001-99-99\n", b"  seed: !!float\n", b"  seed: 1:99\n", b"[" * 3000),
+]
+ENGINE_KEYS = ["bf16", "fp16", "zero_optimization", "optimizer", "train_batch_size", "gradient_clipping", "aio"]
+ENGINE_KEYS += ["steps_per_print", "flops_profiler", "activation_checkpointing", "comms_logger", "tensorboard"]
+ZERO_KEYS = ["stage", "offload_optimizer", "offload_param", "allgather_bucket_size", "overlap_comm", "nonsense"]
+
+
+def one_sentence(work: Callable[[], object]) -> None:
+    """Fail unless the work succeeds or is refused in one line of moderate length."""
+    try:
+        work()
+    except UserError as error:
+        assert "\n" not in str(error)
+        assert len(str(error)) < 1500
+
+
+def resolve(argv: Sequence[str]) -> None:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):  # --help
+        config = parse(argv).config
+        config.micro_batch(2)
+        assert validate(yaml.safe_load(dump(config))) == config
+
+
+def nested(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    tree: dict[str, Any] = {}
+    for name, value in pairs:
+        *sections, key = name.split(".")
+        node = tree
+        for section in sections:
+            inner = node.get(section)
+            node[section] = inner if isinstance(inner, dict) else {}
+            node = node[section]
+        node[key] = value
+    return tree
+
+
+def texts(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+RECIPES = st.one_of(
+    st.lists(st.tuples(st.sampled_from(NAMES), VALUES), min_size=1, max_size=3).map(
+        lambda pairs: json.dumps(nested(pairs)).encode()  # nearly all JSON is YAML
+    ),
+    st.binary(max_size=60),
+    st.lists(st.sampled_from(YAML_PARTS), max_size=6).map(b"".join),
+)
+OPTIONS = st.lists(
+    st.one_of(
+        st.tuples(st.sampled_from([*NAMES, "hostfile", "gpu-memory", "profile"]), VALUES).map(
+            lambda pair: f"--{pair[0]}={texts(pair[1])}"
+        ),
+        st.text(max_size=12),
+        st.sampled_from(["--data", "--data.", "=", "--=", "-x", "--run={}", '--objective={"method":5}', "--"]),
+    ),
+    max_size=3,
+)
+ENGINES = st.one_of(
+    st.dictionaries(st.sampled_from(ENGINE_KEYS), VALUES, max_size=3),
+    st.dictionaries(st.sampled_from(ZERO_KEYS), VALUES, max_size=3).map(lambda zero: {"zero_optimization": zero}),
+    VALUES,
+).map(lambda tree: json.dumps(tree).encode()) | st.binary(max_size=30)
+HOSTFILES = st.one_of(
+    st.binary(max_size=40),
+    st.lists(st.sampled_from(["a", " ", "slots", "=", "1", "0", "²", "\n", "#", "9" * 5000]), max_size=9).map(
+        lambda parts: "".join(parts).encode()
+    ),
+)
+
+
+def check_recipe(folder: Path, data: bytes) -> None:
+    (folder / "r.yaml").write_bytes(data)
+    one_sentence(lambda: resolve([str(folder / "r.yaml")]))
+    one_sentence(lambda: load_saved(folder / "r.yaml"))
+
+
+def check_options(folder: Path, options: list[str]) -> None:
+    one_sentence(lambda: resolve(["demo", *options]))
+
+
+def check_engine(folder: Path, data: bytes) -> None:
+    (folder / "engine.json").write_bytes(data)
+    config = parse(["demo", f"--deepspeed={folder}/engine.json"]).config
+    one_sentence(lambda: check_engine_config(load_engine_config(config, 1), config.deepspeed))
+
+
+def check_hostfile(folder: Path, data: bytes) -> None:
+    (folder / "hosts").write_bytes(data)
+    one_sentence(lambda: read_hostfile(folder / "hosts"))
+
+
+CHECKS = [(check_recipe, RECIPES, 30), (check_options, OPTIONS, 60), (check_engine, ENGINES, 60)]
+CHECKS += [(check_hostfile, HOSTFILES, 60)]
+
+
+def fuzz(check: Callable[[Path, Any], None], inputs: st.SearchStrategy[Any], number: int, folder: Path) -> None:
+    profile = settings(
+        max_examples=number, derandomize=True, database=None, suppress_health_check=list(HealthCheck), deadline=None
+    )
+    profile(given(inputs)(lambda found: check(folder, found)))()
+
+
+@pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
+def test_generated(check: Callable[..., None], inputs: Any, number: int, tmp_path: Path) -> None:
+    fuzz(check, inputs, number, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
+def test_many_generated(check: Callable[..., None], inputs: Any, number: int, tmp_path: Path) -> None:
+    fuzz(check, inputs, 50 * number, tmp_path)
+
+
+def bomb(line: str) -> str:
+    """Each line holds the one before it twice."""
+    lines = ["a0: &a0 {k: 1}"]
+    return "\n".join([*lines, *(line.format(now=now, before=now - 1) for now in range(1, 40))])
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("run: {seed: 1}\nrun: {seed: 2}", "the key run stands twice"),
+        ("model: {vision: {options: {patch_size: 8, patch_size: 16}}}", "the key patch_size stands twice"),
+        (bomb("a{now}: &a{now} [*a{before}, *a{before}]"), "more than 10000 values"),
+        (bomb("a{now}: &a{now} {{<<: [*a{before}, *a{before}]}}"), "more than 1000 keys"),
+        ("run: &a\n  x: *a", "nested deeper"),
+        ("run: " + "[" * 100_000, "nested too deeply"),
+        ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),
+        ("optimizer: {lr: .inf}", "finite"),
+        ("optimizer: {lr: .nan}", "lr=nan is not a finite number"),
+        ("run: {seed: 123456789012345678901234567890}", "beyond 64 bits"),
+        ('run: {name: "a\\0b"}', "no text can hold"),
+        ("run: {name: 2001-01-01}", "is a date; write it in quotes"),
+        ("1: 2", "is not a word"),
+        ("include: [other]", "includes itself (r.yaml includes other.yaml includes r.yaml)"),
+        ("include: demo", "is not a list of recipes"),
+        ("objective: {method: [gcl]}", "objective.method=['gcl'] is unknown"),
+        ("run: 5", "run=5"),
+        ("{" + ", ".join(f"k{number}: 1" for number in range(50)) + "}", "and 45 more"),
+    ],
+)
+def test_wrong_recipes(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text(text)
+    (tmp_path / "other.yaml").write_text("include: [r]")
+    with pytest.raises(UserError) as caught:
+        resolve([str(tmp_path / "r.yaml")])
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: Path) -> None:
+    text = "include: [demo]\ndata:\nmodel:\n  text:\nrun:\n  name: Bücher\nobjective:\n  other_methods:\n"
+    (tmp_path / "r.yaml").write_text(text, encoding=encoding)
+    config = parse([str(tmp_path / "r.yaml")]).config
+    assert config.run.name == "Bücher"
+    assert config.data == parse(["demo"]).config.data
+
+
+def test_latin_1_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "r.yaml").write_text("run: {name: Bücher}", encoding="latin-1")
+    with pytest.raises(UserError, match="is not valid YAML"):
+        parse([str(tmp_path / "r.yaml")])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "words"),
+    [
+        ("r.yaml", b"data: {train: [", "not valid YAML"),
+        ("r.yaml", b"include: [demo]\ndeepspeed: engine.json", "zero_optimization.stage"),
+        ("r.yaml", b"include: [demo]\ndeepspeed: bucket.json", "DeepSpeed refuses"),
+    ],
+)
+def test_every_rank_ends_with_2(name: str, content: bytes, words: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_bytes(content)
+    (tmp_path / "engine.json").write_text('{"zero_optimization": {"stage": "two"}}')
+    (tmp_path / "bucket.json").write_text('{"zero_optimization": {"allgather_bucket_size": "x"}}')
+    done = call("train.py", str(tmp_path / name), "--data.train=nothing", folder=tmp_path, ranks=2)
+    assert done.returncode == 2
+    assert words in done.stderr
+    assert done.stderr.count("error: ") == 1 + ("error: rank" in done.stderr)
+    assert "Traceback" not in done.stderr + done.stdout
+    assert not (tmp_path / "runs").exists()

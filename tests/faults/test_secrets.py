@@ -1,0 +1,105 @@
+"""Secrets of a remote store are in nothing that a run prints or writes, and its files have the umask's mode."""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from subprocess import CompletedProcess
+
+import pytest
+from servers import Files, files_server
+from small_runs import call, train
+from tars import write_pairs
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
+from neuclip_ds.redaction import redact
+
+PLANTED = ("planted-password", "planted-signature", "planted-key-of-aws", "planted-key-of-wandb")
+PASSWORD, SIGNATURE, AWS, WANDB = PLANTED
+
+
+def found(*texts: str | bytes) -> set[str]:
+    return {
+        secret
+        for secret in PLANTED
+        for text in texts
+        if secret in (text if isinstance(text, str) else text.decode("latin-1"))
+    }
+
+
+def in_folder(folder: Path) -> set[str]:
+    return found(*(path.read_bytes() for path in folder.rglob("*") if path.is_file()))
+
+
+def printed(done: CompletedProcess[str]) -> set[str]:
+    return found(done.stdout, done.stderr)
+
+
+def signed(server: Files, name: str) -> str:
+    address = server.url(f"{name}.tar?X-Amz-Signature={SIGNATURE}")
+    return address.replace("http://", f"http://user:{PASSWORD}@")
+
+
+@pytest.fixture
+def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", AWS)
+    monkeypatch.setenv("WANDB_API_KEY", WANDB)
+
+
+@pytest.mark.usefixtures("_variables")
+def test_a_run_on_signed_urls(tmp_path: Path) -> None:
+    """One shard vanishes after the manifest is built, one holds a broken image, and one fetch is refused at first."""
+    local = write_pairs(tmp_path / "local", [7, 9, 8])
+    manifest, runs = tmp_path / "manifest", tmp_path / "runs"
+    with files_server() as server:
+        for path in local.iterdir():
+            server.files[f"{path.name}?X-Amz-Signature={SIGNATURE}"] = path.read_bytes()
+        urls = [signed(server, f"{number:05d}") for number in range(3)]
+        built = call("tools/build_manifest.py", str(manifest), *urls, "--processes", "1")
+        assert built.returncode == 0, built.stderr
+        del server.files[f"00001.tar?X-Amz-Signature={SIGNATURE}"]
+        server.faults[f"00000.tar?X-Amz-Signature={SIGNATURE}"] = [500]
+        cache = [f"--data.cache_dir={tmp_path}/cache", "--data.cache_gb=0.001"]
+        done = train(runs, str(manifest), 3, *cache, "--run.report=true", ranks=2)
+        assert done.returncode == 0, done.stderr
+        missing = call("tools/build_manifest.py", str(tmp_path / "none"), signed(server, "absent"), "--processes", "1")
+    assert missing.returncode == 2
+    assert "***" in missing.stderr
+    assert (runs / "run" / "bad_samples.jsonl").read_text().count("***@127.0.0.1")
+    assert [printed(built), printed(done), printed(missing)] == [set(), set(), set()]
+    assert in_folder(runs) == set()
+    assert in_folder(manifest) == {PASSWORD, SIGNATURE}  # it needs them, so nobody else may read it
+    assert (manifest / "shards.parquet").stat().st_mode & 0o777 == 0o600
+    for path in runs.rglob("*"):
+        assert path.stat().st_mode & 0o777 == (0o777 if path.is_dir() else 0o666) & ~umask(), path
+
+
+def umask() -> int:
+    """Return this process's umask, which processes that tests start inherit."""
+    (found,) = re.findall(r"Umask:\s*(\d+)", Path("/proc/self/status").read_text())
+    return int(found, 8)
+
+
+def test_a_config_with_a_secret_is_refused(tmp_path: Path) -> None:
+    for option in (f"--data.train=https://user:{PASSWORD}@host/0.tar", f"--data.val=s3://b/0.tar?sig={SIGNATURE}"):
+        done = train(tmp_path, "data", 1, option)
+        assert done.returncode == 2
+        assert "it holds a secret" in done.stderr
+        assert printed(done) == set()
+    assert in_folder(tmp_path) == set()
+
+
+@pytest.mark.usefixtures("_variables")
+def test_redact() -> None:
+    text = f"cannot read s3://b/1.tar?sig={SIGNATURE}&x=1: {AWS} (https://me:{PASSWORD}@host/a), token={WANDB}"
+    assert redact(text) == "cannot read s3://b/1.tar?*** *** (https://***@host/a), token=***"
+    assert redact(redact(text)) == redact(text)
+    pipe = f"pipe:curl -H 'Authorization: Bearer {SIGNATURE}' https://host/{{0..9}}.tar"
+    assert found(redact(pipe)) == set()
+    for plain in ("/data/{0..9}.tar", "s3://bucket/00.tar", "what? https://host/page", "uid_key=uid", os.devnull):
+        assert redact(plain) == plain
+    assert str(UserError(f"https://a:{PASSWORD}@b cannot be read")) == "https://***@b cannot be read"
+    with pytest.raises(UserError, match="holds a secret"):
+        parse(["demo", f"--run.name={WANDB}"])

@@ -1,0 +1,88 @@
+"""What a dry run and the start of a run refuse or warn of, in the same sentences."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+from small_runs import call, demo_shards, train
+
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.errors import UserError
+from neuclip_ds.planning import memory_check
+from neuclip_ds.planning.dry_run import print_dry_run
+from neuclip_ds.recipe import parse
+from neuclip_ds.training.checks import likely_slips
+
+ONE = RankEnvironment(0, 0, 1)
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return demo_shards(tmp_path_factory.mktemp("data") / "demo", pairs=40)
+
+
+@pytest.mark.usefixtures("quick_meta_models")
+@pytest.mark.parametrize(
+    ("option", "words"),
+    [
+        ("--data.val={tmp}/nothing", "nothing does not exist"),
+        ("--data.zero_shot={tmp}/nothing", "zeroshot_classification_templates.txt is missing"),
+        ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
+    ],
+)
+def test_a_held_out_set_that_is_not_there_is_refused(
+    option: str, words: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    options = ["demo", f"--data.train={data}", "--data.val=", "--data.zero_shot=", option.format(tmp=tmp_path)]
+    with pytest.raises(UserError, match=words):
+        print_dry_run(parse(options).config, ONE, None)
+
+
+@pytest.mark.parametrize("std", ["[0,1,1]", "[-1,1,1]", "[.inf,1,1]"])
+def test_a_deviation_that_cannot_divide_is_refused(std: str) -> None:
+    with pytest.raises(UserError, match=r"model\.vision\.std"):
+        parse(["demo", f"--model.vision.std={std}"])
+
+
+def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path) -> None:
+    slips = [
+        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps",
+        "optimizer.min_lr=1 is above optimizer.lr=0.001",
+    ]
+    options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
+    dry = train(tmp_path, str(data), 3, *options, "--dry-run")
+    assert (dry.returncode, [dry.stdout.count(f"warning    {slip}") for slip in slips]) == (0, [1, 1]), dry
+    done = train(tmp_path, str(data), 3, *options)
+    assert done.returncode == 0, done
+    assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
+    still = parse(["demo", "--optimizer.lr=0", "--optimizer.warmup_steps=50"]).config
+    assert likely_slips(still, 3) == ["optimizer.lr=0: the encoders will not learn."]
+    assert likely_slips(parse(["demo"]).config, 100) == []
+
+
+def test_a_run_larger_than_the_machine_is_reported(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
+    config = parse(["demo", f"--data.train={data}", f"--data.batch_size={1 << 24}"]).config
+    print_dry_run(config, ONE, None)
+    said = capsys.readouterr().out
+    assert f"of this machine, which has {there:,.1f} GB" in said
+    warning = memory_check.memory_warning(config, 1)  # of the run itself
+    assert warning is not None
+    assert f"warning    {warning}" in said
+    assert memory_check.memory_warning(parse(["demo"]).config, 1) is None
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
+    assert "this machine for its 4096 ranks" in str(memory_check.memory_warning(parse(["demo"]).config, 4))
+
+
+def test_the_run_itself_warns_of_memory(tmp_path: Path) -> None:
+    """Its data are missing, so nothing is allocated."""
+    done = call("train.py", "demo", f"--data.train={tmp_path}/nothing", f"--data.batch_size={1 << 24}", folder=tmp_path)
+    assert done.returncode == 2
+    assert "warning: The run needs " in done.stderr
+    assert "Traceback" not in done.stderr
