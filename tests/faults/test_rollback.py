@@ -39,7 +39,7 @@ class BreakWeight(Hook):
 
     def start(self, loop: Loop) -> None:
         assert not active_children()  # the loader's of the steps before
-        self.states.append(self.state(loop))
+        self.states.append(self.snapshot(loop))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self.steps.append(result.step)
@@ -48,9 +48,9 @@ class BreakWeight(Hook):
             if self._rank == 1:
                 next(p for p in loop.context.engine.module.parameters() if p.ndim > 1).data.view(-1)[0] = torch.inf
         if result.saves:
-            self.states.append(self.state(loop))
+            self.states.append(self.snapshot(loop))
 
-    def state(self, loop: Loop) -> dict[str, torch.Tensor]:
+    def snapshot(self, loop: Loop) -> dict[str, torch.Tensor]:
         return state_of(loop.context.engine, loop.objective, self._rank)
 
 
