@@ -97,6 +97,7 @@ def test_shards_without_captions(tmp_path: Path) -> None:
     check(["demo", f"--data.train={tmp_path}/empty"], 1, tmp_path, "empty")
 
 
+@pytest.mark.slow
 def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
     """By DeepSpeed's launcher: the second of two ranks finds an image of the zero-shot set that is none."""
     import webdataset as wds

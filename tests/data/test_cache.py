@@ -171,6 +171,7 @@ def test_processes_that_want_the_same_shards_fetch_each_once(http, tmp_path):
     assert left_over(tmp_path) == []
 
 
+@pytest.mark.slow
 def test_processes_that_press_on_the_capacity_never_exceed_it(http, tmp_path):
     http.delay = 0.005
     cache = cache_in(tmp_path, 3.2)

@@ -206,6 +206,7 @@ def listening(process: Program) -> set[str]:
     return found
 
 
+@pytest.mark.slow
 def test_a_run_among_strangers(tmp_path: Path) -> None:
     """They read the whole store, write into it and greet with all that it holds; no port is open to other nodes."""
     data = demo_shards(tmp_path / "data", pairs=40)

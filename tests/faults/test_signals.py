@@ -99,7 +99,8 @@ def children_of(parent: int) -> list[int]:
 SLOW = pytest.mark.slow
 
 
-@pytest.mark.parametrize("told", [pytest.param(0, marks=SLOW), 1, pytest.param(None, marks=SLOW)])
+@SLOW
+@pytest.mark.parametrize("told", [0, 1, None])
 def test_a_signal_while_the_demo_is_rendered(told: int | None, tmp_path: Path) -> None:
     """Told are one of two ranks (rank 1 only waits for rank 0), or both; nothing is left."""
     options = ["demo", *SMALL, "--run.folder=runs", "--run.name=run"]

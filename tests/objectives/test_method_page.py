@@ -53,6 +53,7 @@ def call(extended: Path, *arguments: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_the_added_method_trains_alike_on_one_rank_and_two(extended: Path, tmp_path: Path) -> None:
     shards = demo_shards(tmp_path / "demo", 64)
     options = ["demo", *SMALL, "--objective.method=offset", "--objective.offset.log_c=2", "--run.log_every=1"]

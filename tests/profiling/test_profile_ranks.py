@@ -203,7 +203,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("names", [("lamb_2", "offload_1"), pytest.param(CASES, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("names", [("lamb_2",), pytest.param(CASES, marks=pytest.mark.slow)])
 def test_lamb_and_offload_send_what_the_cost_model_predicts(names: Iterable[str], tmp_path: Path) -> None:
     run_ranks(RANKS, profile_engines, tmp_path, {name: CASES[name] for name in names})
     for name in names:
