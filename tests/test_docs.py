@@ -23,7 +23,13 @@ from neuclip_ds.recipe import TrainCommand, load_recipe, option_names, parse, re
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-KINDS = {"reliability.md": "Reference", "tutorials": "Tutorial", "how-to": "How-to", "reference": "Reference", "explanation": "Explanation"}
+KINDS = {
+    "reliability.md": "Reference",
+    "tutorials": "Tutorial",
+    "how-to": "How-to",
+    "reference": "Reference",
+    "explanation": "Explanation",
+}
 TOOLS = sorted((ROOT / "tools").glob("*.py"))
 OUR_FOLDERS = r"(?:neuclip_ds|tools|tests|docs|ds_configs|hostfiles)/"
 # options of other programs

@@ -65,10 +65,11 @@ def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, s
             f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
         )
     first, share = epoch * order.steps_per_epoch + step, order.batch_size // world_size
+    rows = slice(rank * share, (rank + 1) * share)
 
     def items(number: int) -> Items:
         epoch, step = divmod(first + number, order.steps_per_epoch)
-        return [(epoch, index) for index in order.batch(epoch, step)[rank * share : (rank + 1) * share].tolist()]
+        return [(epoch, index) for index in order.batch(epoch, step, rows).tolist()]
 
     def describe(number: int) -> str:
         epoch, step = divmod(first + number, order.steps_per_epoch)

@@ -6,7 +6,7 @@ positions are shuffled. A batch of B takes the next B/S positions of every strea
 shuffle of a block is a keyed permutation evaluated on demand, so that resuming anywhere is cheap.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -104,25 +104,28 @@ class GlobalOrder:
         before = (self.steps_per_epoch - 1) * (self.batch_size // self.streams)  # positions of a stream
         return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.streams).sum())
 
-    def batch(self, epoch: int, step: int) -> NDArray[np.int64]:
-        """Return the (B,) global indices of a step, -1 where a stream has ended; raise IndexError beyond the epoch."""
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the global indices of a step's rows, by default all B, -1 where a stream has ended.
+
+        Raises IndexError beyond the epoch.
+        """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         lane = self.batch_size // self.streams
-        stream = np.arange(self.streams)[:, None]  # (S, 1)
-        length = np.diff(self._bounds)[:, None]  # (S, 1)
-        within = step * lane + np.arange(lane)[None, :]  # (1, B/S) positions within each stream
-        present = within < length  # (S, B/S)
+        stream, place = np.divmod(np.arange(self.batch_size)[rows], lane)  # all arrays (b,) from here on
+        length = np.diff(self._bounds)[stream]
+        within = step * lane + place  # position within the stream
+        present = within < length
         block_number = within // self._block
         block_start = block_number * self._block
-        block_size = np.clip(length - block_start, 1, self._block)  # (S, B/S)
+        block_size = np.clip(length - block_start, 1, self._block)
         offset = np.where(present, within - block_start, 0)
         key = hash64(self.seed, _SAMPLES, epoch, stream, block_number)
-        position = self._bounds[:-1, None] + block_start + permute(offset, block_size, key)
+        position = self._bounds[stream] + block_start + permute(offset, block_size, key)
         # Absent rows are computed like the others, possibly at a position beyond the end, and masked here.
-        return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1).ravel()
+        return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1)
 
-    def shards_ahead(self, epoch: int, step: int, rows: slice) -> Iterator[ShardRequest]:
+    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
         """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
 
         Shards come in order of first use, once per block of the shuffle (all streams reach their next block in the
@@ -131,23 +134,30 @@ class GlobalOrder:
 
         Args:
             epoch, step: as for `batch`; `step` may be steps_per_epoch.
-            rows: rows of the global batch, those of all ranks of a node; with start and stop.
+            rows: rows of the global batch, those of all ranks of a node.
         """
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
         lane = self.batch_size // self.streams
-        streams = np.arange(rows.start // lane, -(-rows.stop // lane))
+        wanted = np.zeros(self.batch_size, dtype=bool)
+        for part in rows:
+            wanted[part] = True
+        wanted = wanted.reshape(self.streams, lane)
+        streams = np.flatnonzero(wanted.any(axis=1))
         length = np.minimum(np.diff(self._bounds)[streams], self.steps_per_epoch * lane)
-        if np.all(length <= np.maximum(rows.start - streams * lane, 0)):
+        if np.all(length <= wanted[streams].argmax(axis=1)):
             return  # fewer samples than rows: these rows are always empty
         while True:
             for block in range(step * lane // self._block, -(-int(length.max()) // self._block)):
-                yield from self._requests(epoch, step, rows, streams, block)
+                yield from self._requests(epoch, step, wanted[streams], streams, block)
             epoch, step = epoch + 1, 0
 
     def _requests(
-        self, epoch: int, step: int, rows: slice, streams: NDArray[np.int64], block: int
+        self, epoch: int, step: int, wanted: NDArray[np.bool_], streams: NDArray[np.int64], block: int
     ) -> Iterator[ShardRequest]:
-        """Iterate over the shards of one block of each of `streams`, (s,), from `step` on."""
+        """Iterate over the shards of one block of each of `streams`, (s,), from `step` on.
+
+        `wanted`, (s, B/S), tells which of their places in the batch are read.
+        """
         lane, layout = self.batch_size // self.streams, self._layout_of(epoch)
         begin = self._bounds[streams] + block * self._block  # (s,) positions
         size = np.clip(self._bounds[streams + 1] - begin, 0, self._block)
@@ -155,8 +165,7 @@ class GlobalOrder:
         within = np.arange(max(block * self._block, step * lane), (block + 1) * self._block)[
             None, :_EXACT_POSITIONS
         ]  # (1, m)
-        row = streams[:, None] * lane + within % lane  # (s, m)
-        needed = (within < end[:, None]) & (row >= rows.start) & (row < rows.stop)
+        needed = (within < end[:, None]) & wanted[:, within[0] % lane]  # (s, m)
         offset = np.where(needed, within - block * self._block, 0)
         key = hash64(self.seed, _SAMPLES, epoch, streams, block)[:, None]
         position = begin[:, None] + permute(offset, np.maximum(size, 1)[:, None], key)

@@ -42,11 +42,11 @@ class Prefetcher:
         order: order of the training batches.
         shards: those of the manifest; local ones are skipped.
         epoch, step: where training starts.
-        rows: the node's rows of the global batch; with start and stop.
+        rows: the node's rows of the global batch, those of its ranks.
         total_steps: step at which training ends, counted since step 0 of epoch 0.
 
     Example:
-        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 512), total_steps=1000) as prefetcher:
+        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=[slice(0, 512)], total_steps=1000) as prefetcher:
             for number, batch in enumerate(batches):
                 prefetcher.advance(number)
     """
@@ -59,7 +59,7 @@ class Prefetcher:
         *,
         epoch: int,
         step: int,
-        rows: slice,
+        rows: Sequence[slice],
         total_steps: int,
     ) -> None:
         context = multiprocessing.get_context("spawn")  # this process has threads, which break under fork
@@ -92,7 +92,7 @@ def _run(
     cache: ShardCache,
     order: GlobalOrder,
     shards: Sequence[Shard],
-    start: tuple[int, int, slice],
+    start: tuple[int, int, Sequence[slice]],
     total_steps: int,
     reached: c_longlong,
     parent: int,

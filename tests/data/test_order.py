@@ -76,7 +76,8 @@ def test_rank_slices_join_to_the_batch_of_any_world():
         batch = order.batch(1, step)
         for world in (1, 2, 4):
             share = 16 // world
-            assert np.array_equal(np.concatenate([batch[r * share : (r + 1) * share] for r in range(world)]), batch)
+            parts = [order.batch(1, step, slice(rank * share, (rank + 1) * share)) for rank in range(world)]
+            assert np.array_equal(np.concatenate(parts), batch)
 
 
 def test_epochs_seeds_and_blocks_differ():
@@ -151,21 +152,22 @@ def test_permute_reaches_every_order_of_three_and_is_even():
     assert np.all(np.abs(np.bincount(first, minlength=50) / 1200 - 1) < 0.2)
 
 
-def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> dict:
+def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: int) -> dict:
     """Return the first batch in which each (epoch, block, shard) is read, by building all batches."""
     lane, firsts = order.batch_size // order.streams, {}
     filled = np.flatnonzero(order._sizes)
+    chosen = np.unique(np.concatenate([np.arange(order.batch_size)[part] for part in rows]))
     for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
         at, within = divmod(number, order.steps_per_epoch)
-        indices = order.batch(at, within)[rows]
-        blocks = ((within * lane + np.arange(order.batch_size) % lane) // order._block)[rows][indices >= 0]
+        indices = order.batch(at, within)[chosen]
+        blocks = ((within * lane + np.arange(order.batch_size) % lane) // order._block)[chosen][indices >= 0]
         shards = filled[np.searchsorted(order._starts[filled], indices[indices >= 0], side="right") - 1]
         for block, shard in set(zip(blocks.tolist(), shards.tolist(), strict=True)):
             firsts.setdefault((at, block, shard), number)
     return firsts
 
 
-def ahead(order: GlobalOrder, epoch: int, step: int, rows: slice, epochs: int) -> list:
+def ahead(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: int) -> list:
     end = epochs * order.steps_per_epoch
     return list(itertools.takewhile(lambda need: need.first < end, order.shards_ahead(epoch, step, rows)))
 
@@ -177,8 +179,10 @@ def test_shards_ahead_are_those_of_the_batches(case, tail, data):
     assume(tail == "pad" or sum(sizes) >= batch_size)
     order = order_of(sizes, batch_size, seed, tail=tail, **options)
     step = data.draw(st.integers(0, order.steps_per_epoch))
-    start = data.draw(st.integers(0, batch_size - 1))
-    rows = slice(start, data.draw(st.integers(start + 1, batch_size)))
+    rows = []
+    for _ in range(data.draw(st.integers(1, 3))):  # a node's ranks need not be neighbours
+        start = data.draw(st.integers(0, batch_size - 1))
+        rows.append(slice(start, data.draw(st.integers(start + 1, batch_size))))
     needs = ahead(order, 1, step, rows, epochs=4)
     expected = needs_by_looking(order, 1, step, rows, epochs=4)
     assert sorted((need.first, need.shard) for need in needs) == sorted(
@@ -187,7 +191,7 @@ def test_shards_ahead_are_those_of_the_batches(case, tail, data):
     assert [need.first for need in needs] == sorted(need.first for need in needs)
 
 
-@pytest.mark.parametrize("rows", [slice(0, 64), slice(16, 24), slice(5, 50)])
+@pytest.mark.parametrize("rows", [[slice(0, 64)], [slice(16, 24)], [slice(5, 50)], [slice(0, 4), slice(32, 36)]])
 def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
     order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, streams=8, shuffle_block=9000)
     needs = ahead(order, 0, 100, rows, epochs=1)
@@ -204,8 +208,8 @@ def test_shards_ahead_of_a_huge_set_begin_at_once():
     """A billion samples, in the middle of an epoch: no batch in between is built."""
     sizes = np.full(100_000, 10_000)
     order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, 4096)
-    needs = list(itertools.islice(order.shards_ahead(5, 200_000, slice(64, 128)), 150))
+    needs = list(itertools.islice(order.shards_ahead(5, 200_000, [slice(64, 128)]), 150))
     steps = 5 * order.steps_per_epoch + 200_000
     assert needs[0].first == steps
-    first_batch = set((order.batch(5, 200_000)[64:128] // 10_000).tolist())
+    first_batch = set((order.batch(5, 200_000, slice(64, 128)) // 10_000).tolist())
     assert {need.shard for need in needs if need.first == steps} == first_batch

@@ -71,7 +71,7 @@ def settle(http: Files) -> None:
 
 
 def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[Shard], **options) -> Prefetcher:
-    arguments = {"epoch": 0, "step": 0, "rows": slice(0, order.batch_size), "total_steps": 10_000, **options}
+    arguments = {"epoch": 0, "step": 0, "rows": [slice(0, order.batch_size)], "total_steps": 10_000, **options}
     return Prefetcher(cache, order, shards, **arguments)
 
 
@@ -116,7 +116,7 @@ def test_only_the_nodes_own_shards(http, tmp_path):
     shards = stored(http)
     local = min(expected)
     shards[local] = Shard("/data/local.tar", 0, 0, SIZE)
-    with prefetcher(cache, order, shards, rows=slice(2, 4), total_steps=order.steps_per_epoch):
+    with prefetcher(cache, order, shards, rows=[slice(2, 4)], total_steps=order.steps_per_epoch):
         wait_for(lambda: held(tmp_path) == expected - {local})
         settle(http)
     assert 0 < len(expected) < SHARDS
@@ -140,7 +140,7 @@ def test_what_fails_is_logged_and_left_to_the_readers(http, tmp_path, capfd):
 def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
     order = order_of(batch_size=16, streams=16)
     cache = ShardCache(tmp_path, 6 * SIZE, retries=0)
-    window = _Window(cache, stored(http), order.shards_ahead(0, 0, slice(0, 16)))
+    window = _Window(cache, stored(http), order.shards_ahead(0, 0, [slice(0, 16)]))
     for _ in range(3):
         window.move(0, order.steps_per_epoch)
     assert [record.message for record in caplog.records] == [
@@ -189,7 +189,7 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
         cache = ShardCache(Path({str(tmp_path)!r}), 100)
         shards = [Shard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 0, 0, 10)]
         order = GlobalOrder([0], [8], 4)
-        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 4), total_steps=9) as prefetcher:
+        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=[slice(0, 4)], total_steps=9) as prefetcher:
             print(prefetcher._process.pid, flush=True)
             time.sleep(1000)"""
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

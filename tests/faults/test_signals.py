@@ -155,7 +155,7 @@ def load_a_shard_that_never_comes(folder: Path) -> None:
     order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4, 0, shuffle_block=8)
     cache = ShardCache(folder, 10**6, timeout=100)
     options = LoaderOptions(workers=1, cache=cache)
-    with Prefetcher(cache, order, shards, epoch=0, step=0, rows=slice(0, 4), total_steps=4):
+    with Prefetcher(cache, order, shards, epoch=0, step=0, rows=[slice(0, 4)], total_steps=4):
         next(train_loader(Manifest(shards), order, EvalTransform(8), tokenize, steps=4, options=options))
 
 

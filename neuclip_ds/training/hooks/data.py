@@ -36,7 +36,7 @@ class PrefetchShards(Hook):
             context.data.manifest.shards,
             epoch=epoch,
             step=step,
-            rows=slice(node[0] * rank_batch, (node[-1] + 1) * rank_batch),
+            rows=[slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in node],
             total_steps=self._offset + loop.total,
         )
         self._prefetcher = loop.resources.enter_context(prefetcher)
