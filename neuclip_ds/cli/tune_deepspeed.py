@@ -28,6 +28,7 @@ from pathlib import Path
 
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.config import Config
+from neuclip_ds.data.children import killed_with_parent
 from neuclip_ds.engine.config import load_engine_config, read_engine_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning import engine_tuning as tuning
@@ -141,7 +142,15 @@ def start(one: Measurement, number: int, parent: Path, arguments: argparse.Names
         environment = {**threads, **os.environ, **shared, "RANK": str(rank), "LOCAL_RANK": str(rank)}
         with (folder / f"output_{rank}.txt").open("w") as output:
             command = [sys.executable, "-m", "neuclip_ds", "tune-deepspeed", *own]
-            ranks.append(subprocess.Popen(command, env=environment, stdout=output, stderr=subprocess.STDOUT))
+            ranks.append(
+                subprocess.Popen(
+                    command,
+                    env=environment,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    preexec_fn=killed_with_parent(),
+                )
+            )
     one.error = ended(ranks, time.monotonic() + arguments.limit, folder)
     if one.error is None:
         times = json.loads((folder / TIMES).read_text(encoding="utf-8"))

@@ -4,16 +4,18 @@ import ctypes
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
+from functools import partial
 from multiprocessing import get_context
 
 from neuclip_ds.errors import UserError
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(parent: int) -> None:
@@ -24,8 +26,17 @@ def end_with_parent(parent: int) -> None:
     """
     for number in _STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _be_killed_with(parent)
+
+
+def killed_with_parent() -> Callable[[], None]:
+    """Return the `preexec_fn` of a program that the kernel (Linux's) kills when this process ends."""
+    return partial(_be_killed_with, os.getpid())
+
+
+def _be_killed_with(parent: int) -> None:
+    if _LIBC is not None:
+        _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the call
         os._exit(1)
 

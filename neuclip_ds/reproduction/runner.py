@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from neuclip_ds.data.children import killed_with_parent
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.reproduction.study import Job
@@ -80,8 +81,10 @@ class Runner:
         threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
         began = time.monotonic()
         with (folder / "output.txt").open("w") as output:
-            code = subprocess.run(call, env={**os.environ, **threads}, stdout=output, stderr=output).returncode
-        if code == 1 and "\nerror: step " in (folder / "output.txt").read_text():  # diverged, which is a result too
+            code = subprocess.run(
+                call, env={**os.environ, **threads}, stdout=output, stderr=output, preexec_fn=killed_with_parent()
+            ).returncode
+        if code == 1 and "\nerror: steps " in (folder / "output.txt").read_text():  # diverged, which is a result too
             return {}
         if code:
             raise UserError(f"The run {job.name} failed with exit code {code}; see {folder}/output.txt.")

@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from neuclip_ds.data.children import killed_with_parent
 from neuclip_ds.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +50,9 @@ def start(name: str, program: Sequence[str], ranks: int, folder: Path, threads: 
     path = folder / _OUTPUT
     with path.open("w") as output:
         call = [sys.executable, *launcher, *program]
-        code = subprocess.run(call, env=surroundings, stdout=output, stderr=output).returncode
+        code = subprocess.run(
+            call, env=surroundings, stdout=output, stderr=output, preexec_fn=killed_with_parent()
+        ).returncode
     if code:
         rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
         lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics

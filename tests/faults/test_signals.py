@@ -6,6 +6,7 @@ import json
 import os
 import random
 import signal
+import subprocess
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from tars import tokenize
 
 import neuclip_ds
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.children import killed_with_parent
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.order import GlobalOrder
@@ -147,6 +149,22 @@ def test_a_kill_while_the_demo_is_rendered_leaves_no_process(tmp_path: Path) -> 
     program.terminate()
     assert_stopped(ends([program]), signal.SIGTERM)
     assert not list(cache.iterdir())
+
+
+def run_a_program_that_never_ends() -> None:
+    subprocess.run(["sleep", "4321"], preexec_fn=killed_with_parent())
+
+
+def test_a_kill_of_a_tool_ends_the_program_that_it_runs() -> None:
+    process = fork(run_a_program_that_never_ends, variables=environment())
+    assert process.pid is not None
+    limit = time.monotonic() + 60
+    while not (helpers := children_of(process.pid)) and time.monotonic() < limit:
+        time.sleep(0.05)
+    assert helpers
+    process.kill()
+    time.sleep(1)
+    assert [pid for pid in helpers if alive(pid)] == []
 
 
 def load_a_shard_that_never_comes(folder: Path) -> None:
