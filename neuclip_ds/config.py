@@ -89,7 +89,8 @@ class DataConfig(Section):
     allow_commands: bool = False
     """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch before loader processes are restarted; a remote read may stall a tenth of it."""
+    """Seconds to wait for a batch, or for the next remote shard, before loader processes are restarted; a remote read
+    may stall a tenth of it."""
     restarts: int = Field(2, ge=0)
     """Restarts in a row of loader processes that were killed or hang; then the run stops with a message."""
     captions: list[str] = Field(["txt"])

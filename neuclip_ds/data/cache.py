@@ -126,6 +126,11 @@ class ShardCache:
             with suppress(FileNotFoundError):  # evicted in between
                 return _open(path, os.O_RDONLY)
 
+    def arrived(self) -> int:
+        """Return the bytes of all shards here, in part or complete: it changes while any process fetches one."""
+        with os.scandir(self._folder / "shards") as entries:
+            return sum(_size(entry) for entry in entries)
+
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""
         shard = self._shard(url)
@@ -254,6 +259,13 @@ def _open(path: Path, flags: int) -> int:
 
 def _open_lock(path: Path) -> IO[bytes]:
     return os.fdopen(_open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND), "a+b")
+
+
+def _size(entry: os.DirEntry[str]) -> int:
+    try:
+        return entry.stat(follow_symlinks=False).st_size
+    except FileNotFoundError:  # evicted or renamed meanwhile
+        return 0
 
 
 def _try_lock(fd: int) -> bool:

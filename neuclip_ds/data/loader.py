@@ -9,7 +9,6 @@ import logging
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -33,6 +32,7 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _POLL = 1.0  # seconds between checks that the workers live while a batch is waited for
+_LONGEST = 10  # time-outs for which a batch is waited for while shards arrive
 
 Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
 
@@ -171,7 +171,7 @@ def _load(
             with _stopping_workers(iterator):
                 while number < batches.number:
                     waited_for = f"{batches.describe(number)} from {options.workers} loader processes"
-                    yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options.timeout)
+                    yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options)
                     number, failures = number + 1, 0
         except _WorkerFailure as error:
             failures += 1
@@ -204,11 +204,10 @@ def _start(dataset: PairDataset, batches: Iterator[Items], options: LoaderOption
     return iterator
 
 
-def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float) -> Batch:
-    """Return the next batch; raise `_WorkerFailure` if a worker has died, or `timeout` seconds have passed."""
+def _next(iterator: Iterator[Batch | UserError], waited_for: str, options: LoaderOptions) -> Batch:
+    """Return the next batch; raise `_WorkerFailure` if a worker has died, or nothing has come for too long."""
     workers = _workers(iterator)
-    began = time.monotonic()
-    with _killing_after(timeout, workers):
+    with _killing_after(options, workers) as expired:
         while True:
             try:
                 result = next(iterator)
@@ -216,7 +215,7 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float
             except Exception as error:  # of torch, or of a connection to a process that has died
                 is_poll = str(error).startswith("DataLoader timed out")  # its state is unchanged
                 if workers and wait([worker.sentinel for worker in workers], 0 if is_poll else _POLL):
-                    raise _failure(workers, waited_for, timeout, time.monotonic() - began) from error
+                    raise _failure(workers, waited_for, options.timeout, expired.is_set()) from error
                 if not is_poll:
                     raise
     if isinstance(result, UserError):
@@ -224,8 +223,8 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, timeout: float
     return result
 
 
-def _failure(workers: Sequence[BaseProcess], waited_for: str, timeout: float, waited: float) -> _WorkerFailure:
-    if waited >= timeout:
+def _failure(workers: Sequence[BaseProcess], waited_for: str, timeout: float, expired: bool) -> _WorkerFailure:
+    if expired:
         return _WorkerFailure(
             f"Timed out after {timeout:g} s waiting for {waited_for}: "
             "check that the storage responds, or raise data.timeout"
@@ -260,19 +259,31 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 
 
 @contextmanager
-def _killing_after(seconds: float, workers: Sequence[BaseProcess]) -> Iterator[None]:
-    """Kill the workers if the block takes too long.
+def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> Iterator[threading.Event]:
+    """Kill the workers, and set the event, if the block takes `options.timeout` seconds in which no shard arrives.
 
-    This also ends a read from a worker that has stopped in the middle of handing over a batch, for which torch has no
-    time limit.
+    While shards arrive it may take ten times as long. This also ends a read from a worker that has stopped in the
+    middle of handing over a batch, for which torch has no time limit.
     """
-    timer = threading.Timer(seconds, _kill, [workers])
-    timer.daemon = True
-    timer.start()
+    ended, expired = threading.Event(), threading.Event()
+
+    def watch() -> None:
+        arrived = options.cache.arrived if options.cache is not None else lambda: 0
+        before = arrived()
+        for _ in range(_LONGEST):
+            if ended.wait(options.timeout):
+                return
+            if (now := arrived()) == before:
+                break
+            before = now
+        expired.set()
+        _kill(workers)
+
+    threading.Thread(target=watch, daemon=True).start()
     try:
-        yield
+        yield expired
     finally:
-        timer.cancel()
+        ended.set()
 
 
 @contextmanager

@@ -18,12 +18,14 @@ from small_runs import demo_shards, start, train, training
 from tars import tokenize, write_pairs
 
 from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import LoaderOptions, eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.transforms import EvalTransform, train_transform
+from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.sample_log import read_samples
 
 OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60, restarts=50)
@@ -161,3 +163,19 @@ def test_a_run_with_killed_workers_equals_an_undisturbed_one(ranks: int, tmp_pat
     assert len(killed) >= 2
     assert sum(one.stderr.count("restarting the loader processes") for one in done) >= 1
     assert what_was_trained(tmp_path / "hit") == what_was_trained(tmp_path / "calm")
+
+
+def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path) -> None:
+    """Four shards of a batch come in turn, one a second, which is more than the time-out in all."""
+    folder = write_pairs(tmp_path / "pairs", [2, 2, 2, 2])
+    local = build_manifest(resolve_shards(str(folder)), processes=1)
+    slow = Manifest([shard._replace(path=f"pipe:sleep 1; cat {shard.path}") for shard in local.shards])
+    order = GlobalOrder(slow.starts, slow.sizes, 4, streams=4)
+    cache = ShardCache(tmp_path / "cache", 10**6)
+    options = LoaderOptions(workers=1, timeout=2, restarts=0, cache=cache)
+    (batch,) = train_loader(slow, order, EvalTransform(16), tokenize, steps=1, options=options)
+    assert batch.valid.all()
+    cache = ShardCache(tmp_path / "other", 10**6)
+    stalled = Manifest([shard._replace(path="pipe:sleep 4321") for shard in local.shards])
+    with pytest.raises(UserError, match="Timed out after 2 s waiting for step 0 of epoch 0 from 1 loader processes"):
+        next(train_loader(stalled, order, EvalTransform(16), tokenize, steps=1, options=options._replace(cache=cache)))
