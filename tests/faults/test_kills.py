@@ -30,7 +30,7 @@ _OPTIONS = [
     "--run.sample_log=true",
     "--budget.steps=24",  # into the second epoch
 ]
-_TIMES = ("samples_per_second", "data_wait_share")
+_TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")
 
 
 def contents(run: Path) -> dict[str, object]:
