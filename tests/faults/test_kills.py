@@ -30,7 +30,7 @@ _OPTIONS = [
     "--run.sample_log=true",
     "--budget.steps=24",  # into the second epoch
 ]
-_TIMES = ("samples_per_second", "data_wait_share")
+_TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")
 
 
 def contents(run: Path) -> dict[str, object]:
@@ -76,7 +76,8 @@ def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
                 for program in programs:
                     program.kill()
             ends = [program.wait(_END) for program in programs]
-            assert all(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
+            done = (tmp_path / "broken" / "complete.json").exists()  # then ranks may have left before the kill
+            assert done or all(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
             continue
         ends = [program.wait() for program in programs]
         assert not any(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
