@@ -68,7 +68,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
     for key, value in ours.items():
         if engine.get(key, "auto") not in ("auto", value):
             raise UserError(
-                f"{path} sets {key}={engine[key]}, but the recipe sets {value} (it owns the batch and clipping): "
+                f"{path} sets {key}={engine[key]!r:.80}, but the recipe sets {value} (it owns the batch and clipping): "
                 f"remove the key from the JSON or set it to auto."
             )
     _refuse_unsupported(path, engine)
@@ -99,7 +99,7 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
     except ValidationError as error:
         wrong = error.errors()[0]
         name = ".".join(map(str, wrong["loc"]))
-        raise UserError(f"{path} sets {name}={str(wrong['input'])[:80]}: {wrong['msg']}.") from error
+        raise UserError(f"{path} sets {name}={wrong['input']!r:.80}: {wrong['msg']}.") from error
     for key in ("optimizer", "scheduler"):
         if key in engine:
             raise UserError(
