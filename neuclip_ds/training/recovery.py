@@ -56,7 +56,7 @@ def check_recovery(config: Config, objective: Objective) -> None:
 
 
 def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
-    """Return the loop of the recovery, from the weights in the engine or from a checkpoint of its own."""
+    """Return the loop of the recovery, from the weights in the engine or from its checkpoint."""
     recovery = context.config.recovery
     method, average = _METHODS[recovery.loss], context.config.objective.section(MovingAverageConfig)
     cached = _END_OF_SCHEDULE if recovery.mode == "cached" else {}
