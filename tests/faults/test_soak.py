@@ -83,13 +83,14 @@ def check_samples(run: Path, steps: int) -> int:
     return rows
 
 
-def train_under_faults(command: list[str], runs: Path, faults: Faults, usage: Usage, chance: random.Random) -> set[int]:
-    """Start the run again after each rank that is killed, until the time is over; return all ranks' processes."""
-    began, end, pids = time.monotonic(), MINUTES * 60, set[int]()
+def train_under_faults(
+    command: list[str], runs: Path, faults: Faults, usage: Usage, chance: random.Random
+) -> dict[int, float]:
+    """Start the run again after each rank that is killed, until the time is over; return when each rank ended."""
+    began, end, ended = time.monotonic(), MINUTES * 60, dict[int, float]()
     while True:
         programs = start(*command, ranks=2)
         ranks = [program.pid for program in programs]
-        pids.update(ranks)
         try:
             wait_for_steps(programs, runs, steps_done(runs) + 20)
             usage.watch(ranks)
@@ -104,22 +105,25 @@ def train_under_faults(command: list[str], runs: Path, faults: Faults, usage: Us
                     program.terminate()
                 ends = [program.wait() for program in programs]
                 assert [end.returncode for end in ends] == [143, 143], ends[0].stderr[-3000:]
-                return pids
+                return ended
             faults.rank_killed(ranks)
             ends = [program.wait(_END) for program in programs]
             assert all(end.returncode for end in ends)
         finally:
             for program in programs:
                 program.kill()
+            ended.update(dict.fromkeys(ranks, time.time()))
 
 
-def sessions() -> set[int]:
-    """Return the leaders of the sessions of all processes that run."""
-    found = set()
+def left_behind(ended: dict[int, float]) -> list[str]:
+    """Return the processes that ranks have started and that run after those have ended."""
+    found = []
     for process in psutil.process_iter():
         with suppress(ProcessLookupError, psutil.Error):
-            if process.status() != psutil.STATUS_ZOMBIE:  # killed, and not collected by the system's first process
-                found.add(os.getsid(process.pid))
+            leader = os.getsid(process.pid)  # a rank leads a session; its number may since be that of another process
+            zombie = process.status() == psutil.STATUS_ZOMBIE  # not collected by the system's first process
+            if not zombie and process.create_time() <= ended.get(leader, 0):
+                found.append(" ".join(process.cmdline()))
     return found
 
 
@@ -131,18 +135,18 @@ def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     command = ["train.py", "demo", f"--data.train={manifest}", f"--run.folder={runs}", "--run.name=run"]
     faults = Faults(seed, shards, disk)
     with Usage() as usage:
-        pids = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
-    assert not pids & sessions(), "processes are left behind"
+        ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
     meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
     rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["ListBadSamples"]
-    assert counted["seen"] == rows
-    records = [json.loads(line) for line in (runs / "run" / "bad_samples.jsonl").read_text().splitlines()]
-    assert {Path(record["shard"]).name for record in records} <= faults.damaged
     slopes = usage.slopes()
-    report = {"seed": seed, "minutes": MINUTES, "starts": len(pids) // 2, "steps": meta["step"], "rows": rows}
+    report = {"seed": seed, "minutes": MINUTES, "starts": len(ended) // 2, "steps": meta["step"], "rows": rows}
     report |= {"faults": dict(faults.counts), "bad": counted, "slopes": slopes}
     print(json.dumps(report, indent=1))
     Path(os.environ.get("SOAK_REPORT", tmp_path / "soak.json")).write_text(json.dumps(report, indent=1))
+    assert counted["seen"] == rows
+    records = [json.loads(line) for line in (runs / "run" / "bad_samples.jsonl").read_text().splitlines()]
+    assert {Path(record["shard"]).name for record in records} <= faults.damaged
+    assert left_behind(ended) == []
     for slope in slopes:
         assert slope["handles"] * slope["hours"] < 3, slope
         assert slope["threads"] * slope["hours"] < 2, slope
