@@ -138,10 +138,9 @@ class GlobalOrder:
         """
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
         lane = self.batch_size // self.streams
-        wanted = np.zeros(self.batch_size, dtype=bool)
+        wanted = np.zeros((self.streams, lane), dtype=bool)  # by place in the batch
         for part in rows:
-            wanted[part] = True
-        wanted = wanted.reshape(self.streams, lane)
+            wanted.reshape(-1)[part] = True
         streams = np.flatnonzero(wanted.any(axis=1))
         length = np.minimum(np.diff(self._bounds)[streams], self.steps_per_epoch * lane)
         if np.all(length <= wanted[streams].argmax(axis=1)):
