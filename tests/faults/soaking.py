@@ -7,6 +7,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -160,7 +161,7 @@ class Faults:
         assert self._disk is not None
         filler = self._disk / "filler"
         try:
-            with filler.open("wb", buffering=0) as file:
+            with filler.open("wb", buffering=0) as file, suppress(OSError):  # full already, as the run writes too
                 free = psutil.disk_usage(str(self._disk)).free - _ROOM
                 while free > 0:
                     free -= file.write(b"\0" * min(free, 1 << 20))
