@@ -11,9 +11,9 @@ from contextlib import contextmanager
 from functools import partial
 from multiprocessing import get_context
 
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS
 from neuclip_ds.errors import UserError
 
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
@@ -24,7 +24,7 @@ def end_with_parent(parent: int) -> None:
     Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
     decides when its helpers end.
     """
-    for number in _STOP_SIGNALS:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
     _be_killed_with(parent)
 

@@ -269,9 +269,12 @@ def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> It
 
     def watch() -> None:
         arrived = options.cache.arrived if options.cache is not None else lambda: 0
+        begin = min(_POLL, options.timeout / 2)
+        if ended.wait(begin):  # nearly always: a look at all shards of the cache is not for every batch
+            return
         before = arrived()
-        for _ in range(_LONGEST):
-            if ended.wait(options.timeout):
+        for turn in range(_LONGEST):
+            if ended.wait(options.timeout - begin * (turn == 0)):
                 return
             if (now := arrived()) == before:
                 break

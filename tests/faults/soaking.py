@@ -86,7 +86,7 @@ class Usage:
 
 
 class Faults:
-    """Faults at random moments: each lasts some seconds and is then mended.
+    """Faults at random moments: each lasts some seconds and is then undone.
 
     Attributes:
         counts: how often each happened.
@@ -105,7 +105,7 @@ class Faults:
         self.damaged: set[str] = set()
 
     def one(self, ranks: list[int]) -> None:
-        """Cause one fault of any kind, and mend it."""
+        """Cause one fault of any kind, and undo it."""
         kinds: list[Callable[[list[int]], None]] = [
             self.loader_killed,
             self.loader_hangs,

@@ -81,7 +81,7 @@ def test_each_file_of_a_checkpoint(
         with pytest.raises(UserError, match=rf"No checkpoint in .* can be read, of the oldest: .*{name} "):
             keeper(folder).newest()
         shutil.rmtree(folder)
-    assert not silent, "loaded without a word, or without the file's name"
+    assert not silent, "loaded without a message, or without the file's name"
 
 
 def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Strangers at the ports of a run: they may read and write all that they reach, and the run goes on to its end."""
+"""Strangers at the ports of a run: they may read and write all that they reach, and the run continues to its end."""
 
 from __future__ import annotations
 
