@@ -13,7 +13,7 @@ from neuclip_ds.objectives import METHODS
 PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
 # lowest first; packages of one layer do not know each other
 LAYERS: list[set[str]] = [
-    {"redaction"},
+    {"redaction", "checksum"},
     {"errors"},
     {"section", "distributed"},
     {"state", "data", "documents"},

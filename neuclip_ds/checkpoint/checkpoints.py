@@ -38,11 +38,11 @@ from neuclip_ds.checkpoint.integrity import (
     verify,
 )
 from neuclip_ds.checkpoint.writing import SaveFailed, explain_failure, sync_folders, write_files
+from neuclip_ds.checksum import Checksum
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.state.checksum import Checksum
 from neuclip_ds.state.partition import load_rows, row_files
 from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile
 

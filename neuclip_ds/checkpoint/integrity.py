@@ -13,8 +13,8 @@ from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from neuclip_ds.checksum import Checksum, checksum_of
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.checksum import Checksum, checksum_of
 
 log = logging.getLogger(__name__)
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from neuclip_ds.checkpoint.integrity import DamagedCheckpoint, verify_file
+from neuclip_ds.checksum import Checksum
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.checksum import Checksum
 from neuclip_ds.state.tensor_file import StateFile
 
 

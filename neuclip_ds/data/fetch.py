@@ -17,7 +17,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-from neuclip_ds.data.checksum import crc32_of
+from neuclip_ds.checksum import checksum_of
 from neuclip_ds.data.download import URL, describe_error
 
 _PIPE = "pipe:"
@@ -107,7 +107,7 @@ def _attempt(url: str, target: Path, expected_bytes: int | None, expected_crc32:
         size = part.stat().st_size
         if expected_bytes is not None and size != expected_bytes:
             raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
-        if expected_crc32 is not None and crc32_of(part) != expected_crc32:
+        if expected_crc32 is not None and checksum_of(part).crc32 != expected_crc32:
             raise _Failure("what arrived differs from the checksum in the manifest")
         part.replace(target)
     finally:

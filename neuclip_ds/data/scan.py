@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from neuclip_ds.checksum import checksum_of
 from neuclip_ds.data.captions import Captions
-from neuclip_ds.data.checksum import crc32_of
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.fetch import fetch
 from neuclip_ds.data.manifest import Shard
@@ -92,7 +92,7 @@ def local_copy(path: str) -> Iterator[Path]:
 
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    crc32 = crc32_of(file) if options.checksum else None
+    crc32 = checksum_of(file).crc32 if options.checksum else None
     selection = None
     with file.open("rb") as opened:
         index = read_index(opened.fileno())

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.state.checksum import Checksum, ChecksumWriter
+from neuclip_ds.checksum import Checksum, ChecksumWriter
 
 CHUNK_BYTES = 64 << 20
 _DTYPES = {
