@@ -130,10 +130,10 @@ def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> N
 
 def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[BadRow]:
     captions = Captions(options.captions)
-    keys = table.keys.split("\0")
+    keys = table.split_keys()
     for row in range(table.n):
         if reason := _reason(fd, table, row, captions):
-            yield BadRow(row, keys[row], reason)
+            yield BadRow(row, keys[row].decode("utf-8", "surrogateescape"), reason)
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
