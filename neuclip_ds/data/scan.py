@@ -40,6 +40,7 @@ class ScanOptions(NamedTuple):
     verify: bool = False  # whether to decode every image and read every caption
     uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
     uid_key: str = "uid"  # key of the uid in a sample's JSON
+    side_files: bool = False  # whether to take counts from img2dataset's side files, and read no tar
 
 
 class BadRow(NamedTuple):
