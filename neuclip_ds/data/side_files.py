@@ -97,10 +97,11 @@ def count_shards(shards: Sequence[ListedShard]) -> list[Scan | UserError]:
 
 def _store(folder: str) -> Any:
     """Return the fsspec file system of a folder."""
-    options = {}
-    if folder.startswith("s3://"):  # botocore makes 10 at a time by default
+    options: dict[str, Any] = {}
+    if folder.startswith("s3://"):
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
-        options["config_kwargs"] = {"max_pool_connections": _REQUESTS, **configured}
+        options["config_kwargs"] = {"max_pool_connections": _REQUESTS, **configured}  # botocore's default is 10
+        options["max_concurrency"] = 1  # of parts of a file; with more, its size is requested first
     try:
         return fsspec.core.url_to_fs(folder or "/", **options)[0]
     except (ValueError, ImportError) as error:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from servers import files_server
 from small_runs import ROOT, call, environment
 from tars import write_pairs
 
@@ -58,6 +59,25 @@ def test_mpi_ranks(folder, tmp_path, ranks):
     assert again.returncode != 0
     assert again.stderr.count("error: ") == 1
     assert "--update" in again.stderr
+
+
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_from_side_files(folder, tmp_path, ranks):
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+    launcher = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)) if ranks else ()
+    with files_server() as server:
+        for path, n in zip(sorted(folder.glob("*.tar")), [3, 2, 4, 1, 5], strict=True):
+            server.files[path.name] = path.read_bytes()
+            server.files[f"{path.stem}_stats.json"] = b'{"successes": %d}' % n
+        del server.files["00002_stats.json"]
+        options = ("--from-side-files", *(("--processes=2",) if not ranks else ()))
+        source = server.url("{00000..00004}.tar")
+        done = run(str(tmp_path / "m"), source, *options, "--skip-unreadable", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "11 samples" in done.stdout
+    assert "1 shards cannot be used and are omitted" in done.stderr
+    assert not [name for name in server.gets if name.endswith(".tar")]
+    assert load_manifest(tmp_path / "m").sizes.tolist() == [3, 2, 1, 5]
 
 
 def known(work: Path) -> int:

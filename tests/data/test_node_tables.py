@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from functools import partial
@@ -145,6 +146,18 @@ def test_where_no_file_can_be_written_tables_are_private(tmp_path: Path, caplog:
     tables = NodeTables(tmp_path / "file")
     assert all(same(tables.get(name, 1, lambda: table_of(9)), table_of(9)) for name in "ab")
     assert caplog.text.count("cannot be shared") == 1
+
+
+def test_an_unsafe_folder_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / f"neuclip_ds_shards-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    reader = TarReader(build_manifest(resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2]))), 1))
+    assert [reader.read(index).texts["txt"] for index in range(4)] == [f"caption {i}".encode() for i in range(4)]
+    assert caplog.text.count("are not shared between processes") == 1
+    assert not any((tmp_path / "elsewhere").iterdir())
 
 
 def cached(folder: Path, tar: Path, **changes: object) -> tuple[Manifest, ShardCache]:
