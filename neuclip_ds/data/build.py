@@ -10,8 +10,8 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Executor, Future, as_completed
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
@@ -19,26 +19,23 @@ from typing import NamedTuple
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.disk import explain_disk
-from neuclip_ds.data.journal import RESUME, Entry, TablePlace, append, read_journal
+from neuclip_ds.data.journal import RESUME, TablePlace
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.repeats import check_distinct
+from neuclip_ds.data.resumable_scan import Failure, OnProgress, ResumableScan
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
 from neuclip_ds.data.scan import Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
-from neuclip_ds.data.side_files import ListedShard, count_shards, list_shards
+from neuclip_ds.data.side_files import list_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
 from neuclip_ds.redaction import redact
 
 log = logging.getLogger(__name__)
 
-OnProgress = Callable[[int, int], None]  # (shards done, total shards)
-
 _MAX_PART = 64  # shards in a part of the sample tables
 _MIN_PARTS = 64  # so that many workers can write them
-_COUNTED_SHARDS = 512  # shards that a worker counts by their side files at once
 _WORK = ".building"
-_OPTIONS = "options.json"
 _BAD = "bad_samples.jsonl"
 _UNREADABLE = "unreadable_shards.jsonl"
 
@@ -201,9 +198,8 @@ def write_manifest(
     listed = list_shards(paths) if options.side_files else {}
     changes = find_changes(existing, paths, {path: shard.bytes for path, shard in listed.items()})
     first = existing.n_shards if existing else 0
-    work = _open_journal(folder, options, samples)
-    failures = _scan_missing(work, changes.new, listed, options, samples, executor, on_progress)
-    found = list(_entries(work, changes.new).values())
+    work = folder / _WORK
+    found, failures = ResumableScan(work, options, samples).run(changes.new, listed, executor, on_progress)
     if failures and not (skip_unreadable and (found or existing)):
         raise UserError(
             f"{len(failures)} of {len(changes.new)} shards cannot be used. The first: {failures[0].reason} Fix them or "
@@ -240,87 +236,6 @@ def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
     return existing
 
 
-def _open_journal(folder: Path, options: ScanOptions, samples: bool) -> Path:
-    """Return the folder of the journal; that of an interrupted build with the same options is kept."""
-    work = folder / _WORK
-    text = json.dumps({"options": options._asdict(), "samples": samples})
-    with explain_disk(folder, "name another folder"):
-        if not (work / _OPTIONS).is_file() or (work / _OPTIONS).read_bytes() != text.encode():
-            shutil.rmtree(work, ignore_errors=True)
-            folder.mkdir(parents=True, exist_ok=True)
-            work.mkdir(mode=0o700)  # URLs may hold secrets
-            with atomic_write(work / _OPTIONS) as temporary:
-                temporary.write_text(text)
-    return work
-
-
-def _entries(work: Path, sizes: Mapping[str, int | None]) -> dict[str, Entry]:
-    """Return the journal's entries for shards of these paths and sizes, in their order."""
-    journal = read_journal(work)
-    return {
-        path: journal[path]
-        for path, size in sizes.items()
-        if path in journal and size in (None, journal[path].scan.shard.bytes)
-    }
-
-
-class _Failure(NamedTuple):
-    """A shard that cannot be used."""
-
-    shard: str
-    reason: str
-
-
-def _scan_missing(
-    work: Path,
-    sizes: Mapping[str, int | None],
-    listed: Mapping[str, ListedShard],
-    options: ScanOptions,
-    samples: bool,
-    executor: Executor,
-    on_progress: OnProgress,
-) -> list[_Failure]:
-    """Scan the shards that the journal lacks, and return those that cannot be used, in their order."""
-    known = _entries(work, sizes)
-    missing = [path for path in sizes if path not in known]
-    done = len(sizes) - len(missing)
-    on_progress(done, len(sizes))
-    pending: dict[Future[list[_Failure]], int] = {}
-    if listed:
-        for start in range(0, len(missing), _COUNTED_SHARDS):
-            shards = [listed[path] for path in missing[start : start + _COUNTED_SHARDS]]
-            pending[executor.submit(_count_into_journal, work, shards)] = len(shards)
-    else:
-        for path in missing:
-            pending[executor.submit(_scan_into_journal, work, path, options, samples)] = 1
-    failures: list[_Failure] = []
-    try:
-        for future in as_completed(pending):
-            failures += future.result()
-            done += pending[future]
-            on_progress(done, len(sizes))
-    finally:  # after Ctrl-C or a worker's error, do not wait for shards that have not started
-        for future in pending:
-            future.cancel()
-    position = {path: number for number, path in enumerate(missing)}
-    return sorted(failures, key=lambda failure: position[failure.shard])
-
-
-def _scan_into_journal(work: Path, path: str, options: ScanOptions, samples: bool) -> list[_Failure]:
-    try:
-        scan, table = scan_shard(path, options)
-    except UserError as error:
-        return [_Failure(path, str(error))]
-    append(work, [(scan, table if samples else None)])
-    return []
-
-
-def _count_into_journal(work: Path, shards: Sequence[ListedShard]) -> list[_Failure]:
-    counted = list(zip(shards, count_shards(shards), strict=True))
-    append(work, [(scan, None) for _, scan in counted if isinstance(scan, Scan)])
-    return [_Failure(shard.path, str(error)) for shard, error in counted if isinstance(error, UserError)]
-
-
 def _write_parts(folder: Path, first: int, tables: Sequence[TablePlace], executor: Executor) -> None:
     """Write the sample tables of shards `first` and later, in place of those that an interrupted build has written."""
     with explain_disk(folder, RESUME):
@@ -343,7 +258,7 @@ def _write_part(path: Path, tables: Sequence[TablePlace]) -> None:
         write_part(temporary, (table.read() for table in tables))
 
 
-def _write_unreadable(path: Path, failures: Sequence[_Failure]) -> None:
+def _write_unreadable(path: Path, failures: Sequence[Failure]) -> None:
     """List the shards that are omitted, and log their number."""
     path.unlink(missing_ok=True)  # of an earlier update
     if failures:

@@ -224,6 +224,19 @@ def test_unreadable_shards_may_be_omitted_and_come_back(folder, tmp_path, caplog
     assert not (target / "unreadable_shards.jsonl").exists()
 
 
+def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
+    class Grows(Here):
+        def submit(self, fn, /, *args, **kwargs):
+            if args[1].endswith("00001.tar"):
+                with Path(args[1]).open("ab") as file:
+                    file.write(bytes(512))
+            return super().submit(fn, *args, **kwargs)
+
+    with pytest.raises(UserError, match=r"00001.tar has changed while it was scanned; run the same command again"):
+        write_manifest(tmp_path / "m", paths_of(folder), Grows())
+    assert write_manifest(tmp_path / "m", paths_of(folder), Here(0)).n == 9
+
+
 def test_a_build_of_nothing_but_unreadable_shards_fails(folder, tmp_path):
     unreadable(folder / "00001.tar")
     with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
