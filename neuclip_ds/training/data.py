@@ -20,7 +20,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.training.data_order import SavedOrder, open_order
+from neuclip_ds.training.data_order import SavedOrder, needs_cache, open_order
 from neuclip_ds.training.tokenizer import place_tokenizer
 
 CACHE = Path(".cache")
@@ -132,7 +132,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
     """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
     cache = None
-    if not all(is_local(shard.path) for shard in manifest.shards):
+    if needs_cache(manifest):
         folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
         cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
