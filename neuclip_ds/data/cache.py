@@ -6,6 +6,7 @@ The total size is limited. The folder holds
     locks/HASH           locked by the process that fetches the shard; holds the error of a failed fetch
     reserved/HASH-NAME   sparse files of the size of the shards being fetched, which reserve space
     lock                 locked during eviction
+    tables/              sample tables of the shards (neuclip_ds/data/node_tables.py)
 
 Locks are the kernel's (flock), so a killed process frees its locks. Its partial files are removed by the next process
 that needs the shard or the space. Links are never followed, as a folder may be one that others write to.
@@ -25,6 +26,7 @@ from pathlib import Path
 from typing import IO
 
 from neuclip_ds.data.fetch import fetch
+from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.errors import UserError
 
 _GB = 1e9
@@ -65,6 +67,9 @@ class ShardCache:
         capacity_bytes: limit of the total size, shards being fetched included.
         timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
 
+    Attributes:
+        tables: sample tables of the shards; their size comes on top of `capacity_bytes`.
+
     Raises:
         UserError: the folder cannot be created, or its disk is smaller than the capacity.
 
@@ -75,6 +80,7 @@ class ShardCache:
 
     def __init__(self, folder: Path, capacity_bytes: int, timeout: float = 60, retries: int = 4) -> None:
         self.capacity_bytes = capacity_bytes
+        self.tables = NodeTables(folder / "tables")
         self._folder, self._timeout, self._retries = folder, timeout, retries
         try:
             for name in ("shards", "locks", "reserved"):
@@ -151,6 +157,7 @@ class ShardCache:
         """Reserve space and fetch the shard; the caller holds the shard's lock."""
         shard = self._shard(url)
         self._clear(shard.name)
+        self.tables.discard(url)
         reservation = self._reserve(shard.name, expected_bytes)
         try:
             fetch(
