@@ -6,12 +6,15 @@ because all ranks know the values and each stores its local rows. Shapes never d
 nothing synchronises with the device.
 """
 
+import os
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.errors import UserError
+from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -42,13 +45,23 @@ class SampleStore:
         shape = (self.partition.size + 1, len(fields))  # the extra last row absorbs writes to rows of other ranks
         device = torch.device(communicator.device)
         size = shape[0] * shape[1] * dtype.itemsize
-        if device.type == "cpu" or size <= max_device_bytes:
-            self._rows = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            self._table = random_access_table(*shape, dtype)
+        elif size <= max_device_bytes:
+            self._table = torch.empty(shape, dtype=dtype, device=device)
         else:
-            self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
+            self._table = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self._process = os.getpid()
         for column, initial in enumerate(fields.values()):
-            self._rows[:, column] = initial
+            self._table[:, column] = initial
         self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
+
+    @property
+    def _rows(self) -> Tensor:
+        """The table; raise `UserError` in a forked process, which does not have its memory."""
+        if os.getpid() != self._process:
+            raise UserError("The statistics of a loss are used in a forked process: create the loss where you train.")
+        return self._table
 
     def begin_read(self, index: Tensor) -> Pending:
         """Start reading the fields of this rank's samples of the batch.
