@@ -9,6 +9,7 @@ nothing synchronises with the device.
 import os
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -118,12 +119,16 @@ class SampleStore:
 
 def _last_of_each(rows: Tensor) -> Tensor:
     """Return (B,) for each row number the last place at which it occurs, without a synchronisation with the host."""
-    ordered, order = rows.sort(stable=True)
     places = torch.arange(len(rows), device=rows.device)
+    bits = len(rows).bit_length()
+    keys = (rows << bits) + places  # in the order of row numbers, then of places
+    # numpy sorts on the CPU ten times as fast as torch
+    keys = torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else keys.sort().values
+    ordered, order = keys >> bits, keys & ((1 << bits) - 1)
     ends = torch.ones_like(ordered, dtype=torch.bool)
     ends[:-1] = ordered[1:] != ordered[:-1]
     last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # of each run in sorted order
-    return torch.empty_like(order).scatter_(0, order, order[last])
+    return torch.empty_like(order).scatter_(0, order, order.index_select(0, last))
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:
