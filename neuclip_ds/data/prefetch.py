@@ -20,7 +20,6 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import GlobalOrder, ShardRequest
-from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -40,7 +39,7 @@ class Prefetcher:
     Args:
         cache: the node's cache.
         order: order of the training batches.
-        shards: those of the manifest; local ones are skipped.
+        shards: those of the manifest; those that the cache does not serve are skipped.
         epoch, step: where training starts.
         rows: the node's rows of the global batch, those of its ranks.
         total_steps: step at which training ends, counted since step 0 of epoch 0.
@@ -161,7 +160,7 @@ class _Window:
 
     def _is_cached(self, shard: Shard) -> bool:
         """Whether a shard needs no fetch; counts as a use."""
-        return is_local(shard.path) or self._cache.touch(shard.path, shard.bytes)
+        return not self._cache.serves(shard.path) or self._cache.touch(shard.path, shard.bytes)
 
     def _fetch(self, request: ShardRequest) -> None:
         """Fetch a shard, in a thread of the pool."""
