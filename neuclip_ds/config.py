@@ -102,6 +102,9 @@ class DataConfig(Section):
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
     """Size limit of that folder, in GB. Each node keeps the shards there that it reads from at a time."""
+    cache_local: bool = False
+    """Also copy shards that are files to that folder, each in one sequential read: for Lustre, GPFS, NFS and other file
+    systems that nodes share."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
     shard_streams: int | None = Field(None, ge=1)

@@ -27,6 +27,7 @@ from typing import IO
 
 from neuclip_ds.data.fetch import fetch
 from neuclip_ds.data.node_tables import NodeTables
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
 _GB = 1e9
@@ -66,6 +67,7 @@ class ShardCache:
             trusted with the data.
         capacity_bytes: limit of the total size, shards being fetched included.
         timeout, retries: of a transfer, as in `fetch`. Waits for other processes last 10 times as long.
+        copies_files: whether it also serves shards that are files, for readers of a file system that nodes share.
 
     Attributes:
         tables: sample tables of the shards; their size comes on top of `capacity_bytes`.
@@ -78,8 +80,10 @@ class ShardCache:
         path = cache.path("s3://bucket/00000.tar", expected_bytes=461_291_520)
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, timeout: float = 60, retries: int = 4) -> None:
-        self.capacity_bytes = capacity_bytes
+    def __init__(
+        self, folder: Path, capacity_bytes: int, timeout: float = 60, retries: int = 4, copies_files: bool = False
+    ) -> None:
+        self.capacity_bytes, self._copies_files = capacity_bytes, copies_files
         self.tables = NodeTables(folder / "tables")
         self._folder, self._timeout, self._retries = folder, timeout, retries
         try:
@@ -97,6 +101,10 @@ class ShardCache:
                 f"data.cache_gb={capacity_bytes / _GB:g} is more than the disk of {folder} holds "
                 f"({disk / _GB:.1f} GB); lower it or set another data.cache_dir."
             )
+
+    def serves(self, url: str) -> bool:
+        """Return whether a shard is read from here rather than in place."""
+        return self._copies_files or not is_local(url)
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
         """Return the path of the shard's local copy, fetched now if absent; counts as a use.

@@ -46,7 +46,7 @@ class LoaderOptions(NamedTuple):
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # of remote shards
+    cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
 
 

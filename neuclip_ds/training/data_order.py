@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import WINDOWS, DataSize, Interleave, choose_interleave, first_interleave
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -43,7 +43,7 @@ def open_order(config: Config, manifest: Manifest, nodes: int = 1, saved: SavedO
     data = config.data
     in_use = bytes_in_use(manifest)
     size = DataSize(manifest.n_used, int(np.count_nonzero(in_use)), int(in_use.sum()))
-    cache = data.cache_gb * 1e9 if needs_cache(manifest) else None
+    cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
     if saved is None:
         interleave = choose_interleave(
             size, data.batch_size, nodes=nodes, cache_bytes=cache, streams=data.shard_streams, block=data.shuffle_block
@@ -79,9 +79,9 @@ def bytes_in_use(manifest: Manifest) -> NDArray[np.int64]:
     return np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in manifest.shards], dtype=np.int64)
 
 
-def needs_cache(manifest: Manifest) -> bool:
+def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
     """Return whether a node keeps copies of shards."""
-    return not all(is_local(shard.path) for shard in manifest.shards)
+    return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
 
 
 def _check_cache(
