@@ -146,7 +146,9 @@ class TarReader:
             return self._shared(path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._files.get(shard))
         source: tuple[object, ...] = (status.st_size, status.st_ino)
-        if _cache_for(path, self._cache) is None:  # a copy's times are those of its uses, and its tables are discarded when it is fetched
+        if (
+            _cache_for(path, self._cache) is None
+        ):  # a copy's times are those of its uses, and its tables are discarded when it is fetched
             source += (status.st_mtime_ns, status.st_ctime_ns)
         table = self._shared(path, source, partial(self._walk, shard))
         self._check_layout(shard, table)
