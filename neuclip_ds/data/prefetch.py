@@ -27,7 +27,6 @@ log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
 _AHEAD = 0.5  # share of the cache for shards of later batches
-_TRANSFERS = 4  # shards fetched at the same time
 
 
 class Prefetcher:
@@ -113,7 +112,7 @@ class _Window:
         self._next = next(requests, None)
         self._inside: deque[ShardRequest] = deque()
         self._reached = 0
-        self._pool = ThreadPoolExecutor(_TRANSFERS)
+        self._pool = ThreadPoolExecutor(cache.transfers)
         self._warned = False
 
     def move(self, reached: int, end: int) -> None:
@@ -169,6 +168,6 @@ class _Window:
         if request.last < self._reached or self._is_cached(shard):
             return
         try:
-            self._cache.path(shard.path, shard.bytes, shard.crc32)
+            self._cache.path(shard.path, shard.bytes, shard.crc32, due=False)
         except (OSError, UserError) as error:
             log.warning("cannot prefetch a shard: %s", error)

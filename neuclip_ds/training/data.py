@@ -149,7 +149,14 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
     if not all(is_local(shard.path) for shard in manifest.shards):
         folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
-        cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
+        cache = ShardCache(
+            folder,
+            int(data.cache_gb * 1e9),
+            timeout=data.timeout / 10,
+            min_rate=data.min_rate * 1e6,
+            transfers=data.transfers,
+            max_outage=data.max_outage,
+        )
     return LoaderOptions(
         data.workers,
         data.prefetch,
