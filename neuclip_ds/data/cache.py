@@ -134,8 +134,7 @@ class ShardCache:
                 f"Shard {url} has {expected_bytes / _GB:.2f} GB and does not fit into the cache; "
                 f"raise data.cache_gb={self.capacity_bytes / _GB:g}."
             )
-        place, began = self._folder / "locks" / _hash(url), time.time()
-        policy = NodePolicy(self._storage, due, wanted=lambda: place.stat().st_mtime > began)
+        policy, place = NodePolicy(self._storage, due), self._folder / "locks" / _hash(url)
         try:
             with self._locked(place, f"another process that fetches {url}", policy) as lock:
                 if not self.touch(url, expected_bytes):  # else another process has fetched it meanwhile
@@ -164,7 +163,10 @@ class ShardCache:
 
     def waits_for_storage(self) -> bool:
         """Whether this node waits for the storage, which is then the reason why no shard arrives."""
-        return self._storage.read().outage is not None
+        try:
+            return self._storage.read().outage is not None
+        except OSError:  # the folder is gone, which those find that use it
+            return False
 
     def touch(self, url: str, expected_bytes: int) -> bool:
         """Mark the shard as used and return True, or return False if no copy of the expected size is cached."""
@@ -189,6 +191,9 @@ class ShardCache:
             if abs(time.time() - os.fstat(lock.fileno()).st_mtime) < _RETRY_AFTER:
                 raise FetchError(last["error"], FailureKind(last["kind"]))  # again, as all its samples ask for it
             policy.failing_since = last["since"]
+            lock.truncate(0)
+        touched = os.fstat(lock.fileno()).st_mtime_ns  # again by a batch that waits for the shard
+        policy.wanted = lambda: os.fstat(lock.fileno()).st_mtime_ns != touched
         shard = self._shard(request.url)
         self._clear(shard.name)
         reservation = self._reserve(shard.name, request.bytes, policy)

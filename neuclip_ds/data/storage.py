@@ -154,20 +154,21 @@ class NodePolicy(FetchPolicy):
     Args:
         storage: of the node.
         due: whether a batch waits for the shard. If not, there is no limit to waiting.
+
+    Attributes:
+        failing_since: Unix time of the shard's first failure, also in earlier fetches; 0 if there was none since the
+            last success.
         wanted: whether a batch has begun to wait for the shard meanwhile, which then takes its turn as one that is due.
-        failing_since: Unix time of the shard's first failure in earlier fetches, 0 if the last one was successful.
     """
 
-    def __init__(
-        self, storage: Storage, due: bool, wanted: Callable[[], bool] = lambda: False, failing_since: float = 0.0
-    ) -> None:
-        self.failing_since, self.due = failing_since, due
-        self._storage, self._wanted = storage, wanted
-        self._since, self._alone = time.time(), 0
+    def __init__(self, storage: Storage, due: bool) -> None:
+        self.due, self.failing_since = due, 0.0
+        self.wanted: Callable[[], bool] = lambda: False
+        self._storage, self._since, self._alone = storage, time.time(), 0
 
     @property
     def _role(self) -> str:
-        return "due" if self.due or self._wanted() else "ahead"
+        return "due" if self.due or self.wanted() else "ahead"
 
     @contextmanager
     def turn(self) -> Iterator[None]:
@@ -243,6 +244,8 @@ class NodePolicy(FetchPolicy):
                 return "wait"
             state.limit = max(1.0, state.limit / 2) if kind is FailureKind.THROTTLED else 1.0
             state.lowered = now
+            if state.outage is None:
+                state.told = {}
             outage = state.outage or Outage(kind, "", now, now)
             attempts = outage.attempts + 1
             until = now + backoff_of(request.url, attempts, request.backoff)
@@ -261,8 +264,8 @@ class NodePolicy(FetchPolicy):
 
     def _tell(self, role: str, outage: Outage, now: float) -> None:
         with self._storage.update() as state:
-            if now - state.told.get(role, 0) <= _REMIND:
-                return  # another process has
+            if state.outage is None or now - state.told.get(role, 0) <= _REMIND:
+                return  # it is over, or another process has told
             state.told[role] = now
         what = "training waits for shards" if role == "due" else "shards cannot be fetched ahead"
         log.warning("%s: %s; next attempt in %.0f s", what, outage.describe(), max(outage.until - now, 0))
