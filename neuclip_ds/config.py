@@ -101,7 +101,7 @@ class DataConfig(Section):
     """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of that folder, in GB. Allow room for two shuffle blocks per shard stream on the node."""
+    """Size limit of that folder, in GB. Each node keeps the shards there that it reads from at a time."""
     transfers: int = Field(8, ge=1, le=1024)
     """Remote shards that a node fetches ahead at a time, and as many that a batch waits for. Fewer while the storage
     throttles or fails."""
@@ -113,10 +113,11 @@ class DataConfig(Section):
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
     shard_streams: int | None = Field(None, ge=1)
-    """Shard streams that each batch is interleaved from; must divide the batch. By default the largest divisor that is
-    not above the number of shards."""
-    shuffle_block: int = Field(80_000, ge=1)
-    """Samples that are shuffled together within a shard stream."""
+    """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one for each of
+    more nodes."""
+    shuffle_block: int | None = Field(None, ge=1)
+    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, fewer if
+    the shards of so many exceed `cache_gb`."""
     last_batch: Literal["pad", "drop"] = "pad"
     """Last batch of an epoch: `pad` sees every sample exactly once and leaves rows empty, `drop` skips the rest."""
     reader: Literal["tar", "webdataset"] = "tar"

@@ -224,10 +224,9 @@ class Checkpoints:
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
-        earlier = meta["format"] < FORMAT  # kept fewer facts
         for key, wanted in fingerprint.items():
-            found = meta["facts"].get(key)
-            if found != wanted and not (earlier and key not in meta["facts"]):
+            found = meta["facts"].get(key)  # earlier versions kept fewer facts, or none of what was chosen
+            if found not in (wanted, None):
                 raise UserError(
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."

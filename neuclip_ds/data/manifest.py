@@ -80,7 +80,18 @@ class Manifest:
     @cached_property
     def sizes(self) -> NDArray[np.int64]:
         """Number of samples in use in each shard, (n_shards,): 0 for removed shards."""
-        return np.array([0 if shard.removed else shard.n for shard in self.shards], dtype=np.int64)
+        return self.sizes_without(self.removed)
+
+    @cached_property
+    def removed(self) -> tuple[int, ...]:
+        """Numbers of the shards that are not in use."""
+        return tuple(number for number, shard in enumerate(self.shards) if shard.removed)
+
+    def sizes_without(self, removed: Sequence[int]) -> NDArray[np.int64]:
+        """Return the number of samples in each shard, (n_shards,), 0 for those removed."""
+        sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
+        sizes[list(removed)] = 0
+        return sizes
 
     @property
     def n_used(self) -> int:
@@ -98,10 +109,9 @@ class Manifest:
         """Identity of the data set: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
 
-    @cached_property
-    def use_hash(self) -> str:
-        """Hash (16 hex digits) of which shards are in use: with the content hash, the identity of the sample order."""
-        return hashlib.sha256(self.sizes.tobytes()).hexdigest()[:16]
+    def use_hash_of(self, count: int, removed: Sequence[int]) -> str:
+        """Return a hash (16 hex digits) of which of the first shards are in use, as earlier checkpoints have it."""
+        return hashlib.sha256(self.sizes_without(removed)[:count].tobytes()).hexdigest()[:16]
 
     def hash_of_first(self, count: int) -> str:
         """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.

@@ -1,24 +1,29 @@
 """The order of samples: a pure function of (manifest, seed, epoch, step), independent of ranks and workers.
 
 In each epoch the shards are permuted and concatenated, which gives every sample a position 0 ... n - 1. The positions
-are split into S shard streams of n/S (sizes differ by one at most); within a stream, blocks of `shuffle_block`
-positions are shuffled. A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built: the
-shuffle of a block is a keyed permutation evaluated on demand, so that resuming anywhere is cheap.
+are split into S shard streams of n/S (sizes differ by one at most); within a stream, blocks of positions are shuffled.
+A batch of B takes the next B/S positions of every stream. Nothing of size n is ever built: the shuffle of a block is a
+keyed permutation evaluated on demand, so that resuming anywhere is cheap.
+
+The streams begin their blocks in different steps: their first blocks have different lengths. A node thus needs new
+shards for one stream at a time, not for all at once.
 """
 
 from collections.abc import Iterator, Sequence
-from typing import Literal, NamedTuple
+from heapq import heapify, heappop, heappush
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from neuclip_ds.data.hashing import hash64, mix64
+from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
-_MAX_STREAMS = 1024
 _ROUNDS = 6
 _EXACT_POSITIONS = 1024  # positions of a block and stream for which `shards_ahead` is exact
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
+_GOLDEN = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbours evenly
 
 
 class _Layout(NamedTuple):
@@ -46,13 +51,12 @@ class GlobalOrder:
         shard_sizes: (n_shards,) samples in each shard.
         batch_size: global batch size B.
         seed: non-negative seed of all permutations.
-        streams: number S of shard streams, a divisor of B; by default the largest <= min(n_shards, 1024).
-        shuffle_block: positions that are shuffled together within a stream.
+        interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
         tail: `pad` takes every sample exactly once per epoch and fills the last batch with -1; `drop` omits n mod B
             samples, different ones in every epoch.
 
     Raises:
-        UserError: fewer than 2 samples, less than a batch under `drop`, or streams that do not divide the batch.
+        UserError: fewer than 2 samples, or less than a batch under `drop`.
 
     Example:
         order = GlobalOrder(manifest.starts, manifest.sizes, batch_size=4096, seed=0)
@@ -65,32 +69,44 @@ class GlobalOrder:
         shard_sizes: ArrayLike,
         batch_size: int,
         seed: int = 0,
+        interleave: Interleave | None = None,
         *,
-        streams: int | None = None,
-        shuffle_block: int = 80_000,
         tail: Literal["pad", "drop"] = "pad",
     ) -> None:
         self.batch_size, self.seed, self.tail = batch_size, seed, tail
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
-        self._check(streams)
-        self.streams = streams or _largest_divisor(batch_size, min(len(self._sizes), _MAX_STREAMS))
-        self._bounds = self.n * np.arange(self.streams + 1) // self.streams  # (S + 1,) boundaries of the streams
-        self._block = shuffle_block
+        self._check()
+        self.interleave = interleave or choose_interleave(DataSize(self.n, len(self._sizes), 0), batch_size)
+        streams, block = self.interleave.streams, self.interleave.block
+        self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
+        self._lane = batch_size // streams  # positions of a stream in a batch
+        self._phases = np.zeros(streams, dtype=np.int64)  # (S,) what each stream's first block lacks
+        if self.interleave.staggered and block < self.n // streams:
+            parts = (np.arange(streams, dtype=np.uint64) * _GOLDEN) % np.uint64(1 << 32)  # of 2^32
+            self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
+        self._gone = np.zeros(len(self._sizes), dtype=bool)
         self._layout: _Layout | None = None
 
-    def _check(self, streams: int | None) -> None:
+    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "GlobalOrder":
+        """Return the order of only the first shards of this one's, with other sizes (0 for shards not in use).
+
+        The rows of samples in the shards `gone` are empty: they have been removed since their epoch began.
+        """
+        found = GlobalOrder(
+            self._starts[: len(sizes)], sizes, self.batch_size, self.seed, self.interleave, tail=self.tail
+        )
+        found._gone[[number for number in gone if number < len(sizes)]] = True
+        return found
+
+    def _check(self) -> None:
         if self.n < 2:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
         if self.tail == "drop" and self.n < self.batch_size:
             raise UserError(
                 f"data.last_batch=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
                 "lower it or set data.last_batch=pad."
-            )
-        if streams is not None and (streams < 1 or self.batch_size % streams):
-            raise UserError(
-                f"data.shard_streams={streams} does not divide data.batch_size={self.batch_size}; choose a divisor."
             )
 
     @property
@@ -101,8 +117,8 @@ class GlobalOrder:
     @property
     def last_batch_size(self) -> int:
         """Number of samples in an epoch's last batch, which may have empty rows under `pad`."""
-        before = (self.steps_per_epoch - 1) * (self.batch_size // self.streams)  # positions of a stream
-        return int(np.clip(np.diff(self._bounds) - before, 0, self.batch_size // self.streams).sum())
+        before = (self.steps_per_epoch - 1) * self._lane  # positions of a stream
+        return int(np.clip(np.diff(self._bounds) - before, 0, self._lane).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of a step's rows, by default all B, -1 where a stream has ended.
@@ -111,84 +127,102 @@ class GlobalOrder:
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        lane = self.batch_size // self.streams
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], lane)  # all arrays (b,) from here on
-        length = np.diff(self._bounds)[stream]
-        within = step * lane + place  # position within the stream
-        present = within < length
-        block_number = within // self._block
-        block_start = block_number * self._block
-        block_size = np.clip(length - block_start, 1, self._block)
-        offset = np.where(present, within - block_start, 0)
-        key = hash64(self.seed, _SAMPLES, epoch, stream, block_number)
-        position = self._bounds[stream] + block_start + permute(offset, block_size, key)
+        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # all arrays (b,) from here on
+        within = step * self._lane + place  # position within the stream
+        present = within < np.diff(self._bounds)[stream]
+        number = (within + self._phases[stream]) // self.interleave.block
+        start, end = self._block(stream, number)
+        offset = np.where(present, within - start, 0)
+        key = hash64(self.seed, _SAMPLES, epoch, stream, number)
+        position = self._bounds[stream] + start + permute(offset, np.maximum(end - start, 1), key)
         # Absent rows are computed like the others, possibly at a position beyond the end, and masked here.
-        return np.where(present, self._index_at(epoch, np.minimum(position, self.n - 1)), -1)
+        layout, position = self._layout_of(epoch), np.minimum(position, self.n - 1)
+        slot = self._slot_of(layout, position)
+        index = layout.indices[slot] + position - layout.positions[slot]
+        return np.where(present & ~self._gone[layout.shards[slot]], index, -1)
 
     def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
         """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
 
-        Shards come in order of first use, once per block of the shuffle (all streams reach their next block in the
-        same step), so a shard comes again when a later block uses it. No shard is missing or late. For blocks of more
-        than 1024 positions `first` may be early and a shard may not be used at all; `last` is the end of the block.
+        Shards come in order of first use, once per block of each stream, so a shard comes again when a later block uses
+        it. No shard is missing or late. For blocks of more than 1024 positions `first` may be early and a shard may not
+        be used at all; `last` is the end of the block.
 
         Args:
             epoch, step: as for `batch`; `step` may be steps_per_epoch.
             rows: rows of the global batch, those of all ranks of a node.
         """
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
-        lane = self.batch_size // self.streams
-        wanted = np.zeros((self.streams, lane), dtype=bool)  # by place in the batch
-        for part in rows:
-            wanted.reshape(-1)[part] = True
-        streams = np.flatnonzero(wanted.any(axis=1))
-        length = np.minimum(np.diff(self._bounds)[streams], self.steps_per_epoch * lane)
-        if np.all(length <= wanted[streams].argmax(axis=1)):
-            return  # fewer samples than rows: these rows are always empty
-        while True:
-            for block in range(step * lane // self._block, -(-int(length.max()) // self._block)):
-                yield from self._requests(epoch, step, wanted[streams], streams, block)
+        streams, wanted = self._wanted(rows)
+        while len(streams):  # else these rows are always empty
+            yield from self._epoch_ahead(epoch, step, streams, wanted)
             epoch, step = epoch + 1, 0
 
-    def _requests(
-        self, epoch: int, step: int, wanted: NDArray[np.bool_], streams: NDArray[np.int64], block: int
+    def _wanted(self, rows: Sequence[slice]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
+        """Return the streams that these rows read, (s,), and which of their places in a batch, (s, B/S)."""
+        wanted = np.zeros((self.interleave.streams, self._lane), dtype=bool)
+        for part in rows:
+            wanted.reshape(-1)[part] = True
+        length = np.diff(self._bounds)
+        read = wanted.any(axis=1) & (wanted.argmax(axis=1) < length)
+        return np.flatnonzero(read), wanted[read]
+
+    def _epoch_ahead(
+        self, epoch: int, step: int, streams: NDArray[np.int64], wanted: NDArray[np.bool_]
     ) -> Iterator[ShardRequest]:
-        """Iterate over the shards of one block of each of `streams`, (s,), from `step` on.
+        """Iterate over the requests of an epoch from `step` on, in order of their first use."""
+        begin, block = step * self._lane, self.interleave.block
+        numbers = (begin + self._phases[streams]) // block
+        blocks = [(step, row, number) for row, number in enumerate(numbers.tolist())]  # by the step they begin in
+        heapify(blocks)
+        found: list[ShardRequest] = []
+        while blocks:
+            start, row, number = heappop(blocks)
+            while found and found[0].first <= start:
+                yield heappop(found)
+            stream = int(streams[row])
+            for request in self._requests(epoch, begin, stream, number, wanted[row]):
+                heappush(found, request)
+            following = self._block(streams[row], np.int64(number + 1))[0]
+            if following < self._bounds[stream + 1] - self._bounds[stream]:
+                heappush(blocks, (int(following) // self._lane, row, number + 1))
+        yield from sorted(found)
 
-        `wanted`, (s, B/S), tells which of their places in the batch are read.
+    def _requests(
+        self, epoch: int, begin: int, stream: int, number: int, wanted: NDArray[np.bool_]
+    ) -> Iterator[ShardRequest]:
+        """Iterate over the shards of a stream's block, from its position `begin` on.
+
+        `wanted`, (B/S,), tells which of its places in the batch are read.
         """
-        lane, layout = self.batch_size // self.streams, self._layout_of(epoch)
-        begin = self._bounds[streams] + block * self._block  # (s,) positions
-        size = np.clip(self._bounds[streams + 1] - begin, 0, self._block)
-        end = np.minimum(block * self._block + size, self.steps_per_epoch * lane)  # (s,) within each stream, as below
-        within = np.arange(max(block * self._block, step * lane), (block + 1) * self._block)[
-            None, :_EXACT_POSITIONS
-        ]  # (1, m)
-        needed = (within < end[:, None]) & wanted[:, within[0] % lane]  # (s, m)
-        offset = np.where(needed, within - block * self._block, 0)
-        key = hash64(self.seed, _SAMPLES, epoch, streams, block)[:, None]
-        position = begin[:, None] + permute(offset, np.maximum(size, 1)[:, None], key)
-        first = np.broadcast_to(within // lane, needed.shape)
-        # Positions that are not evaluated may be in any shard of their block.
-        beyond = int(within[0, -1]) + 1
-        low = np.searchsorted(layout.positions, begin, side="right") - 1
-        high = np.searchsorted(layout.positions, begin + size, side="left")
-        others = [np.arange(*ends) for ends in zip(low[end > beyond], high[end > beyond], strict=True)]
-        found = np.concatenate([self._slot_of(layout, position[needed]), *others])
-        steps = np.full(len(found), beyond // lane)
-        steps[: needed.sum()] = first[needed]
-        by_step = np.argsort(steps, kind="stable")
-        _, index = np.unique(found[by_step], return_index=True)
-        before, last = epoch * self.steps_per_epoch, (int(end.max()) - 1) // lane
-        for slot in by_step[np.sort(index)].tolist():
-            shard = int(layout.shards[found[slot]])
-            if self._sizes[shard]:
-                yield ShardRequest(before + int(steps[slot]), before + last, shard)
-
-    def _index_at(self, epoch: int, position: NDArray[np.int64]) -> NDArray[np.int64]:
         layout = self._layout_of(epoch)
-        slot = self._slot_of(layout, position)
-        return layout.indices[slot] + position - layout.positions[slot]
+        start, end = (int(bound) for bound in self._block(np.int64(stream), np.int64(number)))
+        used = min(end, self.steps_per_epoch * self._lane)  # `drop` leaves positions out
+        within = np.arange(max(start, begin), used)[:_EXACT_POSITIONS]  # (m,)
+        if not len(within):
+            return
+        beyond = int(within[-1]) + 1
+        within = within[wanted[within % self._lane]]
+        key = hash64(self.seed, _SAMPLES, epoch, stream, number)
+        position = self._bounds[stream] + start + permute(within - start, np.array([end - start]), key)
+        slots, steps = self._slot_of(layout, position), within // self._lane
+        if beyond < used:  # positions that are not evaluated may be in any shard of the block
+            ends = self._bounds[stream] + np.array([start, end - 1])
+            low, high = self._slot_of(layout, ends)
+            others = np.arange(low, high + 1)
+            slots, steps = np.append(slots, others), np.append(steps, np.full(len(others), beyond // self._lane))
+        before, last = epoch * self.steps_per_epoch, (used - 1) // self._lane
+        found, index = np.unique(slots, return_index=True)  # the first of each
+        for slot, first in zip(found.tolist(), steps[index].tolist(), strict=True):
+            shard = int(layout.shards[slot])
+            if self._sizes[shard] and not self._gone[shard]:
+                yield ShardRequest(before + first, before + last, shard)
+
+    def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the positions within their streams at which blocks begin and end, elementwise."""
+        begin = number * self.interleave.block - self._phases[stream]
+        length = self._bounds[stream + 1] - self._bounds[stream]
+        return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, length)
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which of the permuted shards each position is in, by its number in the permutation."""
@@ -234,7 +268,3 @@ def _feistel(values: NDArray[np.uint64], sizes: NDArray[np.uint64], keys: NDArra
         else:
             low = (low + mix64(high ^ round_key) % b) % b
     return high * b + low
-
-
-def _largest_divisor(number: int, limit: int) -> int:
-    return next(divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0)

@@ -21,7 +21,8 @@ from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
 from neuclip_ds.planning.memory_check import does_not_fit
 from neuclip_ds.training.checks import check_config, likely_slips, open_held_out
-from neuclip_ds.training.data import CACHE, open_order, resolve
+from neuclip_ds.training.data import CACHE, resolve
+from neuclip_ds.training.data_order import open_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
@@ -136,12 +137,12 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     if manifest is None:
         return [f"data       {config.data.train or 'not set'}: see the error below"]
     order = open_order(config, manifest)
-    start = DataPosition(0, 0, order.steps_per_epoch)
+    start = DataPosition.start(order, manifest)
     steps = start.end(config.budget)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
-        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.streams} shard streams)",
+        f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.interleave.streams} shard streams)",
         *(f"warning    {slip}" for slip in likely_slips(config, steps)),
     ]
     recovery = config.recovery

@@ -20,6 +20,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.training.data_order import SavedOrder, open_order
 from neuclip_ds.training.tokenizer import place_tokenizer
 
 CACHE = Path(".cache")
@@ -35,11 +36,13 @@ class TrainingData(NamedTuple):
     transform: ImageTransform
     tokenizer: ModelTokenizer
 
-    def batches(self, communicator: Communicator, epoch: int, step: int, steps: int) -> Iterator[Batch]:
-        """Yield a rank's next `steps` batches from a place in the order."""
+    def batches(
+        self, communicator: Communicator, order: GlobalOrder, epoch: int, step: int, steps: int
+    ) -> Iterator[Batch]:
+        """Yield a rank's next `steps` batches from a place in an order."""
         return train_loader(
             self.manifest,
-            self.order,
+            order,
             self.transform,
             self.tokenizer,
             rank=communicator.rank,
@@ -58,17 +61,20 @@ def open_training_data(
     folder: Path,
     staged: Path,
     resumed: Path | None,
+    saved: SavedOrder | None,
 ) -> TrainingData:
     """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
 
-    What is new goes to `staged` instead of the run's folder; `resumed` is the checkpoint that the run resumes from.
+    What is new goes to `staged` instead of the run's folder; `resumed` is the checkpoint that the run resumes from, and
+    `saved` what it tells about the order of samples.
     """
     data, preprocessing = config.data, source.preprocessing
     if not data.train:
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
     manifest = open_data(data.train, data, communicator, staged)
     loading = loader_options(data, manifest, communicator)
-    order = open_order(config, manifest)
+    nodes = communicator.world_size // len(communicator.ranks_of_node())
+    order = communicator.on_every_rank(lambda: open_order(config, manifest, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
 
     def captions() -> Iterator[str]:
@@ -121,26 +127,6 @@ def _missing_here(manifest: Manifest) -> str | None:
         f"{len(missing)} of {len(paths)} shards are missing on this node, such as {missing[0]}. Put local "
         "data under the same path on every node."
     )
-
-
-def open_order(config: Config, manifest: Manifest) -> GlobalOrder:
-    """Return the order of a run's samples; raise `UserError` if the batch does not fit the data or shard streams."""
-    data = config.data
-    order = GlobalOrder(
-        manifest.starts,
-        manifest.sizes,
-        data.batch_size,
-        config.run.seed,
-        streams=data.shard_streams,
-        shuffle_block=data.shuffle_block,
-        tail=data.last_batch,
-    )
-    if order.last_batch_size < 2:
-        raise UserError(
-            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
-            "which has no negatives. Choose another batch size or data.last_batch=drop."
-        )
-    return order
 
 
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:

@@ -40,7 +40,7 @@ class Evaluator:
         folder: Path,
     ) -> None:
         self._config, self._communicator = config, communicator
-        self._manifest, self._tokenizer = data.manifest, data.tokenizer
+        self._manifest, self._tokenizer, self._interleave = data.manifest, data.tokenizer, data.order.interleave
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
         self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
@@ -79,9 +79,7 @@ class Evaluator:
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
         """Compare the normalisers of a fixed sample of anchors with those over the whole training set."""
         data, manifest = self._config.data, self._manifest
-        order = GlobalOrder(
-            manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, shuffle_block=data.shuffle_block
-        )
+        order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
         anchor_batches = train_loader(

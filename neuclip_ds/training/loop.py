@@ -6,7 +6,7 @@ checkpoints, metrics and logs.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cached_property
@@ -131,7 +131,7 @@ class Loop:
         self.checkpoints = Checkpoints(
             folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
         )
-        self.position = DataPosition(0, 0, context.data.order.steps_per_epoch)
+        self.position = DataPosition.start(context.data.order, context.data.manifest)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
         self.stop_requested = False
@@ -148,8 +148,10 @@ class Loop:
         Writes nothing; raises `UserError` where the checkpoint is not of this run, model or data.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
-        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order.steps_per_epoch)
+        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order)
         self.total = self.position.end(self._budget)
+        if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
+            log.warning("the run ends before it trains on the new shards; raise budget.epochs")
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
         self.saved = self._tried = self.done
         self._hook_states = saved.get("hooks", {})
@@ -177,9 +179,7 @@ class Loop:
                     hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
-            batches = self.context.data.batches(
-                self.context.communicator, *self.position.at(self.done), self.total - self.done
-            )
+            batches = self._batches()
             rate = SlidingRate()
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
@@ -201,6 +201,10 @@ class Loop:
         if self.stop_requested:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
+
+    def _batches(self) -> Iterator[Batch]:
+        for place, steps in self.position.parts(self.done, self.total):
+            yield from self.context.data.batches(self.context.communicator, *place, steps)
 
     def save(self) -> bool:
         """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
@@ -247,7 +251,7 @@ class Loop:
 
     def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
         config, number = self.context.config, self.done
-        epoch, _ = self.position.at(number)
+        epoch = self.position.at(number).epoch
         lr = self._learning_rate(number, self.total)
         place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress=number / self.total)
         gradients, norm, applied, not_finite = self._step(batch, place)

@@ -92,11 +92,12 @@ def _fill_in_blocks(context: RunContext, objective: Objective, block: int) -> No
     The weights do not change, so features of many batches may contrast with each other.
     """
     batches_a_block = max(1, block // context.config.data.batch_size)
-    steps = context.data.order.steps_per_epoch
+    order = context.data.order
+    steps = order.steps_per_epoch
     log.info("filling u from %d batches at a time, %d batches in all", batches_a_block, steps)
     context.engine.eval()
     kept: list[tuple[Tensor, ...]] = []
-    for number, batch in enumerate(context.data.batches(context.communicator, 0, 0, steps)):
+    for number, batch in enumerate(context.data.batches(context.communicator, order, 0, 0, steps)):
         image, text = _features(context, batch.image, batch.tokens)
         device = context.communicator.device
         kept.append((image, text, batch.index.to(device), batch.valid.to(device)))

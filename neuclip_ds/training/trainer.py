@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
+from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.distributed.communicator import Communicator
@@ -28,6 +29,7 @@ from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
 from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
+from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
@@ -67,7 +69,7 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
             if trainer.is_complete():
                 log.info("%s is complete after %d steps; for more, raise budget.*", folder, trainer.loop.done)
                 return
-            communicator.on_rank_zero(lambda: take_in(staged, folder, config))
+            communicator.on_rank_zero(lambda: take_in(staged, folder, trainer.loop.context.config))
         record_environment(folder, communicator)
         configure_logging(communicator.rank, folder / "log.txt")
         trainer.run(hooks)
@@ -115,8 +117,9 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
-    data = open_training_data(config, source, communicator, folder, staged, newest.any)
-    steps = DataPosition(0, 0, data.order.steps_per_epoch).end(config.budget)
+    data = open_training_data(config, source, communicator, folder, staged, newest.any, newest.order)
+    config = with_order(config, data.order.interleave)
+    steps = DataPosition.start(data.order, data.manifest).end(config.budget)
     for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
@@ -129,7 +132,7 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
         engine,
         Context(source.embed_dim, data.manifest.n, communicator, temperature=logits.temperature, bias=logits.bias),
         resolve_comm_dtype(config, engine_config),
-        fingerprint(config, parameters),
+        {**fingerprint(config, parameters), **order_facts(data.order.interleave)},
         trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
@@ -143,6 +146,7 @@ class NewestCheckpoints(NamedTuple):
 
     training: Path | None
     recovery: Path | None  # only where training has none, and begins with a recovery
+    order: SavedOrder | None  # of that which the run resumes from
 
     @property
     def any(self) -> Path | None:
@@ -156,10 +160,16 @@ def newest_checkpoints(config: Config, communicator: Communicator, folder: Path)
     newest = training.newest()
     if newest is not None:
         training.read(newest, fingerprint(config))
-        return NewestCheckpoints(newest, None)
+        return NewestCheckpoints(newest, None, _read_order(newest, communicator))
     recovers = is_asked_for(config.recovery) and config.recovery.reuse is None
     recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
-    return NewestCheckpoints(None, recovery.newest() if recovers else None)
+    newest = recovery.newest() if recovers else None
+    return NewestCheckpoints(None, newest, _read_order(newest, communicator) if newest is not None else None)
+
+
+def _read_order(checkpoint: Path, communicator: Communicator) -> SavedOrder:
+    meta = communicator.on_rank_zero(lambda: read_meta(checkpoint))
+    return SavedOrder(meta["facts"], meta["data"]["shards"])
 
 
 def resumed_trainer(
@@ -214,10 +224,10 @@ def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> 
 def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
     """Return what a resumed run must share with the one that wrote the checkpoint, of the config alone or the model."""
     data = config.data
+    interleave = {"shard_streams": data.shard_streams, "shuffle_block": data.shuffle_block}
     facts = {
         "batch_size": data.batch_size,
-        "shard_streams": data.shard_streams,
-        "shuffle_block": data.shuffle_block,
+        **{name: value for name, value in interleave.items() if value is not None},
         "tail": data.last_batch,
         "seed": config.run.seed,
         "method": config.objective.method,

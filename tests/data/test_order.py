@@ -11,12 +11,14 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from neuclip_ds.data.hashing import hash64, mix64
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.order import GlobalOrder, permute
 from neuclip_ds.errors import UserError
 
 
-def order_of(sizes: list[int], batch_size: int, seed: int = 0, **options) -> GlobalOrder:
-    return GlobalOrder(np.cumsum([0, *sizes])[:-1], sizes, batch_size, seed, **options)
+def order_of(sizes: list[int], batch_size: int, seed: int = 0, *interleave, **options) -> GlobalOrder:
+    chosen = Interleave(*interleave) if interleave else None
+    return GlobalOrder(np.cumsum([0, *sizes])[:-1], sizes, batch_size, seed, chosen, **options)
 
 
 def epoch_of(order: GlobalOrder, epoch: int) -> np.ndarray:
@@ -28,15 +30,15 @@ def settings_of_orders(draw):
     sizes = draw(st.lists(st.integers(0, 40), min_size=1, max_size=12))
     assume(sum(sizes) >= 2)
     streams, lane = draw(st.integers(1, 9)), draw(st.integers(1, 9))
-    options = {"streams": draw(st.sampled_from([streams, None])), "shuffle_block": draw(st.integers(1, 60))}
-    return sizes, streams * lane, draw(st.integers(0, 2**63 - 1)), options
+    interleave = draw(st.sampled_from([(), (streams, draw(st.integers(1, 60)), draw(st.booleans()))]))
+    return sizes, streams * lane, draw(st.integers(0, 2**63 - 1)), interleave
 
 
 @settings(max_examples=200, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_pad_takes_every_sample_exactly_once(case, epoch):
-    sizes, batch_size, seed, options = case
-    order = order_of(sizes, batch_size, seed, **options)
+    sizes, batch_size, seed, interleave = case
+    order = order_of(sizes, batch_size, seed, *interleave)
     assert order.steps_per_epoch == -(-sum(sizes) // batch_size)
     indices = epoch_of(order, epoch)
     assert indices.dtype == np.int64
@@ -50,9 +52,9 @@ def test_pad_takes_every_sample_exactly_once(case, epoch):
 @settings(max_examples=100, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_drop_has_no_padding_and_no_repeats(case, epoch):
-    sizes, batch_size, seed, options = case
+    sizes, batch_size, seed, interleave = case
     assume(sum(sizes) >= batch_size)
-    order = order_of(sizes, batch_size, seed, tail="drop", **options)
+    order = order_of(sizes, batch_size, seed, *interleave, tail="drop")
     assert order.steps_per_epoch == sum(sizes) // batch_size
     assert order.last_batch_size == batch_size
     indices = epoch_of(order, epoch)
@@ -63,15 +65,15 @@ def test_drop_has_no_padding_and_no_repeats(case, epoch):
 @settings(max_examples=60, deadline=None)
 @given(settings_of_orders(), st.data())
 def test_a_start_anywhere_equals_iterating_there(case, data):
-    sizes, batch_size, seed, options = case
-    order = order_of(sizes, batch_size, seed, **options)
+    sizes, batch_size, seed, interleave = case
+    order = order_of(sizes, batch_size, seed, *interleave)
     epochs = [[order.batch(epoch, step) for step in range(order.steps_per_epoch)] for epoch in range(3)]
     epoch, step = data.draw(st.integers(0, 2)), data.draw(st.integers(0, order.steps_per_epoch - 1))
-    assert np.array_equal(order_of(sizes, batch_size, seed, **options).batch(epoch, step), epochs[epoch][step])
+    assert np.array_equal(order_of(sizes, batch_size, seed, *interleave).batch(epoch, step), epochs[epoch][step])
 
 
 def test_rank_slices_join_to_the_batch_of_any_world():
-    order = order_of([10, 30, 25], 16, streams=4)
+    order = order_of([10, 30, 25], 16, 0, 4, 10)
     for step in range(order.steps_per_epoch):
         batch = order.batch(1, step)
         for world in (1, 2, 4):
@@ -83,7 +85,7 @@ def test_rank_slices_join_to_the_batch_of_any_world():
 def test_epochs_seeds_and_blocks_differ():
     orders = [epoch_of(order_of([50] * 8, 32, seed), epoch) for seed, epoch in itertools.product((0, 1), (0, 1, 2))]
     assert len({order.tobytes() for order in orders}) == len(orders)
-    one_shard = epoch_of(order_of([400], 8, streams=1, shuffle_block=100), 0)
+    one_shard = epoch_of(order_of([400], 8, 0, 1, 100), 0)
     blocks = [block - block.min() for block in one_shard.reshape(4, 100)]
     assert all(sorted(block) == list(range(100)) for block in blocks)
     assert len({block.tobytes() for block in blocks}) == 4
@@ -91,7 +93,7 @@ def test_epochs_seeds_and_blocks_differ():
 
 def test_a_batch_mixes_all_slots():
     order = order_of([100] * 16, 64)
-    assert order.streams == 16
+    assert order.interleave.streams == 16
     shards = order.batch(0, 0) // 100
     assert len(set(shards.tolist())) == 16
 
@@ -103,14 +105,7 @@ def test_sparse_index_space_is_respected():
     assert sorted(indices[indices >= 0]) == [*range(10), *range(20, 25), *range(500, 508)]
 
 
-@pytest.mark.parametrize(("batch", "shards", "streams"), [(256, 6, 4), (256, 2000, 256), (4096, 5000, 1024), (7, 3, 1)])
-def test_default_streams(batch, shards, streams):
-    assert order_of([3] * shards, batch).streams == streams
-
-
 def test_errors():
-    with pytest.raises(UserError, match="streams=3 does not divide"):
-        order_of([10, 10], 8, streams=3)
     with pytest.raises(UserError, match="drop leaves no batch: 7 samples"):
         order_of([7], 8, tail="drop")
     with pytest.raises(UserError, match="has 1 samples"):
@@ -119,11 +114,14 @@ def test_errors():
         order_of([10, 10], 8).batch(0, 3)
 
 
-def test_golden_order():
+@pytest.mark.parametrize(
+    ("staggered", "expected"), [(False, "20d7ded5a46050d11750b85c0d7ffc8f"), (True, "8db00d570d539e0946b932b7e3b7ee12")]
+)
+def test_golden_order(staggered, expected):
     """The order must never change: every checkpoint would resume into another one."""
-    order = order_of([1000, 1, 0, 777, 1234, 90], 48, seed=7, streams=4, shuffle_block=200)
+    order = order_of([1000, 1, 0, 777, 1234, 90], 48, 7, 4, 200, staggered)
     digest = hashlib.sha256(b"".join(epoch_of(order, epoch).astype("<i8").tobytes() for epoch in (0, 1, 41)))
-    assert digest.hexdigest()[:32] == "20d7ded5a46050d11750b85c0d7ffc8f"
+    assert digest.hexdigest()[:32] == expected
 
 
 def test_hash_matches_the_reference_of_splitmix64():
@@ -154,13 +152,16 @@ def test_permute_reaches_every_order_of_three_and_is_even():
 
 def needs_by_looking(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: int) -> dict:
     """Return the first batch in which each (epoch, block, shard) is read, by building all batches."""
-    lane, firsts = order.batch_size // order.streams, {}
+    lane, size, firsts = order.batch_size // order.interleave.streams, order.interleave.block, {}
+    phases = np.repeat(order._phases, lane)
     filled = np.flatnonzero(order._sizes)
     chosen = np.unique(np.concatenate([np.arange(order.batch_size)[part] for part in rows]))
     for number in range(epoch * order.steps_per_epoch + step, epochs * order.steps_per_epoch):
         at, within = divmod(number, order.steps_per_epoch)
         indices = order.batch(at, within)[chosen]
-        blocks = ((within * lane + np.arange(order.batch_size) % lane) // order._block)[chosen][indices >= 0]
+        rows = np.arange(order.batch_size)
+        blocks = rows // lane * 1000 + (within * lane + rows % lane + phases) // size  # those of all streams
+        blocks = blocks[chosen][indices >= 0]
         shards = filled[np.searchsorted(order._starts[filled], indices[indices >= 0], side="right") - 1]
         for block, shard in set(zip(blocks.tolist(), shards.tolist(), strict=True)):
             firsts.setdefault((at, block, shard), number)
@@ -175,9 +176,9 @@ def ahead(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: 
 @settings(max_examples=60, deadline=None)
 @given(settings_of_orders(), st.sampled_from(["pad", "drop"]), st.data())
 def test_shards_ahead_are_those_of_the_batches(case, tail, data):
-    sizes, batch_size, seed, options = case
+    sizes, batch_size, seed, interleave = case
     assume(tail == "pad" or sum(sizes) >= batch_size)
-    order = order_of(sizes, batch_size, seed, tail=tail, **options)
+    order = order_of(sizes, batch_size, seed, *interleave, tail=tail)
     step = data.draw(st.integers(0, order.steps_per_epoch))
     rows = []
     for _ in range(data.draw(st.integers(1, 3))):  # a node's ranks need not be neighbours
@@ -192,8 +193,9 @@ def test_shards_ahead_are_those_of_the_batches(case, tail, data):
 
 
 @pytest.mark.parametrize("rows", [[slice(0, 64)], [slice(16, 24)], [slice(5, 50)], [slice(0, 4), slice(32, 36)]])
-def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows):
-    order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, streams=8, shuffle_block=9000)
+@pytest.mark.parametrize("staggered", [False, True])
+def test_shards_ahead_of_large_blocks_miss_nothing_and_are_never_late(rows, staggered):
+    order = order_of([3000, 0, 20_000, 9000, 50, 2, 14_000] * 3, 64, 0, 8, 9000, staggered)
     needs = ahead(order, 0, 100, rows, epochs=1)
     expected = needs_by_looking(order, 0, 100, rows, epochs=1)
     assert [need.first for need in needs] == sorted(need.first for need in needs)

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,7 @@ import pytest
 from servers import Files, files_server
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher, _Window
@@ -34,12 +36,10 @@ def stored(http: Files) -> list[Shard]:
     return [Shard(http.url(f"{number:05d}.tar"), 0, 0, SIZE) for number in range(SHARDS)]
 
 
-def order_of(batch_size: int = 4, **options) -> GlobalOrder:
+def order_of(batch_size: int = 4, streams: int = 1) -> GlobalOrder:
     """By default one stream and blocks of a shard's size, so that a shard is read after the other."""
     sizes = np.full(SHARDS, SAMPLES)
-    return GlobalOrder(
-        np.cumsum(sizes) - sizes, sizes, batch_size, **{"streams": 1, "shuffle_block": SAMPLES, **options}
-    )
+    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, 0, Interleave(streams, SAMPLES))
 
 
 def shards_of(order: GlobalOrder, number: int) -> set[int]:
@@ -70,8 +70,9 @@ def settle(http: Files) -> None:
 
 
 def prefetcher(cache: ShardCache, order: GlobalOrder, shards: list[Shard], **options) -> Prefetcher:
-    arguments = {"epoch": 0, "step": 0, "rows": [slice(0, order.batch_size)], "total_steps": 10_000, **options}
-    return Prefetcher(cache, order, shards, **arguments)
+    requests = partial(order.shards_ahead, 0, 0, [slice(0, order.batch_size)])
+    arguments = {"begin": 0, "end": 10_000, "ahead": order.steps_per_epoch, **options}
+    return Prefetcher(cache, arguments.pop("requests", requests), shards, **arguments)
 
 
 def test_half_of_the_cache_is_filled_ahead_of_each_step(http, tmp_path):
@@ -101,7 +102,8 @@ def test_a_set_that_fits_is_fetched_once(http, tmp_path):
 def test_a_start_in_the_middle_fetches_what_is_still_needed_until_the_end(http, tmp_path):
     cache, order = ShardCache(tmp_path, 100 * SIZE), order_of()
     expected = set.union(*(shards_of(order, number) for number in range(50, 57)))
-    with prefetcher(cache, order, stored(http), epoch=1, step=50 - order.steps_per_epoch, total_steps=57):
+    later = partial(order.shards_ahead, 0, 50, [slice(0, 4)])
+    with prefetcher(cache, order, stored(http), requests=later, begin=50, end=57):
         wait_for(lambda: held(tmp_path) == expected)
         settle(http)
     assert held(tmp_path) == expected
@@ -115,7 +117,8 @@ def test_only_the_nodes_own_shards(http, tmp_path):
     shards = stored(http)
     local = min(expected)
     shards[local] = Shard("/data/local.tar", 0, 0, SIZE)
-    with prefetcher(cache, order, shards, rows=[slice(2, 4)], total_steps=order.steps_per_epoch):
+    rows = partial(order.shards_ahead, 0, 0, [slice(2, 4)])
+    with prefetcher(cache, order, shards, requests=rows, end=order.steps_per_epoch):
         wait_for(lambda: held(tmp_path) == expected - {local})
         settle(http)
     assert 0 < len(expected) < SHARDS
@@ -145,7 +148,7 @@ def test_a_cache_that_is_too_small_is_named(http, tmp_path, caplog):
         window.move(0, order.steps_per_epoch)
     assert [record.message for record in caplog.records] == [
         "data.cache_gb=6e-06 is too small for the shards that one batch reads (more than 0.00 GB), which are "
-        "therefore fetched repeatedly: raise data.cache_gb, or lower data.shuffle_block"
+        "therefore fetched repeatedly: raise data.cache_gb"
     ]
     wait_for(lambda: len(held(tmp_path)) == 6)
     assert http.gets.total() == 6
@@ -184,12 +187,14 @@ def test_it_ends_when_its_parent_is_killed(tmp_path):
         from pathlib import Path
         from neuclip_ds.data.cache import ShardCache
         from neuclip_ds.data.order import GlobalOrder
+        from functools import partial
         from neuclip_ds.data.manifest import Shard
         from neuclip_ds.data.prefetch import Prefetcher
         cache = ShardCache(Path({str(tmp_path)!r}), 100)
         shards = [Shard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 0, 0, 10)]
         order = GlobalOrder([0], [8], 4)
-        with Prefetcher(cache, order, shards, epoch=0, step=0, rows=[slice(0, 4)], total_steps=9) as prefetcher:
+        requests = partial(order.shards_ahead, 0, 0, [slice(0, 4)])
+        with Prefetcher(cache, requests, shards, begin=0, end=9, ahead=2) as prefetcher:
             print(prefetcher._process.pid, flush=True)
             time.sleep(1000)"""
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)

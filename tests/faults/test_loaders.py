@@ -20,6 +20,7 @@ from tars import tokenize, write_pairs
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import LoaderOptions, eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -170,7 +171,7 @@ def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path) -> None:
     folder = write_pairs(tmp_path / "pairs", [2, 2, 2, 2])
     local = build_manifest(resolve_shards(str(folder)), processes=1)
     slow = Manifest([shard._replace(path=f"pipe:sleep 1; cat {shard.path}") for shard in local.shards])
-    order = GlobalOrder(slow.starts, slow.sizes, 4, streams=4)
+    order = GlobalOrder(slow.starts, slow.sizes, 4, 0, Interleave(4, 80_000))
     cache = ShardCache(tmp_path / "cache", 10**6)
     options = LoaderOptions(workers=1, timeout=2, restarts=0, cache=cache)
     (batch,) = train_loader(slow, order, EvalTransform(16), tokenize, steps=1, options=options)

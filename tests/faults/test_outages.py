@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.failures import FailureKind
 from neuclip_ds.data.fetch import FetchError
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -68,7 +70,7 @@ def storage_of(folder: Path) -> Storage:
 
 def order_of(manifest: Manifest) -> GlobalOrder:
     """A batch is a shard."""
-    return GlobalOrder(manifest.starts, manifest.sizes, SAMPLES, 0, streams=1, shuffle_block=SAMPLES)
+    return GlobalOrder(manifest.starts, manifest.sizes, SAMPLES, 0, Interleave(1, SAMPLES))
 
 
 def batches(manifest: Manifest, cache: ShardCache | None, workers: int = 1, **options: float) -> Iterator[Batch]:
@@ -146,8 +148,8 @@ def test_throttling_lowers_the_number_of_transfers(
         http.gate.set()
 
     threading.Thread(target=release, daemon=True).start()
-    cache, order = cache_in(tmp_path), order_of(remote)
-    with Prefetcher(cache, order, remote.shards, epoch=0, step=0, rows=[slice(0, SAMPLES)], total_steps=SHARDS):
+    cache, requests = cache_in(tmp_path), partial(order_of(remote).shards_ahead, 0, 0, [slice(0, SAMPLES)])
+    with Prefetcher(cache, requests, remote.shards, begin=0, end=SHARDS, ahead=SHARDS):
         found = list(batches(remote, cache, workers=2))
     assert_undisturbed(found, local)
     assert storage_of(tmp_path).read().limit < 8

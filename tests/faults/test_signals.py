@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
 
@@ -170,10 +171,11 @@ def test_a_kill_of_a_tool_ends_the_program_that_it_runs() -> None:
 def load_a_shard_that_never_comes(folder: Path) -> None:
     """Have a loader process and the prefetching process fetch, each by a command."""
     shards = [Shard(f"pipe:sleep 4321 | cat # {number}", 8 * number, 8, 10_000) for number in range(2)]
-    order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4, 0, shuffle_block=8)
+    order = GlobalOrder(np.array([0, 8]), np.array([8, 8]), 4)
     cache = ShardCache(folder, 10**6, timeout=100)
     options = LoaderOptions(workers=1, cache=cache)
-    with Prefetcher(cache, order, shards, epoch=0, step=0, rows=[slice(0, 4)], total_steps=4):
+    requests = partial(order.shards_ahead, 0, 0, [slice(0, 4)])
+    with Prefetcher(cache, requests, shards, begin=0, end=4, ahead=4):
         next(train_loader(Manifest(shards), order, EvalTransform(8), tokenize, steps=4, options=options))
 
 

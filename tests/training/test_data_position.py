@@ -2,59 +2,121 @@
 
 from __future__ import annotations
 
+import itertools
+
+import numpy as np
 import pytest
 
 from neuclip_ds.config import BudgetConfig
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, extend
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data_position import DataPosition, resume
+from neuclip_ds.training.data_position import DataPosition, Span, resume
 
 OLD = extend(None, [Shard("a.tar", 0, 50, 1), Shard("b.tar", 0, 50, 2)])
 GROWN = extend(OLD, [Shard("c.tar", 0, 100, 3)])
+SMALLER = Manifest([OLD.shards[0], OLD.shards[1]._replace(removed=True)])
+
+
+def order_of(manifest: Manifest) -> GlobalOrder:
+    return GlobalOrder(manifest.starts, manifest.sizes, 10, 3, Interleave(2, 20))
+
+
+def start(manifest: Manifest) -> DataPosition:
+    return DataPosition.start(order_of(manifest), manifest)
+
+
+def resumed(position: DataPosition, done: int, before: Manifest, after: Manifest) -> DataPosition:
+    return resume(position.record(before), done, after, order_of(after))
+
+
+def places(position: DataPosition, *numbers: int) -> list[tuple[int, int]]:
+    return [(place.epoch, place.step) for place in map(position.at, numbers)]
+
+
+def seen(position: DataPosition, *steps: int) -> list[int]:
+    return sorted(index for step in range(*steps) for index in position.batch(step).tolist() if index >= 0)
 
 
 def test_epochs_follow_one_another():
-    position = DataPosition(0, 0, 10)
-    assert [position.at(number) for number in (0, 9, 10, 25)] == [(0, 0), (0, 9), (1, 0), (2, 5)]
-    later = DataPosition(25, 3, 20)
-    assert [later.at(number) for number in (25, 44, 45)] == [(3, 0), (3, 19), (4, 0)]
+    assert places(start(OLD), 0, 9, 10, 25) == [(0, 0), (0, 9), (1, 0), (2, 5)]
+    later = DataPosition([Span(25, 3, order_of(GROWN), 3, ())])
+    assert places(later, 25, 44, 45) == [(3, 0), (3, 19), (4, 0)]
 
 
 def test_the_end():
-    assert DataPosition(0, 0, 10).end(BudgetConfig(epochs=2.5)) == 25
-    assert DataPosition(0, 0, 10).end(BudgetConfig(epochs=0.01)) == 1
-    assert DataPosition(25, 3, 20).end(BudgetConfig(epochs=5)) == 65
-    assert DataPosition(25, 3, 20).end(BudgetConfig(epochs=1)) == 25
-    assert DataPosition(25, 3, 20).end(BudgetConfig(steps=30)) == 30
+    assert start(OLD).end(BudgetConfig(epochs=2.5)) == 25
+    assert start(OLD).end(BudgetConfig(epochs=0.01)) == 1
+    later = DataPosition([Span(25, 3, order_of(GROWN), 3, ())])
+    assert later.end(BudgetConfig(epochs=5)) == 65
+    assert later.end(BudgetConfig(epochs=1)) == 25
+    assert later.end(BudgetConfig(steps=30)) == 30
+    both = resumed(start(OLD), 13, OLD, GROWN)
+    assert [both.end(BudgetConfig(epochs=epochs)) for epochs in (1.5, 2, 2.5, 4)] == [15, 20, 30, 60]
 
 
-def test_the_same_data_go_on_where_they_were():
-    before = DataPosition(7, 2, 10)
-    saved = before.record(OLD)
-    assert resume(saved, 33, OLD, 10) == before
+def test_the_same_data_continue_where_they_were():
+    before = start(OLD)
+    assert places(resumed(before, 33, OLD, OLD), 33) == [(3, 3)]
     moved = Manifest([shard._replace(path=f"/elsewhere/{shard.path}") for shard in OLD.shards])
-    assert resume(saved, 33, moved, 10) == before
+    assert seen(resumed(before, 33, OLD, moved), 33, 40) == seen(before, 33, 40)
 
 
-@pytest.mark.parametrize(("done", "epoch"), [(33, 4), (30, 3), (0, 0)])
-def test_grown_data_begin_the_next_epoch(done, epoch, caplog):
-    saved = DataPosition(0, 0, 10).record(OLD)
-    assert resume(saved, done, GROWN, 20) == DataPosition(done, epoch, 20)
+@pytest.mark.parametrize(("done", "begins"), [(33, 40), (30, 30), (0, 0)])
+def test_an_epoch_ends_with_the_shards_that_it_began_with(done, begins, caplog):
+    position = resumed(start(OLD), done, OLD, GROWN)
     assert "changed from 2 shards to 3" in caplog.text
+    for number in range(done, begins):
+        assert np.array_equal(position.batch(number), start(OLD).batch(number))
+    assert places(position, begins, begins + 20) == [(begins // 10, 0), (begins // 10 + 1, 0)]
+    assert seen(position, begins, begins + 20) == list(range(200))
+    parts = [(place.order.n, place.epoch, place.step, steps) for place, steps in position.parts(done, begins + 5)]
+    begun = [(100, done // 10, done % 10, begins - done)] if done < begins else []
+    assert parts == [*begun, (200, begins // 10, 0, 5)]
+    again = resumed(position, begins - 1, GROWN, GROWN) if done < begins else position
+    assert seen(again, begins - 1 if done < begins else begins, begins + 20) == seen(
+        position, begins - 1 if done < begins else begins, begins + 20
+    )
 
 
-def test_removed_shards_begin_the_next_epoch():
-    smaller = Manifest([OLD.shards[0], OLD.shards[1]._replace(removed=True)])
-    saved = DataPosition(0, 0, 10).record(OLD)
-    after = resume(saved, 33, smaller, 5)
-    assert after == DataPosition(33, 4, 5)
-    assert resume(after.record(smaller), 36, smaller, 5) == after
-    assert resume(after.record(smaller), 36, OLD, 10) == DataPosition(36, 5, 10)
+def test_shards_ahead_follow_the_batches_across_a_growth():
+    position = resumed(start(OLD), 33, OLD, GROWN)
+    requests = list(itertools.takewhile(lambda one: one.first < 60, position.shards_ahead(33, [slice(0, 10)])))
+    assert [one.first for one in requests] == sorted(one.first for one in requests)
+    for number in range(33, 60):
+        for shard in {GROWN.locate(index)[0] for index in position.batch(number).tolist()}:
+            assert any(one.shard == shard and one.first <= number <= one.last for one in requests)
+    assert {one.shard for one in requests if one.last < 40} == {0, 1}
+
+
+def test_an_epoch_leaves_the_samples_of_removed_shards_out():
+    position = resumed(start(OLD), 33, OLD, SMALLER)
+    assert seen(position, 33, 40) == [index for index in seen(start(OLD), 33, 40) if index < 50]
+    assert places(position, 40, 45) == [(4, 0), (5, 0)]
+    assert seen(position, 40, 45) == list(range(50))
+    requests = itertools.takewhile(lambda one: one.first < 45, position.shards_ahead(33, [slice(0, 10)]))
+    assert {one.shard for one in requests} == {0}
+    restored = resumed(position, 42, SMALLER, OLD)
+    assert seen(restored, 40, 45) == list(range(50))
+    assert places(restored, 45) == [(5, 0)]
+    assert seen(restored, 45, 55) == list(range(100))
+
+
+def test_records_of_earlier_versions():
+    earlier = {"hash": OLD.content_hash, "shards": 2, "step": 7, "epoch": 2, "steps_per_epoch": 10}
+    same = resume({**earlier, "in_use": OLD.use_hash_of(2, ())}, 33, OLD, order_of(OLD))
+    assert places(same, 33) == [(4, 6)]
+    grown = resume({**earlier, "in_use": OLD.use_hash_of(2, ())}, 33, GROWN, order_of(GROWN))
+    assert places(grown, 36, 37) == [(4, 9), (5, 0)]
+    assert seen(grown, 37, 57) == list(range(200))
+    with pytest.raises(UserError, match="removed or restored since"):
+        resume({**earlier, "in_use": OLD.use_hash_of(2, (0,))}, 33, SMALLER, order_of(SMALLER))
 
 
 def test_other_data_are_refused():
-    saved = DataPosition(0, 0, 10).record(GROWN)
+    saved = start(GROWN).record(GROWN)
     other = extend(None, [Shard("a.tar", 0, 50, 1), Shard("x.tar", 0, 50, 2), Shard("c.tar", 0, 100, 3)])
     for manifest in (OLD, other):
         with pytest.raises(UserError, match="written with other data"):
-            resume(saved, 5, manifest, 10)
+            resume(saved, 5, manifest, order_of(manifest))

@@ -1,4 +1,4 @@
-"""A run whose data grow while it is interrupted goes on with its per-sample state; other data are refused."""
+"""A run whose data grow while it is interrupted keeps its per-sample state; other data are refused."""
 
 from __future__ import annotations
 
@@ -36,22 +36,21 @@ def test_grown_data(tmp_path: Path) -> None:
     assert torch.isfinite(before).all()
 
     assert call("tools/build_manifest.py", manifest, str(first), str(more), "--update").returncode == 0
-    grown = train(runs, manifest, 7)
+    grown = train(runs, manifest, 9)
     assert grown.returncode == 0, grown.stderr
-    assert "changed from 2 shards to 3 (35 samples in use): epoch 2 begins" in grown.stderr
+    assert "changed from 2 shards to 3 (35 samples in use): epoch 2, from step 8 on, is the first" in grown.stderr
     seen = dict(read_samples(runs / "run" / "samples"))
+    assert sorted(i for step in range(5, 9) for i in seen[step] if i >= 0) == list(range(26))
     after = log_u(runs)
     assert after.shape == (35, 2)
-    kept = [index for index in range(26) if index not in seen[7]]
-    assert torch.equal(after[kept], before[kept])
-    assert torch.isneginf(after[[index for index in range(26, 35) if index not in seen[7]]]).all()
-    assert torch.isfinite(after[seen[7]]).all()
+    assert torch.isneginf(after[[index for index in range(26, 35) if index not in seen[9]]]).all()
+    assert torch.isfinite(after[seen[9]]).all()
 
-    epoch = train(runs, manifest, 11)  # the grown data's first epoch, of 5 steps, resumed after its first one
+    epoch = train(runs, manifest, 13)  # the grown data's first epoch, of 5 steps, resumed after its first one
     assert epoch.returncode == 0, epoch.stderr
     assert "changed" not in epoch.stderr
     seen = dict(read_samples(runs / "run" / "samples"))
-    assert sorted(i for step in range(7, 12) for i in seen[step] if i >= 0) == list(range(35))
+    assert sorted(i for step in range(9, 14) for i in seen[step] if i >= 0) == list(range(35))
 
     write_pairs(tmp_path / "other", [14, 13])
     refused = train(runs, str(tmp_path / "other"), 12)
@@ -66,14 +65,16 @@ def test_removed_shards_leave_the_rest_in_place(tmp_path: Path, removed: int) ->
     assert call("tools/build_manifest.py", manifest, str(folder), "--processes", "1").returncode == 0
 
     runs = tmp_path / "runs"
-    assert train(runs, manifest, 4).returncode == 0
-    before = log_u(runs)
+    assert train(runs, manifest, 5).returncode == 0  # one step of the second epoch
+    before, seen = log_u(runs), dict(read_samples(runs / "run" / "samples"))
     paths = resolve_shards(str(folder))
     Path(paths.pop(removed)).unlink()
     assert call("tools/build_manifest.py", manifest, *paths, "--update").returncode == 0
-    assert "epoch 1 begins" in train(runs, manifest, 6).stderr
-    after = log_u(runs)
+    assert "epoch 2, from step 8 on" in train(runs, manifest, 10).stderr
+    after, begun = log_u(runs), set(seen[5])
     gone = range(13) if removed == 0 else range(13, 26)
     assert torch.equal(after[list(gone)], before[list(gone)])
     seen = dict(read_samples(runs / "run" / "samples"))
-    assert sorted(i for step in (5, 6) for i in seen[step] if i >= 0) == [i for i in range(26) if i not in gone]
+    rest = [i for step in (6, 7, 8) for i in seen[step] if i >= 0]
+    assert sorted(rest) == [i for i in range(26) if i not in gone and i not in begun], "the epoch's rest"
+    assert sorted(i for step in (9, 10) for i in seen[step] if i >= 0) == [i for i in range(26) if i not in gone]

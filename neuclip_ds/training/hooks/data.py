@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
@@ -22,28 +23,25 @@ class PrefetchShards(Hook):
 
     def start(self, loop: Loop) -> None:
         context = loop.context
-        communicator, cache, order = context.communicator, context.data.loading.cache, context.data.order
+        communicator, data = context.communicator, context.data
         node = communicator.ranks_of_node()
-        if cache is None or communicator.rank != node[0] or loop.done == loop.total:
+        if data.loading.cache is None or communicator.rank != node[0] or loop.done == loop.total:
             return
-        epoch, step = loop.position.at(loop.done)
-        # batches of the order that were no steps of this run, as the data grew in between
-        self._offset = epoch * order.steps_per_epoch + step - loop.done
-        rank_batch = order.batch_size // communicator.world_size
+        rank_batch = data.order.batch_size // communicator.world_size
+        rows = [slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in node]
         prefetcher = Prefetcher(
-            cache,
-            order,
-            context.data.manifest.shards,
-            epoch=epoch,
-            step=step,
-            rows=[slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in node],
-            total_steps=self._offset + loop.total,
+            data.loading.cache,
+            partial(loop.position.shards_ahead, loop.done, rows),
+            data.manifest.shards,
+            begin=loop.done,
+            end=loop.total,
+            ahead=data.order.steps_per_epoch,
         )
         self._prefetcher = loop.resources.enter_context(prefetcher)
 
     def before_step(self, loop: Loop) -> None:
         if self._prefetcher is not None:
-            self._prefetcher.advance(self._offset + loop.done)
+            self._prefetcher.advance(loop.done)
 
 
 class ListBadSamples(Hook):

@@ -21,7 +21,7 @@ class WatchHealth(Hook):
         context, position = loop.context, loop.position
         # the order is a pure function, so every rank knows which samples all ranks saw
         samples = SampleLookup(
-            lambda step: context.data.order.batch(*position.at(step - 1)).tolist(),
+            lambda step: position.batch(step - 1).tolist(),
             lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
         )
         config = context.config
@@ -41,7 +41,7 @@ class WatchHealth(Hook):
         if not result.applied:
             return
         # the rest of an epoch, less than half a batch, has another loss
-        order, step_of_epoch = loop.context.data.order, loop.position.at(result.step - 1)[1]
+        order, _, step_of_epoch = loop.position.at(result.step - 1)
         is_rest = step_of_epoch + 1 == order.steps_per_epoch and 2 * order.last_batch_size < order.batch_size
         if not is_rest:
             self._health.check_loss(result.step, result.loss, lambda: result.metrics)

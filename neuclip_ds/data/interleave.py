@@ -1,0 +1,112 @@
+"""Choose how batches interleave shards: few enough shards at a time for a node's cache, many enough to mix well.
+
+A batch takes equally many samples from each of S streams, and each stream is shuffled in blocks, so S blocks are in use
+at a time: a window of S x block samples. All shards of the window must be near; those of 8 million samples of 45 kB are
+400 GB.
+"""
+
+from typing import NamedTuple
+
+from neuclip_ds.errors import UserError
+
+WINDOWS = (8_000_000, 4_000_000, 2_000_000)  # samples that are shuffled together, the best first
+_STREAMS = 64
+_FULL = 0.8  # share of a cache that may be planned for
+_AHEAD = 2  # streams whose next block is there before it is used
+_SMALLEST_BLOCK = 100
+
+
+class Interleave(NamedTuple):
+    """How the order of samples interleaves shards."""
+
+    streams: int  # S, a divisor of the global batch
+    block: int  # positions of a stream that are shuffled together
+    staggered: bool = True  # whether the streams begin their blocks in different steps
+
+    @property
+    def window(self) -> int:
+        """Number of samples that are shuffled together."""
+        return self.streams * self.block
+
+
+class DataSize(NamedTuple):
+    """The extent of a data set, all shards being alike."""
+
+    samples: int
+    shards: int
+    bytes: int
+
+    def resident_bytes(self, interleave: Interleave, nodes: int = 1) -> int:
+        """Return the bytes of the shards that a node needs at a time, those of the next blocks included.
+
+        A node reads its share of the streams, at least one.
+        """
+        per_shard = self.samples / self.shards
+        streams = min(-(-interleave.streams // nodes), interleave.streams)
+        ahead = min(_AHEAD, streams) if interleave.staggered else streams
+        length = self.samples / interleave.streams
+        per_block = min(interleave.block, length) / per_shard + 1  # it begins and ends within a shard
+        return round(min((streams + ahead) * per_block, self.shards) / self.shards * self.bytes)
+
+
+def choose_interleave(
+    data: DataSize,
+    batch_size: int,
+    *,
+    nodes: int = 1,
+    cache_bytes: float | None = None,
+    streams: int | None = None,
+    block: int | None = None,
+) -> Interleave:
+    """Choose the interleave with the largest window, up to 8 million samples, for which the cache is large enough.
+
+    It is one that a single node can hold, so that the run can move there; if there is none of at least 2 million, the
+    largest up to that which each of the `nodes` can.
+
+    Args:
+        batch_size: global batch.
+        nodes: of the run. Each reads other streams if their number allows.
+        cache_bytes: size of a node's cache; None if all shards are local.
+        streams, block: chosen by the user.
+
+    Raises:
+        UserError: `streams` does not divide the batch, or no interleave fits into the cache.
+    """
+    if streams is not None and (streams < 1 or batch_size % streams):
+        raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")
+    numbers = [streams] if streams is not None else _stream_numbers(batch_size, max(data.shards, 1), nodes)
+    if streams is not None and block is not None:
+        return Interleave(streams, block)
+    windows = list(WINDOWS)
+    while windows[-1] > _SMALLEST_BLOCK * numbers[0]:
+        windows.append(windows[-1] // 2)
+    for considered, counted in ((WINDOWS, 1), (windows[len(WINDOWS) - 1 :], nodes)):
+        for window in considered:
+            for number in numbers:
+                found = Interleave(number, block or max(window // number, 1))
+                if cache_bytes is None or data.resident_bytes(found, counted) <= _FULL * cache_bytes:
+                    return found
+    smallest = data.resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
+    raise UserError(
+        f"The shard cache of {(cache_bytes or 0) / 1e9:.3g} GB is too small for the shards that a batch is mixed from: "
+        f"set data.cache_gb={1.01 * smallest / _FULL / 1e9:.3g} or more."
+    )
+
+
+def first_interleave(shards: int, batch_size: int, streams: int | None, block: int) -> Interleave:
+    """Return the interleave of runs that were started before there was a choice."""
+    return Interleave(streams or _divisors(batch_size, min(shards, 1024))[0], block, staggered=False)
+
+
+def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
+    """Return possible numbers of streams, the best first.
+
+    The node count divides them if it can, so that no two nodes read the same streams.
+    """
+    divisors = _divisors(batch_size, min(max(_STREAMS, nodes), shards))
+    return [number for number in divisors if number % nodes == 0] or divisors
+
+
+def _divisors(number: int, limit: int) -> list[int]:
+    """Return the divisors up to a limit, in descending order."""
+    return [divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0]

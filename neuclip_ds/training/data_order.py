@@ -1,0 +1,118 @@
+"""The order of a run's samples: chosen when the run starts, kept by its checkpoints."""
+
+import logging
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.interleave import WINDOWS, DataSize, Interleave, choose_interleave, first_interleave
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.errors import UserError
+
+log = logging.getLogger(__name__)
+
+_UNSTAGGERED = 1  # version of the order in checkpoints that do not say
+
+
+class SavedOrder(NamedTuple):
+    """What a checkpoint tells about its order."""
+
+    facts: Mapping[str, Any]
+    shards: int  # of its manifest
+
+    def interleave(self, batch_size: int) -> Interleave:
+        """Return the interleave of the run that wrote the checkpoint."""
+        streams, block = self.facts["shard_streams"], self.facts["shuffle_block"]
+        if self.facts.get("order", _UNSTAGGERED) == _UNSTAGGERED:
+            return first_interleave(self.shards, batch_size, streams, block)
+        return Interleave(streams, block)
+
+
+def open_order(config: Config, manifest: Manifest, nodes: int = 1, saved: SavedOrder | None = None) -> GlobalOrder:
+    """Return the order of a run's samples, that of its checkpoint where there is one.
+
+    Raises:
+        UserError: the batch does not fit the data or streams, or a new run needs more shards at a time than the cache
+            holds.
+    """
+    data = config.data
+    size = data_size(manifest)
+    cache = None if all(is_local(shard.path) for shard in manifest.shards) else data.cache_gb * 1e9
+    if saved is None:
+        interleave = choose_interleave(
+            size, data.batch_size, nodes=nodes, cache_bytes=cache, streams=data.shard_streams, block=data.shuffle_block
+        )
+    else:
+        interleave = saved.interleave(data.batch_size)
+        _check_same(config, interleave)
+    if cache is not None:
+        _check_cache(config, size, interleave, nodes, cache, refuses=saved is None)
+    order = GlobalOrder(
+        manifest.starts, manifest.sizes, data.batch_size, config.run.seed, interleave, tail=data.last_batch
+    )
+    if order.last_batch_size < 2:
+        raise UserError(
+            f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
+            "which has no negatives. Choose another batch size or data.last_batch=drop."
+        )
+    return order
+
+
+def _check_same(config: Config, interleave: Interleave) -> None:
+    for name, found in order_facts(interleave).items():
+        wanted = getattr(config.data, name, None)
+        if wanted not in (None, found):
+            raise UserError(
+                f"The run was started with data.{name}={found}, but this start has data.{name}={wanted}: set it back, "
+                "or give the run another name (--run.name)."
+            )
+
+
+def data_size(manifest: Manifest) -> DataSize:
+    """Return the extent of what is in use of a data set."""
+    used = [shard for shard in manifest.shards if shard.n and not shard.removed]
+    return DataSize(manifest.n_used, len(used), sum(shard.bytes for shard in used))
+
+
+def _check_cache(
+    config: Config, size: DataSize, interleave: Interleave, nodes: int, cache: float, refuses: bool
+) -> None:
+    """Raise `UserError`, or warn, if a node's cache cannot hold what it reads at a time."""
+    needed, data = size.resident_bytes(interleave, nodes), config.data
+    if needed > cache:
+        fitting = choose_interleave(size, data.batch_size, nodes=nodes, cache_bytes=cache)
+        problem = (
+            f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
+            f"(data.shard_streams={interleave.streams}, data.shuffle_block={interleave.block}), but "
+            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: "
+        )
+        if refuses:
+            streams, block = fitting.streams, fitting.block
+            raise UserError(
+                f"{problem}set data.shard_streams={streams} and data.shuffle_block={block}, or data.cache_gb="
+                f"{needed / 1e9:.3g} or more."
+            )
+        log.warning("%sset data.cache_gb=%.3g or more", problem, needed / 1e9)
+    elif refuses and data.shuffle_block is None and interleave.window < min(WINDOWS[-1], size.samples):
+        wanted = size.resident_bytes(Interleave(interleave.streams, WINDOWS[-1] // interleave.streams), nodes)
+        log.warning(
+            "data.cache_gb=%g: only %s samples are shuffled together; %.3g GB would be enough for %s",
+            *(data.cache_gb, f"{interleave.window:,}", 1.25 * wanted / 1e9, f"{WINDOWS[-1]:,}"),
+        )
+
+
+def with_order(config: Config, interleave: Interleave) -> Config:
+    """Return the config with the interleave that was chosen."""
+    chosen = {"shard_streams": interleave.streams, "shuffle_block": interleave.block}
+    return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+
+
+def order_facts(interleave: Interleave) -> dict[str, Any]:
+    """Return what a checkpoint keeps of the interleave."""
+    return {
+        "shard_streams": interleave.streams,
+        "shuffle_block": interleave.block,
+        "order": _UNSTAGGERED + interleave.staggered,
+    }
