@@ -72,6 +72,10 @@ class ShardCache:
             long as `timeout` while no shard arrives.
         transfers, max_outage: of the node, as in `Storage`.
 
+    Attributes:
+        request: what all transfers share.
+        storage: what the node's processes know together about the shards' storage.
+
     Raises:
         UserError: the folder cannot be created, or its disk is smaller than the capacity.
 
@@ -92,10 +96,9 @@ class ShardCache:
         transfers: int = 8,
         max_outage: float = 3600,
     ) -> None:
-        self.capacity_bytes, self.transfers = capacity_bytes, transfers
-        self._folder, self._timeout = folder, timeout
-        self._request = Request("", None, timeout, retries=retries, backoff=backoff, min_rate=min_rate)
-        self._storage = Storage(folder / "storage", transfers, max_outage, timeout)
+        self.capacity_bytes, self._folder, self._timeout = capacity_bytes, folder, timeout
+        self.request = Request("", None, timeout, retries=retries, backoff=backoff, min_rate=min_rate)
+        self.storage = Storage(folder / "storage", transfers, max_outage, timeout)
         try:
             for name in ("shards", "locks", "reserved", "storage"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -134,11 +137,11 @@ class ShardCache:
                 f"Shard {url} has {expected_bytes / _GB:.2f} GB and does not fit into the cache; "
                 f"raise data.cache_gb={self.capacity_bytes / _GB:g}."
             )
-        policy, place = NodePolicy(self._storage, due), self._folder / "locks" / _hash(url)
+        policy, place = NodePolicy(self.storage, due), self._folder / "locks" / _hash(url)
         try:
             with self._locked(place, f"another process that fetches {url}", policy) as lock:
                 if not self.touch(url, expected_bytes):  # else another process has fetched it meanwhile
-                    request = self._request._replace(url=url, bytes=expected_bytes, crc32=expected_crc32)
+                    request = self.request._replace(url=url, bytes=expected_bytes, crc32=expected_crc32)
                     self._fetch(request, lock, policy)
         except (FetchError, TimeoutError):
             raise
@@ -164,7 +167,7 @@ class ShardCache:
     def waits_for_storage(self) -> bool:
         """Whether this node waits for the storage, which is then the reason why no shard arrives."""
         try:
-            return self._storage.read().outage is not None
+            return self.storage.read().outage is not None
         except OSError:  # the folder is gone, which those find that use it
             return False
 

@@ -110,7 +110,7 @@ class _Window:
         sizes = [0 if is_local(shard.path) else shard.bytes for shard in shards]
         self._requests = RequestWindow(requests, sizes, cache.capacity_bytes)
         self._reached = 0
-        self._pool = ThreadPoolExecutor(cache.transfers)
+        self._pool = ThreadPoolExecutor(cache.storage.transfers)
         self._warned = False
 
     def move(self, reached: int, end: int) -> None:
