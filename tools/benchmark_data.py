@@ -8,6 +8,7 @@ Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts 
 """
 
 import argparse
+import os
 import resource
 import signal
 import statistics
@@ -24,6 +25,7 @@ import numpy as np
 import torch
 from benchmarking import alone, sync
 from benchmarking.mosaic import has_mosaic, write_mds
+from torch import Tensor
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest

@@ -25,7 +25,6 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
-_TRANSFERS = 4  # shards fetched at the same time
 
 
 class Prefetcher:
@@ -110,7 +109,7 @@ class _Window:
         sizes = [shard.bytes if cache.serves(shard.path) else 0 for shard in shards]
         self._requests = RequestWindow(requests, sizes, cache.capacity_bytes)
         self._reached = 0
-        self._pool = ThreadPoolExecutor(_TRANSFERS)
+        self._pool = ThreadPoolExecutor(cache.storage.transfers)
         self._warned = False
 
     def move(self, reached: int, end: int) -> None:
@@ -140,6 +139,6 @@ class _Window:
         if request.last < self._reached or self._is_cached(shard):
             return
         try:
-            self._cache.path(shard.path, shard.bytes, shard.crc32)
+            self._cache.path(shard.path, shard.bytes, shard.crc32, due=False)
         except (OSError, UserError) as error:
             log.warning("cannot prefetch a shard: %s", error)

@@ -156,8 +156,15 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
     if needs_cache(data, manifest):
         folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
-        capacity, timeout = int(data.cache_gb * 1e9), data.timeout / 10
-        cache = ShardCache(folder, capacity, timeout, copies_files=data.cache_local)
+        cache = ShardCache(
+            folder,
+            int(data.cache_gb * 1e9),
+            timeout=data.timeout / 10,
+            min_rate=data.min_rate * 1e6,
+            transfers=data.transfers,
+            max_outage=data.max_outage,
+            copies_files=data.cache_local,
+        )
     return LoaderOptions(
         data.workers,
         data.prefetch,

@@ -16,7 +16,7 @@ from small_runs import ROOT
 
 sys.path.insert(0, str(ROOT / "tools"))
 
-from benchmarking.object_store import Counters, Store, object_store  # noqa: E402
+from benchmarking.object_store import Counters, Store, object_store
 
 DATA = os.urandom(300_000)
 KEYS = ("0.tar", "train/0.tar", "train/1.tar")
