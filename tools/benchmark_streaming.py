@@ -20,6 +20,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,10 +135,8 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
             if storage.store is not None:
                 cache = ShardCache(start.copies, 4 * sum(shard.bytes for shard in manifest.shards))
                 options = options._replace(cache=cache)
-                rows = [slice(0, setting.batch)]
-                prefetcher = Prefetcher(
-                    cache, order, manifest.shards, epoch=0, step=first, rows=rows, total_steps=steps
-                )
+                requests = partial(order.shards_ahead, 0, first, [slice(0, setting.batch)])
+                prefetcher = Prefetcher(cache, requests, manifest.shards, begin=first, end=steps, ahead=steps)
                 stack.enter_context(prefetcher)
             batches = train_loader(
                 manifest, order, setting.transform, _lengths, step=first, steps=steps - first, options=options

@@ -15,7 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.hashing import hash64
-from neuclip_ds.data.order import GlobalOrder, ShardRequest
+from neuclip_ds.data.interleave import Interleave
+from neuclip_ds.data.order import BatchOrder, GlobalOrder, ShardRequest
 from neuclip_ds.errors import UserError
 
 _PATTERN = 2  # separates its hash from those of neuclip_ds/data/order.py
@@ -57,9 +58,10 @@ class MixtureOrder:
     An epoch is as many steps as it takes to see as many samples as all sources hold together; there are no empty rows.
 
     Args:
-        sources: an order for each source, all with equal batch size and number of streams.
+        sources: an order for each source, all with the batch size and number of streams of the mixture.
         weights: for the step from which each list holds, positive numbers to whose ratio the sources' rows are; step 0
             must be among them.
+        interleave: of the mixture; each source has a share of its blocks.
         stratified: whether every batch has the same numbers of rows, to one, of each source.
 
     Raises:
@@ -67,15 +69,16 @@ class MixtureOrder:
     """
 
     def __init__(
-        self, sources: Sequence[GlobalOrder], weights: Mapping[int, Sequence[float]], stratified: bool = True
+        self,
+        sources: Sequence[GlobalOrder],
+        weights: Mapping[int, Sequence[float]],
+        interleave: Interleave,
+        stratified: bool = True,
     ) -> None:
-        first = sources[0]
-        self.batch_size, self.seed, self.interleave = first.batch_size, first.seed, first.interleave
+        self.batch_size, self.seed, self.interleave = sources[0].batch_size, sources[0].seed, interleave
         self.n = sum(source.n for source in sources)
-        self.steps_per_epoch = max(1, self.n // self.batch_size)
-        self.last_batch_size = self.batch_size
         self.last_change = max(weights, default=0)  # the step from which the weights stay
-        self._sources, self._streams = sources, first.interleave.streams
+        self._sources, self._streams = sources, interleave.streams
         self._lane = self.batch_size // self._streams
         self._begins = sorted(weights)
         if self._begins[:1] != [0]:
@@ -95,7 +98,17 @@ class MixtureOrder:
             taken = taken + np.stack(more)
             self._taken_before.append(taken)
 
-    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> GlobalOrder:
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps in which as many samples are seen as all sources hold."""
+        return max(1, self.n // self.batch_size)
+
+    @property
+    def last_batch_size(self) -> int:
+        """Number of samples in every batch."""
+        return self.batch_size
+
+    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> BatchOrder:
         """Raise UserError: sources must stay as they are."""
         raise UserError("The sources of a mixture have changed since the run began; restore them, or start a new run.")
 

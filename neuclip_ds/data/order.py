@@ -11,7 +11,7 @@ shards for one stream at a time, not for all at once.
 
 from collections.abc import Iterator, Sequence
 from heapq import heapify, heappop, heappush
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -41,6 +41,35 @@ class ShardRequest(NamedTuple):
     first: int
     last: int
     shard: int
+
+
+class BatchOrder(Protocol):
+    """Which samples each batch has; documented at `GlobalOrder`, the order of one source."""
+
+    batch_size: int
+    seed: int
+    n: int
+    interleave: Interleave
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Number of steps of an epoch."""
+
+    @property
+    def last_batch_size(self) -> int:
+        """Number of samples in an epoch's last batch."""
+
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the global indices of a step's rows, -1 for empty ones."""
+
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return how often each sample of `batch` has been visited before."""
+
+    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
+        """Iterate over the shards that these rows of the batches read."""
+
+    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "BatchOrder":
+        """Return the order of the first shards; raise UserError if there can be none."""
 
 
 class GlobalOrder:

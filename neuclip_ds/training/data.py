@@ -14,15 +14,16 @@ from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.file_systems import shared_file_system
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.order import BatchOrder
+from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.transforms import ImageTransform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.training.data_order import SavedOrder, needs_cache, open_order
+from neuclip_ds.training.data_sources import TrainingSet
 from neuclip_ds.training.tokenizer import place_tokenizer
 
 log = logging.getLogger(__name__)
@@ -35,13 +36,13 @@ class TrainingData(NamedTuple):
     """The training samples of a run, their order, and what turns them into batches."""
 
     manifest: Manifest
-    order: GlobalOrder
+    order: BatchOrder
     loading: LoaderOptions
     transform: ImageTransform
     tokenizer: ModelTokenizer
 
     def batches(
-        self, communicator: Communicator, order: GlobalOrder, epoch: int, step: int, steps: int
+        self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
     ) -> Iterator[Batch]:
         """Yield a rank's next `steps` batches from a place in an order."""
         return train_loader(
@@ -73,13 +74,14 @@ def open_training_data(
     `saved` what it tells about the order of samples.
     """
     data, preprocessing = config.data, source.preprocessing
-    if not data.train:
-        raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-    manifest = open_data(data.train, data, communicator, staged)
+    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged))
+    manifest = training_set.manifest
+    if training_set.sources:
+        communicator.on_rank_zero(lambda: check_distinct(manifest))
     loading = loader_options(data, manifest, communicator)
     _advise_on_cache(data, manifest, communicator)
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    order = communicator.on_every_rank(lambda: open_order(config, manifest, nodes, saved))
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
 
     def captions() -> Iterator[str]:

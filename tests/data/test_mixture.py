@@ -25,7 +25,8 @@ SAMPLES = [120, 40, 64]  # of each source
 def mixture_of(weights, batch_size=16, streams=4, block=20, stratified=True, seed=3) -> MixtureOrder:
     interleave = Interleave(streams, block)
     sizes = [np.where(source == SOURCE, SIZES, 0) for source in range(3)]
-    return MixtureOrder([GlobalOrder(STARTS, own, batch_size, seed, interleave) for own in sizes], weights, stratified)
+    sources = [GlobalOrder(STARTS, own, batch_size, seed, interleave) for own in sizes]
+    return MixtureOrder(sources, weights, interleave, stratified)
 
 
 def shard_of(index: int) -> int:
