@@ -56,7 +56,9 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def do_GET(self) -> None:
-        name, _, query = self.path.strip("/").partition("?")
+        name = self.path.strip("/")
+        if listing := "list-type=2" in name:
+            name = name.partition("?")[0]
         self.server.gets[name] += 1
         faults = self.server.faults.get(name, [])
         fault = faults.pop(0) if faults else None
@@ -64,12 +66,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
-        elif "list-type=2" in query:  # of a bucket with one folder
-            found = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
-            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in found)
+        elif listing:  # of a bucket with one folder
+            keys = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
+            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in keys)
             self._send(f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode(), None)
-        elif listing := [path for path in self.server.files if path.startswith(name)]:
-            self._send("".join(f'<a href="/{path}">{path}</a>' for path in listing).encode(), None)
+        elif found := [path for path in self.server.files if path.startswith(name)]:
+            self._send("".join(f'<a href="/{path}">{path}</a>' for path in found).encode(), None)
         else:
             self.send_error(404)
 
