@@ -43,9 +43,7 @@ def main() -> None:
     for cache in asked.cache_gb:
         for nodes in asked.nodes:
             try:
-                interleave = _interleave(
-                    asked, data.batch_size, size, nodes, cache, data.shard_streams, data.shuffle_block
-                )
+                interleave = _interleave(asked, data, size, nodes, cache)
             except UserError as error:
                 print(f"\n{nodes} nodes, {cache:g} GB: {error}")
                 continue

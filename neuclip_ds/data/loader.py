@@ -25,8 +25,9 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.order import BatchOrder
 from neuclip_ds.data.transforms import ImageTransform
+from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 _POLL = 1.0  # seconds between checks that the workers live while a batch is waited for
 _LONGEST = 10  # time-outs for which a batch is waited for while shards arrive
 
-Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
+Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is nearly always the epoch
 
 
 class LoaderOptions(NamedTuple):
@@ -46,7 +47,7 @@ class LoaderOptions(NamedTuple):
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # of remote shards
+    cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
@@ -58,7 +59,7 @@ class RankBatches(NamedTuple):
     describe: Callable[[int], str]  # name of a batch for messages
 
 
-def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
+def _train_batches(order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
     """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs."""
     if order.batch_size % world_size:
         raise UserError(
@@ -69,7 +70,8 @@ def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, s
 
     def items(number: int) -> Items:
         epoch, step = divmod(first + number, order.steps_per_epoch)
-        return [(epoch, index) for index in order.batch(epoch, step, rows).tolist()]
+        visits, indices = order.visits(epoch, step, rows), order.batch(epoch, step, rows)
+        return list(zip(visits.tolist(), indices.tolist(), strict=True))
 
     def describe(number: int) -> str:
         epoch, step = divmod(first + number, order.steps_per_epoch)
@@ -93,7 +95,7 @@ def _eval_batches(manifest: Manifest, rank: int, world_size: int, batch_size: in
 
 def train_loader(
     manifest: Manifest,
-    order: GlobalOrder,
+    order: BatchOrder,
     transform: ImageTransform,
     tokenize: Tokenize,
     *,
@@ -218,6 +220,9 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, options: Loade
                     raise _failure(workers, waited_for, options.timeout, expired.is_set()) from error
                 if not is_poll:
                     raise
+                if _waits_for_storage(options):
+                    with deferring(False):  # a signal ends the run now: no step may come for an hour
+                        pass
     if isinstance(result, UserError):
         raise result
     return result
@@ -253,6 +258,10 @@ def _workers(iterator: Iterator[Batch | UserError]) -> Sequence[BaseProcess]:
     return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
 
 
+def _waits_for_storage(options: LoaderOptions) -> bool:
+    return options.cache is not None and options.cache.waits_for_storage()
+
+
 def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.kill()
@@ -262,8 +271,8 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> Iterator[threading.Event]:
     """Kill the workers, and set the event, if the block takes `options.timeout` seconds in which no shard arrives.
 
-    While shards arrive it may take ten times as long. This also ends a read from a worker that has stopped in the
-    middle of handing over a batch, for which torch has no time limit.
+    While shards arrive it may take ten times as long, besides the time that the node waits for its storage. This also
+    ends a read from a worker that has stopped in the middle of handing over a batch, for which torch has no time limit.
     """
     ended, expired = threading.Event(), threading.Event()
 
@@ -272,13 +281,16 @@ def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> It
         begin = min(_POLL, options.timeout / 2)
         if ended.wait(begin):  # nearly always: a look at all shards of the cache is not for every batch
             return
-        before = arrived()
-        for turn in range(_LONGEST):
-            if ended.wait(options.timeout - begin * (turn == 0)):
+        before, turns, seconds = arrived(), 0, options.timeout - begin
+        while turns < _LONGEST:
+            if ended.wait(seconds):
                 return
+            seconds = options.timeout
+            if _waits_for_storage(options):  # which the workers end after `data.max_outage`
+                continue
             if (now := arrived()) == before:
                 break
-            before = now
+            before, turns = now, turns + 1
         expired.set()
         _kill(workers)
 

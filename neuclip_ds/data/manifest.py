@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.sample_table import SampleParts
+from neuclip_ds.data.sample_table import JoinedTables, SampleParts, SampleTables
 from neuclip_ds.data.shards import is_local, refuse_commands
 from neuclip_ds.errors import UserError
 from neuclip_ds.redaction import redact
@@ -64,7 +64,7 @@ class Manifest:
         samples: sample tables, where the manifest has them.
     """
 
-    def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard], samples: SampleTables | None = None) -> None:
         self.shards = tuple(shards)
         self.samples = samples
         self.n_shards = len(self.shards)
@@ -157,6 +157,27 @@ def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
 def is_manifest(path: str | os.PathLike[str]) -> bool:
     """Whether `path` is a manifest folder."""
     return (Path(path) / _TABLE).is_file()
+
+
+def join(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of several data sets: the indices of each follow on those of the one before.
+
+    Raises:
+        UserError: some need sample tables, which others do not have.
+    """
+    shards: list[Shard] = []
+    for manifest in manifests:
+        start = shards[-1].start + shards[-1].n if shards else 0
+        shards += [shard._replace(start=start + shard.start) for shard in manifest.shards]
+    tables = [(manifest.samples, manifest.n_shards) for manifest in manifests if manifest.samples is not None]
+    if len(tables) == len(manifests):
+        return Manifest(shards, JoinedTables(tables))
+    if any(shard.selection is not None for shard in shards):
+        raise UserError(
+            "A source lists only some samples of its shards, by sample tables, which another source has not: build the "
+            "manifests of all (neuclip-ds build-manifest FOLDER SOURCE)."
+        )
+    return Manifest(shards)
 
 
 def write_shards(manifest: Manifest, folder: Path) -> None:

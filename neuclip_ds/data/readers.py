@@ -89,7 +89,7 @@ class TarReader:
     Args:
         manifest: manifest of the samples.
         texts: members with captions, of `sample_table.MEMBERS`.
-        cache: cache of remote shards; required if there are any.
+        cache: cache of the shards that it serves; required if any is remote.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
@@ -130,8 +130,8 @@ class TarReader:
 
     def _open(self, shard: int) -> int:
         path, expected, crc32 = attrgetter("path", "bytes", "crc32")(self._manifest.shards[shard])
-        if not is_local(path):
-            return _cache_for(path, self._cache).open(path, expected, crc32)
+        if (cache := _cache_for(path, self._cache)) is not None:
+            return cache.open(path, expected, crc32)
         fd = os.open(path, os.O_RDONLY)
         try:
             check_size(self._manifest.shards[shard], os.fstat(fd).st_size)
@@ -146,7 +146,9 @@ class TarReader:
             return self._shared(path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._files.get(shard))
         source: tuple[object, ...] = (status.st_size, status.st_ino)
-        if is_local(path):  # a copy's times are those of its uses, and its tables are discarded when it is fetched
+        if (
+            _cache_for(path, self._cache) is None
+        ):  # a copy's times are those of its uses, and its tables are discarded when it is fetched
             source += (status.st_mtime_ns, status.st_ctime_ns)
         table = self._shared(path, source, partial(self._walk, shard))
         self._check_layout(shard, table)
@@ -196,8 +198,8 @@ class WebdatasetReader:
         shard = self._manifest.shards[number]
         # Only the inner part of the pipeline: WebDataset would split the shards over workers and ranks.
         path = shard.path
-        if not is_local(path):
-            path = str(_cache_for(path, self._cache).path(path, shard.bytes, shard.crc32))
+        if (cache := _cache_for(path, self._cache)) is not None:
+            path = str(cache.path(path, shard.bytes, shard.crc32))
         found = webdataset.tariterators.tarfile_samples([{"url": path}])
         samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
         if shard.selection is not None and self._manifest.samples is not None:
@@ -227,10 +229,11 @@ def _weight(table: SampleTable) -> int:
     return _MAPPING_BYTES if is_mapped else _SAMPLE_BYTES * table.n
 
 
-def _cache_for(path: str, cache: ShardCache | None) -> ShardCache:
-    if cache is None:
+def _cache_for(path: str, cache: ShardCache | None) -> ShardCache | None:
+    """Return the cache that a shard is read from, None for a shard that is read in place."""
+    if cache is None and not is_local(path):
         raise UserError(f"Shard {path} is remote, which needs a cache; set data.cache_dir.")
-    return cache
+    return cache if cache is not None and cache.serves(path) else None
 
 
 def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:

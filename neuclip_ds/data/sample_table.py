@@ -7,12 +7,14 @@ may list only some of the shard's samples.
 
 from __future__ import annotations
 
+import itertools
 import re
 import zlib
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import pyarrow as pa
@@ -167,6 +169,41 @@ class SampleParts:
             if first <= shard <= last:
                 return path, shard - first
         raise UserError(f"No file in {self._folder} has the samples of shard {shard}; build the manifest again.")
+
+
+class SampleTables(Protocol):
+    """The sample tables of a manifest."""
+
+    has_checksums: bool
+
+    def table(self, shard: int) -> SampleTable:
+        """Return a shard's table; raise UserError if it cannot be read."""
+
+    def source(self, shard: int) -> tuple[object, ...]:
+        """Return what decides a shard's table."""
+
+
+class JoinedTables:
+    """The tables of several manifests, each with its number of shards, one after the other."""
+
+    def __init__(self, parts: Sequence[tuple[SampleTables, int]]) -> None:
+        self._tables = [tables for tables, _ in parts]
+        self._firsts = [0, *itertools.accumulate(shards for _, shards in parts)][:-1]
+        self.has_checksums = all(tables.has_checksums for tables in self._tables)
+
+    def table(self, shard: int) -> SampleTable:
+        """Return a shard's table; raise UserError if it cannot be read."""
+        tables, own = self._find(shard)
+        return tables.table(own)
+
+    def source(self, shard: int) -> tuple[object, ...]:
+        """Return what decides a shard's table."""
+        tables, own = self._find(shard)
+        return tables.source(own)
+
+    def _find(self, shard: int) -> tuple[SampleTables, int]:
+        part = bisect_right(self._firsts, shard) - 1
+        return self._tables[part], shard - self._firsts[part]
 
 
 @contextmanager

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from neuclip_ds.checksum import checksum_of
 from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError, decode_pil
-from neuclip_ds.data.fetch import fetch
+from neuclip_ds.data.fetch import Request, fetch
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
@@ -88,7 +88,7 @@ def local_copy(path: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_") as folder:
         target = Path(folder) / "shard.tar"
-        fetch(path, target, expected_bytes=None, timeout=_STALL_TIMEOUT)
+        fetch(Request(path, None, _STALL_TIMEOUT), target)
         yield target
 
 

@@ -19,7 +19,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.download import describe_error
+from neuclip_ds.data.failures import FailureKind, describe_error
 from neuclip_ds.data.manifest import MIN_SAMPLE_BYTES, Shard
 from neuclip_ds.data.scan import Scan
 from neuclip_ds.errors import UserError
@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 
 _REQUESTS = 64  # at the same time, in each process
 _ATTEMPTS = 5
+_MAY_PASS = (FailureKind.OUTAGE, FailureKind.THROTTLED)
 _TAR = ".tar"
 _SIDES = ("_stats.json", ".parquet")  # in the order of preference
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
@@ -105,7 +106,7 @@ def _store(folder: str) -> Any:
     try:
         return fsspec.core.url_to_fs(folder or "/", **options)[0]
     except (ValueError, ImportError) as error:
-        raise UserError(f"{folder}: {describe_error(error)[0]}.") from error
+        raise UserError(f"{folder}: {describe_error(error)}.") from error
 
 
 def _count(shard: ListedShard, store: Any) -> Scan | UserError:
@@ -162,8 +163,9 @@ def _request(work: Callable[[], Value]) -> Value:
         except _Failed:
             raise
         except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-            reason, final = describe_error(error)
-            if final or attempt == _ATTEMPTS:
-                raise _Failed(reason, isinstance(error, FileNotFoundError)) from error
+            failure = describe_error(error)
+            is_missing = failure.kind is FailureKind.MISSING
+            if attempt == _ATTEMPTS or is_missing or failure.kind is FailureKind.SETUP:
+                raise _Failed(str(failure), is_missing) from error
         time.sleep(2 ** (attempt - 1) * random.uniform(0.5, 1))  # seconds, other ones in each thread
     raise AssertionError("unreachable")

@@ -31,6 +31,7 @@ from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
 from neuclip_ds.training.data_position import DataPosition
+from neuclip_ds.training.data_sources import facts_of
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
@@ -61,7 +62,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.folder / str(config.run.name)
-    with raising_interrupted(), connected(dump(config), config.run.folder) as communicator:
+    max_outage = config.data.max_outage
+    with raising_interrupted(), connected(dump(config), config.run.folder, max_outage) as communicator:
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)
@@ -227,6 +229,7 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
     facts = {
         "batch_size": data.batch_size,
         **{name: value for name, value in interleave.items() if value is not None},
+        **facts_of(data),
         "tail": data.last_batch,
         "seed": config.run.seed,
         "method": config.objective.method,

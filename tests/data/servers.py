@@ -15,11 +15,15 @@ class Files(ThreadingHTTPServer):
     """Serve `files` (path without the slash -> bytes) on 127.0.0.1, also as a bucket of S3's first folder.
 
     Attributes:
-        gets: GET requests of each path.
+        gets: GET requests of each path; those of a range count as one where they begin at byte 0.
         heads: HEAD requests of each path.
-        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`; then all is well.
+        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `drip`; then all is
+            well.
         gate: bodies are sent while it is set.
         delay: seconds that a body takes.
+        refuses: status of every answer, if set.
+        most: requests at a time beyond which the answer is 503 SlowDown, if set.
+        ranges: whether it serves ranges.
     """
 
     daemon_threads = True
@@ -33,6 +37,11 @@ class Files(ThreadingHTTPServer):
         self.gate = threading.Event()
         self.gate.set()
         self.delay = 0.0
+        self.refuses: int | None = None
+        self.most: int | None = None
+        self.ranges = True
+        self.active = self.refused = self.ranged = 0
+        self.counting = threading.Lock()
         self.over = threading.Event()
 
     def url(self, path: str) -> str:
@@ -56,10 +65,25 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def do_GET(self) -> None:
+        with self.server.counting:
+            self.server.active += 1
+            busy = self.server.most is not None and self.server.active > self.server.most
+        try:
+            self._answer(503 if busy else self.server.refuses)
+        finally:
+            with self.server.counting:
+                self.server.active -= 1
+
+    def _answer(self, refusal: int | None) -> None:
         name = self.path.strip("/")
         if listing := "list-type=2" in name:
             name = name.partition("?")[0]
-        self.server.gets[name] += 1
+        if refusal is not None:
+            self.server.refused += 1
+            self.send_error(refusal, "SlowDown" if refusal == 503 else None)
+            return
+        if self._range(0)[0] == 0:
+            self.server.gets[name] += 1
         faults = self.server.faults.get(name, [])
         fault = faults.pop(0) if faults else None
         if isinstance(fault, int):
@@ -76,10 +100,19 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def _send(self, data: bytes, fault: str | None) -> None:
+        start, end = self._range(len(data))
+        partial = (start, end) != (0, len(data))
+        self.server.ranged += partial
+        data = data[start:end]
         data = data[: len(data) // 3] if fault == "short" else data
-        self.send_response(200)
+        self.send_response(206 if partial else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
+        if fault == "drip":
+            for number in range(len(data)):
+                self.wfile.write(data[number : number + 1])
+                if self.server.over.wait(0.05):
+                    return
         half = len(data) // 2
         self.wfile.write(data[:half])
         if fault == "cut":
@@ -91,6 +124,14 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.server.delay)
         self.server.gate.wait()
         self.wfile.write(data[half:])
+
+    def _range(self, size: int) -> tuple[int, int]:
+        """Return begin and end of what is requested of a body of `size` bytes."""
+        header = self.headers["Range"] if self.server.ranges else None
+        if header is None:
+            return 0, size
+        first, last = header.removeprefix("bytes=").split("-")
+        return int(first), min(int(last) + 1, size)
 
     def log_message(self, *arguments) -> None:
         pass
