@@ -30,6 +30,7 @@ Value = TypeVar("Value")
 
 _REQUESTS = 64  # at the same time, in each process
 _ATTEMPTS = 5
+_MAY_PASS = (FailureKind.OUTAGE, FailureKind.THROTTLED)
 _TAR = ".tar"
 _SIDES = ("_stats.json", ".parquet")  # in the order of preference
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once

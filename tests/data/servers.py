@@ -75,7 +75,9 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.active -= 1
 
     def _answer(self, refusal: int | None) -> None:
-        name, _, query = self.path.strip("/").partition("?")
+        name = self.path.strip("/")
+        if listing := "list-type=2" in name:
+            name = name.partition("?")[0]
         if refusal is not None:
             self.server.refused += 1
             self.send_error(refusal, "SlowDown" if refusal == 503 else None)
@@ -88,12 +90,12 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
-        elif "list-type=2" in query:  # of a bucket with one folder
-            found = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
-            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in found)
+        elif listing:  # of a bucket with one folder
+            keys = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
+            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in keys)
             self._send(f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode(), None)
-        elif listing := [path for path in self.server.files if path.startswith(name)]:
-            self._send("".join(f'<a href="/{path}">{path}</a>' for path in listing).encode(), None)
+        elif found := [path for path in self.server.files if path.startswith(name)]:
+            self._send("".join(f'<a href="/{path}">{path}</a>' for path in found).encode(), None)
         else:
             self.send_error(404)
 

@@ -12,6 +12,7 @@ import random
 import shutil
 import sys
 import tarfile
+import tempfile
 import time
 import traceback
 from collections import Counter
@@ -232,6 +233,7 @@ def report(folder: str, seed: int, number: int) -> None:
     """Try inputs seed, seed + 1, ..., each with a random generator of its own; write outcome.json."""
     root, kinds = Path(folder).resolve() / "in", list(KINDS.values())
     root.mkdir()
+    tempfile.tempdir = str(root)  # sample tables are written there
     os.dup2(os.open(f"{folder}/stderr", os.O_WRONLY | os.O_CREAT), 2)  # libjpeg writes there
     counts: Counter[str] = Counter()
     slowest, failures = 0.0, list[str]()
