@@ -18,6 +18,7 @@ from neuclip_ds.objectives.methods import method_of
 from neuclip_ds.section import Section, merge
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
+Weight = Annotated[float, Field(ge=0)]
 
 
 class RunConfig(Section):
@@ -67,9 +68,36 @@ class RunConfig(Section):
     seen."""
 
 
+class SourceConfig(Section):
+    """A source of a mixture."""
+
+    train: str = Field(min_length=1)
+    """Its pairs, in the forms of `data.train`."""
+    weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
+    """Its share of the rows of each batch, relative to the other weights; or [step, share] pairs, each from a step on,
+    such as [[0, 1], [10000, 3]]. By default the number of its samples, times `upsample`."""
+    upsample: float = Field(1, gt=0)
+    """How often its samples are seen relative to those of a source with 1."""
+
+    @model_validator(mode="after")
+    def _weight_is_known_from_the_start(self) -> SourceConfig:
+        if isinstance(self.weight, list):
+            steps = [step for step, _ in self.weight]
+            if steps[:1] != [0] or steps != sorted(set(steps)):
+                raise ValueError("weights by step begin with step 0 and ascend, as in [[0, 1], [10000, 3]]")
+        if self.weight is not None and self.upsample != 1:
+            raise ValueError("weight and upsample exclude each other: an upsampled source's weight is its size")
+        return self
+
+
 class DataConfig(Section):
     train: str = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`."""
+    sources: dict[str, SourceConfig] = Field(default_factory=dict)
+    """Instead of `train`, several weighted sources by name: {dfn: {train: /data/dfn, weight: 3}, cc: {train: ...}}."""
+    stratified: bool = True
+    """Whether every batch has the same share of each source; else the rows are drawn at random, over 64 batches in the
+    same shares."""
     val: str = "auto"
     """Held-out pairs for retrieval, in the same forms; `auto` takes a folder `val` next to `train`, empty is none."""
     zero_shot: str = "auto"
@@ -102,6 +130,9 @@ class DataConfig(Section):
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
     """Size limit of that folder, in GB. Each node keeps the shards there that it reads from at a time."""
+    cache_local: bool = False
+    """Also copy shards that are files to that folder, each in one sequential read: for Lustre, GPFS, NFS and other file
+    systems that nodes share."""
     transfers: int = Field(8, ge=1, le=1024)
     """Remote shards that a node fetches ahead at a time, and as many that a batch waits for. Fewer while the storage
     throttles or fails."""
@@ -124,6 +155,19 @@ class DataConfig(Section):
     """Reader of the shards: the indexed tar reader, or the webdataset library (slower, for comparison)."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Share of bad samples above which the run stops; of those of one node's last 1,000 steps, ten times that share."""
+
+    @model_validator(mode="after")
+    def _train_or_sources(self) -> DataConfig:
+        if self.train and self.sources:
+            raise ValueError("data.train and data.sources are both set; name the data as one of them")
+        if len({source.weight is None for source in self.sources.values()}) > 1:
+            raise ValueError("some sources have a weight and others not; give each one, or none")
+        return self
+
+    @property
+    def first_train(self) -> str:
+        """What `train` or the first source names."""
+        return self.train or next((source.train for source in self.sources.values()), "")
 
 
 class VisionConfig(Section):

@@ -7,6 +7,7 @@ The total size is limited. The folder holds
     reserved/HASH-NAME   sparse files of the size of the shards being fetched, which reserve space
     storage/             what the node's processes know together about the storage: `storage`
     lock                 locked during eviction
+    tables/              sample tables of the shards (neuclip_ds/data/node_tables.py)
 
 Locks are the kernel's (flock), so a killed process frees its locks. Its partial files are removed by the next process
 that needs the shard or the space. Links are never followed, as a folder may be one that others write to.
@@ -28,6 +29,8 @@ from typing import IO, Any
 from neuclip_ds.data.failures import FailureKind
 from neuclip_ds.data.fetch import FetchError, Request, fetch
 from neuclip_ds.data.locks import open_lock, open_regular, try_lock
+from neuclip_ds.data.node_tables import NodeTables
+from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.storage import NodePolicy, Storage
 from neuclip_ds.errors import UserError
 
@@ -71,10 +74,12 @@ class ShardCache:
         timeout, retries, backoff, min_rate: of a transfer, as in `Request`. Waits for other processes last 10 times as
             long as `timeout` while no shard arrives.
         transfers, max_outage: of the node, as in `Storage`.
+        copies_files: whether it also serves shards that are files, for readers of a file system that nodes share.
 
     Attributes:
         request: what all transfers share.
         storage: what the node's processes know together about the shards' storage.
+        tables: sample tables of the shards; their size comes on top of `capacity_bytes`.
 
     Raises:
         UserError: the folder cannot be created, or its disk is smaller than the capacity.
@@ -95,10 +100,13 @@ class ShardCache:
         min_rate: float = 0.0,
         transfers: int = 8,
         max_outage: float = 3600,
+        copies_files: bool = False,
     ) -> None:
         self.capacity_bytes, self._folder, self._timeout = capacity_bytes, folder, timeout
+        self._copies_files = copies_files
         self.request = Request("", None, timeout, retries=retries, backoff=backoff, min_rate=min_rate)
         self.storage = Storage(folder / "storage", transfers, max_outage, timeout)
+        self.tables = NodeTables(folder / "tables")
         try:
             for name in ("shards", "locks", "reserved", "storage"):
                 (folder / name).mkdir(parents=True, exist_ok=True)
@@ -114,6 +122,10 @@ class ShardCache:
                 f"data.cache_gb={capacity_bytes / _GB:g} is more than the disk of {folder} holds "
                 f"({disk / _GB:.1f} GB); lower it or set another data.cache_dir."
             )
+
+    def serves(self, url: str) -> bool:
+        """Return whether a shard is read from here rather than in place."""
+        return self._copies_files or not is_local(url)
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None, *, due: bool = True) -> Path:
         """Return the path of the shard's local copy, fetched now if absent; counts as a use.
@@ -199,6 +211,7 @@ class ShardCache:
         policy.wanted = lambda: os.fstat(lock.fileno()).st_mtime_ns != touched
         shard = self._shard(request.url)
         self._clear(shard.name)
+        self.tables.discard(request.url)
         reservation = self._reserve(shard.name, request.bytes, policy)
         try:
             fetch(request, shard, policy)

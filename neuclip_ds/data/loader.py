@@ -25,7 +25,7 @@ from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.order import BatchOrder
 from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 _POLL = 1.0  # seconds between checks that the workers live while a batch is waited for
 _LONGEST = 10  # time-outs for which a batch is waited for while shards arrive
 
-Items = list[tuple[int, int]]  # (epoch, index) of each row of a rank's batch
+Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is nearly always the epoch
 
 
 class LoaderOptions(NamedTuple):
@@ -47,7 +47,7 @@ class LoaderOptions(NamedTuple):
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # of remote shards
+    cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
@@ -59,7 +59,7 @@ class RankBatches(NamedTuple):
     describe: Callable[[int], str]  # name of a batch for messages
 
 
-def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
+def _train_batches(order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
     """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs."""
     if order.batch_size % world_size:
         raise UserError(
@@ -70,7 +70,8 @@ def _train_batches(order: GlobalOrder, rank: int, world_size: int, epoch: int, s
 
     def items(number: int) -> Items:
         epoch, step = divmod(first + number, order.steps_per_epoch)
-        return [(epoch, index) for index in order.batch(epoch, step, rows).tolist()]
+        visits, indices = order.visits(epoch, step, rows), order.batch(epoch, step, rows)
+        return list(zip(visits.tolist(), indices.tolist(), strict=True))
 
     def describe(number: int) -> str:
         epoch, step = divmod(first + number, order.steps_per_epoch)
@@ -94,7 +95,7 @@ def _eval_batches(manifest: Manifest, rank: int, world_size: int, batch_size: in
 
 def train_loader(
     manifest: Manifest,
-    order: GlobalOrder,
+    order: BatchOrder,
     transform: ImageTransform,
     tokenize: Tokenize,
     *,

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.sample_table import SampleParts
+from neuclip_ds.data.sample_table import JoinedTables, SampleParts, SampleTables
 from neuclip_ds.data.shards import is_local, refuse_commands
 from neuclip_ds.errors import UserError
 from neuclip_ds.redaction import redact
@@ -38,7 +38,7 @@ _SCHEMA = pa.schema(
     + [("removed", pa.bool_()), ("layout", pa.int64())]
 )
 _OPTIONAL = ("crc32", "selection", "layout")
-_MIN_SAMPLE_BYTES = 512  # the header of one member
+MIN_SAMPLE_BYTES = 512  # the header of one member
 _MAX_SHARD_BYTES = 1 << 40
 
 
@@ -64,7 +64,7 @@ class Manifest:
         samples: sample tables, where the manifest has them.
     """
 
-    def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard], samples: SampleTables | None = None) -> None:
         self.shards = tuple(shards)
         self.samples = samples
         self.n_shards = len(self.shards)
@@ -159,6 +159,27 @@ def is_manifest(path: str | os.PathLike[str]) -> bool:
     return (Path(path) / _TABLE).is_file()
 
 
+def join(manifests: Sequence[Manifest]) -> Manifest:
+    """Return the manifest of several data sets: the indices of each follow on those of the one before.
+
+    Raises:
+        UserError: some need sample tables, which others do not have.
+    """
+    shards: list[Shard] = []
+    for manifest in manifests:
+        start = shards[-1].start + shards[-1].n if shards else 0
+        shards += [shard._replace(start=start + shard.start) for shard in manifest.shards]
+    tables = [(manifest.samples, manifest.n_shards) for manifest in manifests if manifest.samples is not None]
+    if len(tables) == len(manifests):
+        return Manifest(shards, JoinedTables(tables))
+    if any(shard.selection is not None for shard in shards):
+        raise UserError(
+            "A source lists only some samples of its shards, by sample tables, which another source has not: build the "
+            "manifests of all (neuclip-ds build-manifest FOLDER SOURCE)."
+        )
+    return Manifest(shards)
+
+
 def write_shards(manifest: Manifest, folder: Path) -> None:
     """Write or replace the manifest's shard table atomically; the sample tables must already be there.
 
@@ -220,7 +241,7 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
     start = 0
     for shard in manifest.shards:
-        least = 0 if shard.selection is not None else shard.n * _MIN_SAMPLE_BYTES  # a selection may repeat samples
+        least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
         if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "

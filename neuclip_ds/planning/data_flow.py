@@ -10,8 +10,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.interleave import DataSize
-from neuclip_ds.data.order import GlobalOrder, ShardRequest
+from neuclip_ds.data.order import BatchOrder, ShardRequest
 from neuclip_ds.data.request_window import RequestWindow
+
+BANDWIDTH = 1.25e9  # bytes per second that a node fetches, as 10 Gbit/s give; assumed
+RATE = 10_000  # samples per second that a node trains on; assumed
 
 
 class Node(NamedTuple):
@@ -46,7 +49,7 @@ class DataFlow(NamedTuple):
 
 
 def simulate(
-    order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
+    order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
 ) -> DataFlow:
     """Simulate node `number` of `nodes`, each with equally many rows of the batch, for some epochs.
 
@@ -80,7 +83,7 @@ def simulate(
 class _NodeState:
     """A node at a time: its cache, and the link that fills it."""
 
-    def __init__(self, order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
+    def __init__(self, order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
         self.end, self._epoch, self._node, self._sizes = end, order.steps_per_epoch, node, shard_bytes.tolist()
         self.window = RequestWindow(order.shards_ahead(0, 0, [rows]), self._sizes, int(node.cache))
         self.time = self.stalled = self.fetched = self.resident = 0.0
@@ -135,7 +138,7 @@ class _NodeState:
                 self._held -= self._sizes[shard]
 
 
-def _estimate(size: DataSize, order: GlobalOrder, node: Node, nodes: int, rows: int) -> DataFlow:
+def _estimate(size: DataSize, order: BatchOrder, node: Node, nodes: int, rows: int) -> DataFlow:
     """Return what happens where a batch needs more shards than the cache holds: each may be absent at every step."""
     needed = size.resident_bytes(order.interleave, nodes)
     shard = size.bytes / size.shards

@@ -37,8 +37,8 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
     Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
     """
     options = config.data
-    val = find_split(options.val, "val", options.train)
-    images = find_split(options.zero_shot, "zero_shot", options.train)
+    val = find_split(options.val, "val", options.first_train)
+    images = find_split(options.zero_shot, "zero_shot", options.first_train)
     manifest = open_data(val, options, communicator, folder) if val else None
     if train is not None and manifest is not None:
         training, held_out = train, manifest

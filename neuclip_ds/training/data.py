@@ -1,5 +1,6 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,18 +11,22 @@ from neuclip_ds.data.cache import ShardCache, private_folder
 from neuclip_ds.data.dataset import Batch, iter_captions
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.file_systems import shared_file_system
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.order import BatchOrder
+from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.transforms import ImageTransform, train_transform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.training.data_order import SavedOrder, open_order
+from neuclip_ds.training.data_order import SavedOrder, needs_cache, open_order
+from neuclip_ds.training.data_sources import TrainingSet
 from neuclip_ds.training.tokenizer import place_tokenizer
+
+log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
@@ -31,13 +36,13 @@ class TrainingData(NamedTuple):
     """The training samples of a run, their order, and what turns them into batches."""
 
     manifest: Manifest
-    order: GlobalOrder
+    order: BatchOrder
     loading: LoaderOptions
     transform: ImageTransform
     tokenizer: ModelTokenizer
 
     def batches(
-        self, communicator: Communicator, order: GlobalOrder, epoch: int, step: int, steps: int
+        self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
     ) -> Iterator[Batch]:
         """Yield a rank's next `steps` batches from a place in an order."""
         return train_loader(
@@ -69,12 +74,14 @@ def open_training_data(
     `saved` what it tells about the order of samples.
     """
     data, preprocessing = config.data, source.preprocessing
-    if not data.train:
-        raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-    manifest = open_data(data.train, data, communicator, staged)
+    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged))
+    manifest = training_set.manifest
+    if training_set.sources:
+        communicator.on_rank_zero(lambda: check_distinct(manifest))
     loading = loader_options(data, manifest, communicator)
+    _advise_on_cache(data, manifest, communicator)
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    order = communicator.on_every_rank(lambda: open_order(config, manifest, nodes, saved))
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
 
     def captions() -> Iterator[str]:
@@ -129,10 +136,26 @@ def _missing_here(manifest: Manifest) -> str | None:
     )
 
 
+def _advise_on_cache(data: DataConfig, manifest: Manifest, communicator: Communicator) -> None:
+    """Log where a cache would help, or does not, because nodes share a file system; called by all ranks."""
+    nodes_share = len(communicator.ranks_of_node()) < communicator.world_size
+    if communicator.rank or not nodes_share:
+        return
+    first = next((shard.path for shard in manifest.shards if is_local(shard.path) and not shard.removed), None)
+    if not data.cache_local and first is not None and (kind := shared_file_system(first)):
+        log.warning(
+            "the shards are on %s, which all nodes read at random places: --data.cache-local=true copies each shard to "
+            "the node's disk in one sequential read (data.cache_dir, data.cache_gb)",
+            kind,
+        )
+    if data.cache_dir is not None and (kind := shared_file_system(data.cache_dir)):
+        log.warning("data.cache_dir=%s is on %s; name a folder on each node's own disk", data.cache_dir, kind)
+
+
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
+    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are read through it."""
     cache = None
-    if not all(is_local(shard.path) for shard in manifest.shards):
+    if needs_cache(data, manifest):
         folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
         cache = ShardCache(
@@ -142,6 +165,7 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
             min_rate=data.min_rate * 1e6,
             transfers=data.transfers,
             max_outage=data.max_outage,
+            copies_files=data.cache_local,
         )
     return LoaderOptions(
         data.workers,

@@ -4,12 +4,16 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from neuclip_ds.config import Config
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import WINDOWS, DataSize, Interleave, choose_interleave, first_interleave
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.order import BatchOrder, GlobalOrder
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
+from neuclip_ds.training.data_sources import TrainingSet
 
 log = logging.getLogger(__name__)
 
@@ -30,25 +34,27 @@ class SavedOrder(NamedTuple):
         return Interleave(streams, block)
 
 
-def open_order(config: Config, manifest: Manifest, nodes: int = 1, saved: SavedOrder | None = None) -> GlobalOrder:
+def open_order(
+    config: Config, training_set: TrainingSet, nodes: int = 1, saved: SavedOrder | None = None
+) -> BatchOrder:
     """Return the order of a run's samples, that of its checkpoint where there is one.
 
     Raises:
         UserError: the batch does not fit the data or streams, or a new run needs more shards at a time than the cache
             holds.
     """
-    data = config.data
-    size = data_size(manifest)
-    cache = None if all(is_local(shard.path) for shard in manifest.shards) else data.cache_gb * 1e9
+    data, manifest = config.data, training_set.manifest
+    need = _Need(training_set, nodes)
+    cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
     if saved is None:
-        interleave = choose_interleave(
-            size, data.batch_size, nodes=nodes, cache_bytes=cache, streams=data.shard_streams, block=data.shuffle_block
-        )
+        interleave = need.choose(data, cache)
     else:
         interleave = saved.interleave(data.batch_size)
         _check_same(config, interleave)
     if cache is not None:
-        _check_cache(config, size, interleave, nodes, cache, refuses=saved is None)
+        _check_cache(data, need, interleave, cache, refuses=saved is None)
+    if training_set.sources:
+        return training_set.mixture(data.batch_size, config.run.seed, interleave, data.stratified)
     order = GlobalOrder(
         manifest.starts, manifest.sizes, data.batch_size, config.run.seed, interleave, tail=data.last_batch
     )
@@ -58,6 +64,33 @@ def open_order(config: Config, manifest: Manifest, nodes: int = 1, saved: SavedO
             "which has no negatives. Choose another batch size or data.last_batch=drop."
         )
     return order
+
+
+class _Need:
+    """What a node needs of a run's shards at a time."""
+
+    def __init__(self, training_set: TrainingSet, nodes: int) -> None:
+        in_use = bytes_in_use(training_set.manifest)
+        self.nodes, self._set = nodes, training_set
+        self._sizes = [
+            DataSize(int(part.sum()), int(np.count_nonzero(part)), int(in_use[part > 0].sum()))
+            for part in training_set.parts
+        ]
+        self.total = DataSize(*(sum(values) for values in zip(*self._sizes, strict=True)))
+
+    def bytes(self, interleave: Interleave) -> int:
+        parts = zip(self._sizes, self._set.interleaves(interleave), strict=True)
+        return sum(size.resident_bytes(own, self.nodes) for size, own in parts if size.shards)
+
+    def choose(self, data: DataConfig, cache: float | None, *, keeps: bool = True) -> Interleave:
+        """Choose an interleave; `keeps` tells whether what the user has chosen is kept."""
+        chosen = {"streams": data.shard_streams, "block": data.shuffle_block} if keeps else {}
+        for part in (1.0, 0.5, 0.25, 0.1):  # every source of a mixture has shards that only begin or end a block
+            planned = None if cache is None else part * cache
+            found = choose_interleave(self.total, data.batch_size, nodes=self.nodes, cache_bytes=planned, **chosen)
+            if cache is None or self.bytes(found) <= cache:
+                break
+        return found
 
 
 def _check_same(config: Config, interleave: Interleave) -> None:
@@ -70,33 +103,34 @@ def _check_same(config: Config, interleave: Interleave) -> None:
             )
 
 
-def data_size(manifest: Manifest) -> DataSize:
-    """Return the extent of what is in use of a data set."""
-    used = [shard for shard in manifest.shards if shard.n and not shard.removed]
-    return DataSize(manifest.n_used, len(used), sum(shard.bytes for shard in used))
+def bytes_in_use(manifest: Manifest) -> NDArray[np.int64]:
+    """Return the bytes of each shard, (n_shards,), 0 for those that hold no sample in use."""
+    return np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in manifest.shards], dtype=np.int64)
 
 
-def _check_cache(
-    config: Config, size: DataSize, interleave: Interleave, nodes: int, cache: float, refuses: bool
-) -> None:
+def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
+    """Return whether a node keeps copies of shards."""
+    return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
+
+
+def _check_cache(data: DataConfig, need: _Need, interleave: Interleave, cache: float, refuses: bool) -> None:
     """Raise `UserError`, or warn, if a node's cache cannot hold what it reads at a time."""
-    needed, data = size.resident_bytes(interleave, nodes), config.data
+    needed = need.bytes(interleave)
     if needed > cache:
-        fitting = choose_interleave(size, data.batch_size, nodes=nodes, cache_bytes=cache)
         problem = (
-            f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
+            f"Each of {need.nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
             f"(data.shard_streams={interleave.streams}, data.shuffle_block={interleave.block}), but "
             f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: "
         )
         if refuses:
-            streams, block = fitting.streams, fitting.block
+            fitting = need.choose(data, cache, keeps=False)
             raise UserError(
-                f"{problem}set data.shard_streams={streams} and data.shuffle_block={block}, or data.cache_gb="
-                f"{needed / 1e9:.3g} or more."
+                f"{problem}set data.shard_streams={fitting.streams} and data.shuffle_block={fitting.block}, or "
+                f"data.cache_gb={needed / 1e9:.3g} or more."
             )
         log.warning("%sset data.cache_gb=%.3g or more", problem, needed / 1e9)
-    elif refuses and data.shuffle_block is None and interleave.window < min(WINDOWS[-1], size.samples):
-        wanted = size.resident_bytes(Interleave(interleave.streams, WINDOWS[-1] // interleave.streams), nodes)
+    elif refuses and data.shuffle_block is None and interleave.window < min(WINDOWS[-1], need.total.samples):
+        wanted = need.bytes(interleave._replace(block=WINDOWS[-1] // interleave.streams))
         log.warning(
             "data.cache_gb=%g: only %s samples are shuffled together; %.3g GB would be enough for %s",
             *(data.cache_gb, f"{interleave.window:,}", 1.25 * wanted / 1e9, f"{WINDOWS[-1]:,}"),

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from neuclip_ds.config import BudgetConfig
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import GlobalOrder, ShardRequest
+from neuclip_ds.data.order import BatchOrder, ShardRequest
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ class Span(NamedTuple):
 
     step: int
     epoch: int
-    order: GlobalOrder
+    order: BatchOrder
     shards: int  # of the manifest
     removed: tuple[int, ...]  # numbers of those that were not in use
 
@@ -35,7 +35,7 @@ class Span(NamedTuple):
 class Place(NamedTuple):
     """A training step's place in the data."""
 
-    order: GlobalOrder
+    order: BatchOrder
     epoch: int
     step: int  # within the epoch
 
@@ -47,7 +47,7 @@ class DataPosition:
         self.spans = tuple(spans)
 
     @classmethod
-    def start(cls, order: GlobalOrder, manifest: Manifest) -> "DataPosition":
+    def start(cls, order: BatchOrder, manifest: Manifest) -> "DataPosition":
         """Return the position of a run that begins."""
         return cls([Span(0, 0, order, manifest.n_shards, manifest.removed)])
 
@@ -110,7 +110,7 @@ def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
         )
 
 
-def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, order: GlobalOrder) -> DataPosition:
+def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, order: BatchOrder) -> DataPosition:
     """Return the position of a run that resumes after `done` steps.
 
     Args:
@@ -153,7 +153,7 @@ def _earlier_spans(saved: Mapping[str, Any], manifest: Manifest) -> list[dict[st
     )
 
 
-def _build(span: Mapping[str, Any], manifest: Manifest, order: GlobalOrder) -> Span:
+def _build(span: Mapping[str, Any], manifest: Manifest, order: BatchOrder) -> Span:
     shards, removed = span["shards"], tuple(span["removed"])
     if (shards, removed) != (manifest.n_shards, manifest.removed):
         order = order.of_shards(manifest.sizes_without(removed)[:shards], manifest.removed)

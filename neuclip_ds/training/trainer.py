@@ -31,6 +31,7 @@ from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
 from neuclip_ds.training.data_position import DataPosition
+from neuclip_ds.training.data_sources import facts_of
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
@@ -228,6 +229,7 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
     facts = {
         "batch_size": data.batch_size,
         **{name: value for name, value in interleave.items() if value is not None},
+        **facts_of(data),
         "tail": data.last_batch,
         "seed": config.run.seed,
         "method": config.objective.method,

@@ -12,10 +12,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Files(ThreadingHTTPServer):
-    """Serve `files` (path without the slash -> bytes) on 127.0.0.1.
+    """Serve `files` (path without the slash -> bytes) on 127.0.0.1, also as a bucket of S3's first folder.
 
     Attributes:
         gets: GET requests of each path; those of a range count as one where they begin at byte 0.
+        heads: HEAD requests of each path.
         faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `drip`; then all is
             well.
         gate: bodies are sent while it is set.
@@ -31,6 +32,7 @@ class Files(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.gets: Counter[str] = Counter()
+        self.heads: Counter[str] = Counter()
         self.faults: dict[str, list[int | str]] = {}
         self.gate = threading.Event()
         self.gate.set()
@@ -52,6 +54,16 @@ class Files(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Files
 
+    def do_HEAD(self) -> None:
+        name = self.path.strip("/")
+        self.server.heads[name] += 1
+        if name in self.server.files:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.server.files[name])))
+            self.end_headers()
+        else:
+            self.send_error(404)
+
     def do_GET(self) -> None:
         with self.server.counting:
             self.server.active += 1
@@ -63,7 +75,7 @@ class _Handler(BaseHTTPRequestHandler):
                 self.server.active -= 1
 
     def _answer(self, refusal: int | None) -> None:
-        name = self.path.strip("/")
+        name, _, query = self.path.strip("/").partition("?")
         if refusal is not None:
             self.server.refused += 1
             self.send_error(refusal, "SlowDown" if refusal == 503 else None)
@@ -76,6 +88,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
+        elif "list-type=2" in query:  # of a bucket with one folder
+            found = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
+            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in found)
+            self._send(f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode(), None)
         elif listing := [path for path in self.server.files if path.startswith(name)]:
             self._send("".join(f'<a href="/{path}">{path}</a>' for path in listing).encode(), None)
         else:

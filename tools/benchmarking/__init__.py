@@ -1,13 +1,16 @@
-"""What the benchmarks share: ranks of this machine, work in turns, peak memory, and inputs made of noise."""
+"""What the benchmarks share: new processes, work in turns, peak memory, and inputs made of noise."""
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import socket
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -46,6 +49,18 @@ def _run_rank(rank: int, ranks: int, port: int, folder: str, work: Callable[...,
         dist.destroy_process_group()
 
 
+def alone(work: Callable[..., Any], *arguments: Any) -> Any:
+    """Return `work(*arguments)`, run in a new process."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=_prepare) as pool:
+        return pool.submit(work, *arguments).result()
+
+
+def _prepare() -> None:
+    multiprocessing.set_start_method("fork", force=True)  # of loader workers, as in training
+    del sys.modules["__main__"].__file__  # processes that this one spawns need not import the benchmark
+    torch.set_num_threads(1)
+
+
 def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callable[[], None]) -> dict[str, list[float]]:
     """Return the seconds of each work in every turn; `wait` comes before each."""
     seconds: dict[str, list[float]] = {name: [] for name in works}
@@ -56,6 +71,14 @@ def in_turns(works: Mapping[str, Callable[[], object]], turns: int, wait: Callab
             work()
             seconds[name].append(time.perf_counter() - began)
     return seconds
+
+
+def sync(path: Path, forget: bool = False) -> None:
+    """Write a file to the disk, and with `forget` drop it from the page cache, so that it is read from the disk."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+        if forget:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def machine() -> str:

@@ -1,0 +1,363 @@
+"""For developers of neuclip_ds: measure its loader against webdataset and MosaicML streaming, on disk and from S3.
+
+All contenders read the same samples (JPEG and txt pairs) with the same transform, workers, batch size and prefetch,
+each with its default shuffle, and in a new process for every measurement: one epoch, then the first batch of an epoch
+that is resumed in the middle. On disk the shards are dropped from the page cache first. S3 is a server on this machine
+with latency and limited bandwidth, and local copies of shards start empty; webdataset reads from it with curl.
+MosaicML streaming is left out where it is not installed (`make peers`).
+
+Example: python tools/benchmark_streaming.py '../shared/data/flickr8k/train' --repeats 3 --out streaming.json
+"""
+
+import argparse
+import itertools
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from benchmarking import alone, machine, sync
+from benchmarking.mosaic import has_mosaic, payload_bytes, samples_of, write_mds
+from benchmarking.object_store import Counters, Store, object_store
+from torch import Tensor
+
+from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.data.build import write_manifest
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.decoders import find_decoder
+from neuclip_ds.data.loader import LoaderOptions, train_loader
+from neuclip_ds.data.manifest import load_manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.transforms import ImageTransform, train_transform
+from neuclip_ds.errors import UserError
+
+COLUMNS = (
+    ("samples_per_second", "samples/s", ",.0f"),
+    ("ours_over_it", "ours / it", ".2f"),
+    ("first_batch_seconds", "first batch, s", ".2f"),
+    ("resumed_seconds", "resumed, s", ".2f"),
+    ("megabytes_before_first_batch", "MB before the first batch", ".1f"),
+    ("fetched_over_used", "bytes fetched / used", ".2f"),
+    ("requests", "requests", ".0f"),
+)
+
+
+class Setting(argparse.Namespace):
+    """What all contenders share: the options."""
+
+    data: str
+    batch: int
+    workers: int
+    prefetch: int
+    image_size: int
+    decoder: str
+    latency_ms: float
+    bandwidth_mb: float
+    repeats: int
+    out: Path | None
+
+    @property
+    def transform(self) -> ImageTransform:
+        return train_transform(self.image_size, 0.9, find_decoder(self.decoder))
+
+    @property
+    def torch_workers(self) -> dict[str, int]:
+        """Workers and prefetch as arguments of a torch loader."""
+        return {"num_workers": self.workers} | ({"prefetch_factor": self.prefetch} if self.workers else {})
+
+
+class Storage(NamedTuple):
+    """Where the samples are."""
+
+    name: str
+    tars: list[str]  # paths or URLs
+    manifest: str  # folder
+    mds: str  # folder or URL
+    store: Store | None = None  # None on disk
+
+
+class Start(NamedTuple):
+    """How a contender begins."""
+
+    batches: int  # of the epoch that an earlier process has read
+    copies: Path  # an empty folder for local copies of shards
+
+
+class Run(NamedTuple):
+    """One measurement of a contender."""
+
+    first_seconds: float  # from a loader that is not built yet to its first batch
+    first_samples: int  # in that batch
+    first_fetched: Counters  # of the store, when it arrives
+    seconds: float  # from the first batch to the end
+    samples: int  # in all
+    fetched: Counters
+
+    @property
+    def rate(self) -> float:
+        """Samples a second after the first batch."""
+        return (self.samples - self.first_samples) / self.seconds
+
+
+class Turn(NamedTuple):
+    """The two measurements of a contender."""
+
+    epoch: Run
+    resumed: Run  # its first batch alone
+
+
+Contender = Callable[[Setting, Storage, Start], Callable[[], Iterator[int]]]
+
+
+# contenders: each imports its library, and returns a function that builds its loader and yields the sizes of batches
+
+
+def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
+    def sizes() -> Iterator[int]:
+        manifest = load_manifest(storage.manifest)
+        order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch)
+        first, steps = start.batches, order.steps_per_epoch
+        options = LoaderOptions(workers=setting.workers, prefetch=setting.prefetch)
+        with ExitStack() as stack:
+            prefetcher = None
+            if storage.store is not None:
+                cache = ShardCache(start.copies, 4 * sum(shard.bytes for shard in manifest.shards))
+                options = options._replace(cache=cache)
+                requests = partial(order.shards_ahead, 0, first, [slice(0, setting.batch)])
+                prefetcher = Prefetcher(cache, requests, manifest.shards, begin=first, end=steps, ahead=steps)
+                stack.enter_context(prefetcher)
+            batches = train_loader(
+                manifest, order, setting.transform, _lengths, step=first, steps=steps - first, options=options
+            )
+            for number, batch in enumerate(batches, first):
+                if prefetcher is not None:
+                    prefetcher.advance(number)
+                yield int(batch.valid.sum())
+
+    return sizes
+
+
+def _lengths(captions: list[str]) -> Tensor:
+    """Stand in for a tokenizer: tokenizers are not what is measured."""
+    return torch.tensor([len(caption) for caption in captions]).reshape(-1, 1)
+
+
+def webdataset(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
+    """It has no state to resume from: each worker reads its part of the earlier samples and drops them undecoded."""
+    from webdataset import WebDataset, WebLoader
+
+    def sizes() -> Iterator[int]:
+        dataset = (
+            WebDataset(storage.tars, shardshuffle=len(storage.tars), nodesplitter=None)
+            .shuffle(1000)
+            .slice(start.batches * setting.batch // max(1, setting.workers), None)
+            .to_tuple("jpg", "txt")
+            .map_tuple(setting.transform, len)
+            .batched(setting.batch)
+        )
+        loader: Any = WebLoader(dataset, batch_size=None, **setting.torch_workers)
+        return (len(images) for images, _ in loader)
+
+    return sizes
+
+
+def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
+    from streaming import StreamingDataLoader, StreamingDataset
+
+    transform = setting.transform
+
+    class Pairs(StreamingDataset):
+        def __getitem__(self, at: Any) -> Any:
+            sample = super().__getitem__(at)
+            return transform(sample["jpg"], int(at)), len(sample["txt"])
+
+    def sizes() -> Iterator[int]:
+        remote = {} if storage.store is None else {"remote": storage.mds}
+        local = storage.mds if storage.store is None else str(start.copies)
+        dataset = Pairs(local=local, batch_size=setting.batch, shuffle=True, **remote)
+        for stream in dataset.streams:  # forked workers would share its connection and mix up their shards (0.13.0)
+            stream._downloader.clean_up()
+        loader: Any = StreamingDataLoader(dataset, batch_size=setting.batch, **setting.torch_workers)
+        if start.batches:
+            state = dataset.state_dict(start.batches * setting.batch, from_beginning=True)
+            loader.load_state_dict({**state, "epoch": 0})  # -1 before a data set is read
+        return (len(images) for images, _ in loader)
+
+    return sizes
+
+
+# measurements
+
+
+def measure(contender: Contender, setting: Setting, storage: Storage, batches: int, most: int | None) -> Run:
+    """Time what follows the first `batches` of an epoch: all of it, or at most `most` batches."""
+    with tempfile.TemporaryDirectory() as folder:
+        sizes = contender(setting, storage, Start(batches, Path(folder)))
+        before = _counters(storage)
+        began = time.perf_counter()
+        iterator = sizes()
+        first = next(iterator)
+        first_seconds = time.perf_counter() - began
+        first_fetched = _counters(storage).since(before)
+        began = time.perf_counter()
+        samples = first + sum(itertools.islice(iterator, None if most is None else most - 1))
+        seconds = time.perf_counter() - began
+        fetched = _counters(storage).since(before)
+        del iterator
+        return Run(first_seconds, first, first_fetched, seconds, samples, fetched)
+
+
+def _counters(storage: Storage) -> Counters:
+    return Counters(0, 0) if storage.store is None else storage.store.counters()
+
+
+def in_turns(
+    setting: Setting, contenders: Mapping[str, Contender], storage: Storage, half: int
+) -> dict[str, list[Turn]]:
+    """Return the turns of each contender; `half` is the number of batches in the first half of an epoch."""
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    for _ in range(setting.repeats):
+        for name, contender in contenders.items():
+            runs = []
+            for batches, most in ((0, None), (half, 1)):
+                for path in [*map(Path, storage.tars), *Path(storage.mds).glob("*")] if storage.store is None else []:
+                    sync(path, forget=True)
+                runs.append(alone(measure, contender, setting, storage, batches, most))
+            turns[name].append(Turn(*runs))
+    return turns
+
+
+def transform_rate(setting: Setting, storage: Storage) -> float:
+    """Return the samples/s of the transform alone, in one process: what a worker cannot exceed."""
+    samples = samples_of(load_manifest(storage.manifest))
+    images = [sample.image or b"" for sample in itertools.islice(samples, 1000)]
+    transform = setting.transform
+    began = time.perf_counter()
+    for number, data in enumerate(images):
+        transform(data, number)
+    return len(images) / (time.perf_counter() - began)
+
+
+# inputs and results
+
+
+def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> list[Storage]:
+    """Copy the samples to the store's buckets `tars` and `mds` in `folder`, with manifests for the disk and for S3."""
+    tars, mds = folder / "tars", folder / "mds"
+    tars.mkdir()
+    for number, path in enumerate(resolve_shards(setting.data)):
+        shutil.copyfile(path, tars / f"{number:05d}.tar")
+    shards = {"disk": resolve_shards(str(tars)), "S3": resolve_shards("s3://tars/*.tar")}
+    with ThreadPoolExecutor(1) as executor:
+        for name, paths in shards.items():
+            write_manifest(folder / f"manifest_{name}", paths, executor, ScanOptions(checksum=True))
+    if with_mds:
+        write_mds(load_manifest(folder / "manifest_disk"), mds)
+    over_http = [url.replace("s3:/", store.endpoint) for url in shards["S3"]]
+    return [
+        Storage("disk", shards["disk"], str(folder / "manifest_disk"), str(mds)),
+        Storage("S3", over_http, str(folder / "manifest_S3"), "s3://mds", store),
+    ]
+
+
+def medians(turns: Sequence[Turn], ours: Sequence[Turn], bytes_used: float) -> dict[str, float]:
+    """Return a contender's figures, by the names of COLUMNS; `bytes_used` are those of a sample's image and caption."""
+    each = [
+        {
+            "samples_per_second": epoch.rate,
+            "ours_over_it": mine.epoch.rate / epoch.rate,
+            "first_batch_seconds": epoch.first_seconds,
+            "resumed_seconds": resumed.first_seconds,
+            "megabytes_before_first_batch": epoch.first_fetched.bytes / 1e6,
+            "fetched_over_used": epoch.fetched.bytes / (bytes_used * epoch.samples),
+            "requests": epoch.fetched.requests,
+        }
+        for (epoch, resumed), mine in zip(turns, ours, strict=True)
+    ]
+    return {name: statistics.median(figures[name] for figures in each) for name, *_ in COLUMNS}
+
+
+def line(storage: Storage, name: str, figures: Mapping[str, float]) -> str:
+    """Return a row of the table; nothing is fetched from a disk."""
+    cells = [
+        format(figures[key], kind) if storage.store or place < 4 else "-"
+        for place, (key, _, kind) in enumerate(COLUMNS)
+    ]
+    return f"| {' | '.join([storage.name, name, *cells])} |"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="shards of JPEG and txt pairs: a tar, a folder or a pattern")
+    parser.add_argument("--batch", type=int, default=128, help="samples of a batch (128)")
+    parser.add_argument("--workers", type=int, default=2, help="loader processes (2)")
+    parser.add_argument("--prefetch", type=int, default=4, help="batches that each prepares ahead (4)")
+    parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (224)")
+    parser.add_argument("--decoder", choices=("pil", "torchvision", "simplejpeg"), default="pil")
+    parser.add_argument("--latency-ms", type=float, default=50, help="of the S3 server before each answer (50)")
+    parser.add_argument("--bandwidth-mb", type=float, default=20, help="of the S3 server, in MB/s; 0: no limit (20)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
+    parser.add_argument("--out", type=Path, help="a JSON file for options and figures")
+    setting = parser.parse_args(namespace=Setting())
+    with exit_on_mistake():
+        run(setting)
+
+
+def run(setting: Setting) -> None:
+    if shutil.which("curl") is None:
+        raise UserError("webdataset reads URLs with curl, which is not installed; install curl.")
+    contenders: dict[str, Contender] = {"ours": ours, "webdataset": webdataset}
+    if has_mosaic():
+        contenders["MosaicML streaming"] = mosaic
+    with (
+        tempfile.TemporaryDirectory() as name,
+        object_store(Path(name), setting.latency_ms, setting.bandwidth_mb) as store,
+    ):
+        os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_DEFAULT_REGION="us-east-1")
+        os.environ.update(AWS_ENDPOINT_URL=store.endpoint, S3_ENDPOINT_URL=store.endpoint)
+        storages = prepare(setting, Path(name), store, "MosaicML streaming" in contenders)
+        manifest = load_manifest(storages[0].manifest)
+        used = statistics.mean(map(payload_bytes, samples_of(manifest)))
+        title = (
+            f"{machine()}: {manifest.n:,} samples of {used:,.0f} bytes in {manifest.n_shards} shards, "
+            f"{setting.workers} workers, batch {setting.batch}, {setting.image_size} px, {setting.decoder}; "
+            f"S3: {setting.latency_ms:g} ms, {setting.bandwidth_mb:g} MB/s"
+        )
+        print(f"{title}\nThe transform alone: {alone(transform_rate, setting, storages[0]):,.0f} samples/s a process\n")
+        print(
+            f"| storage | contender | {' | '.join(title for _, title, _ in COLUMNS)} |\n{'|---' * (2 + len(COLUMNS))}|"
+        )
+        rows = []
+        for storage in storages:
+            turns = in_turns(setting, contenders, storage, manifest.n // setting.batch // 2)
+            for contender, found in turns.items():
+                figures = medians(found, turns["ours"], used)
+                rows.append({"storage": storage.name, "contender": contender, **figures, "turns": found})
+                print(line(storage, contender, figures), flush=True)
+                _check_complete(contender, found, manifest.n)
+    if setting.out is not None:
+        options = {key: str(value) for key, value in vars(setting).items()}
+        setting.out.write_text(json.dumps({"title": title, "options": options, "rows": rows}, indent=1) + "\n")
+
+
+def _check_complete(contender: str, turns: Sequence[Turn], n: int) -> None:
+    """Print which epochs have lost or repeated samples: their rates do not compare."""
+    found = {turn.epoch.samples for turn in turns} - {n}
+    if found:
+        print(f"{contender} read epochs of {', '.join(map(str, sorted(found)))} samples instead of {n}.")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Samples in the format of MosaicML streaming (MDS), where its library is installed."""
+
+import importlib.util
+from collections.abc import Iterator
+from pathlib import Path
+
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.readers import RawSample, TarReader
+
+_OVERHEAD, _HEADER = 16, 1 << 12  # bytes that MDS adds to a sample and to a shard, roughly
+
+
+def has_mosaic() -> bool:
+    """Whether MosaicML streaming is installed; if it is not, print how to install it."""
+    if importlib.util.find_spec("streaming") is not None:
+        return True
+    print("MosaicML streaming is not installed and is left out (make peers, or pip install mosaicml-streaming).")
+    return False
+
+
+def write_mds(manifest: Manifest, folder: Path) -> None:
+    """Write image and first caption of all samples, in about as many shards as the manifest has."""
+    from streaming import MDSWriter
+
+    total = sum(payload_bytes(sample) + _OVERHEAD for sample in samples_of(manifest))
+    limit = total // manifest.n_shards + _HEADER
+    with MDSWriter(out=str(folder), columns={"jpg": "bytes", "txt": "str"}, size_limit=limit) as out:
+        for sample in samples_of(manifest):
+            out.write({"jpg": sample.image, "txt": sample.texts["txt"].decode()})
+
+
+def samples_of(manifest: Manifest) -> Iterator[RawSample]:
+    reader = TarReader(manifest)
+    return map(reader.read, range(manifest.n))
+
+
+def payload_bytes(sample: RawSample) -> int:
+    """Return the bytes of the members that training uses."""
+    return len(sample.image or b"") + sum(map(len, sample.texts.values()))

@@ -1,0 +1,206 @@
+"""Serve the folders of a folder as S3 buckets, with the latency and bandwidth of a distant store.
+
+It answers what boto3, s3fs and curl need to read: GET and HEAD of an object, with ranges, and ListObjectsV2, all
+path-style and with any signature. `GET /?counters` returns the requests answered and the body bytes sent so far as
+JSON, without delay and not counted. It listens on 127.0.0.1 and ends with the program that starts it.
+
+    python tools/benchmarking/object_store.py FOLDER --latency-ms 50 --bandwidth-mb 20
+"""
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import NamedTuple
+from urllib.parse import parse_qs, unquote, urlsplit
+from urllib.request import urlopen
+from xml.sax.saxutils import escape
+
+_PIECE = 1 << 16  # bytes sent at once
+_BURST = 0.05  # seconds for which unused bandwidth is kept
+_DATE = "Thu, 01 Jan 2026 00:00:00 GMT"
+_ISO_DATE = "2026-01-01T00:00:00.000Z"
+
+
+class Counters(NamedTuple):
+    """What a store has answered."""
+
+    requests: int
+    bytes: int  # of bodies
+
+    def since(self, before: "Counters") -> "Counters":
+        return Counters(self.requests - before.requests, self.bytes - before.bytes)
+
+
+class Store(NamedTuple):
+    """A store that runs."""
+
+    endpoint: str  # its URL, without a slash at the end
+
+    def counters(self) -> Counters:
+        with urlopen(f"{self.endpoint}/?counters") as answer:
+            return Counters(*json.load(answer))
+
+
+@contextmanager
+def object_store(folder: Path, latency_ms: float, bandwidth_mb: float) -> Iterator[Store]:
+    """Serve `folder` in a separate process during the block.
+
+    Args:
+        latency_ms: milliseconds before each answer.
+        bandwidth_mb: million bytes a second that all connections share; 0 does not limit them.
+    """
+    options = [f"--latency-ms={latency_ms}", f"--bandwidth-mb={bandwidth_mb}"]
+    command = [sys.executable, str(Path(__file__)), str(folder), *options]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield Store(process.stdout.readline().strip())
+        finally:
+            process.terminate()
+
+
+class _Link:
+    """Bandwidth that all connections share: a token bucket."""
+
+    def __init__(self, bytes_per_second: float) -> None:
+        self._rate = bytes_per_second
+        self._lock = threading.Lock()
+        self._free_at = 0.0
+
+    def take(self, size: int) -> None:
+        """Block until `size` bytes may be sent."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            self._free_at = max(self._free_at, now - _BURST) + size / self._rate
+            wait = self._free_at - now
+        if wait > 0:
+            time.sleep(wait)
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, folder: Path, latency: float, link: _Link) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.folder, self.latency, self.link = folder.resolve(), latency, link
+        self._lock = threading.Lock()
+        self.counters = Counters(0, 0)
+
+    def count(self, requests: int, size: int) -> None:
+        with self._lock:
+            self.counters = Counters(self.counters.requests + requests, self.counters.bytes + size)
+
+    def handle_error(self, request: object, client_address: object) -> None:
+        """Ignore clients that close a connection early, as they do once a measurement ends."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: _Server
+    protocol_version = "HTTP/1.1"  # connections stay open
+    disable_nagle_algorithm = True
+
+    def do_HEAD(self) -> None:
+        self._answer()
+
+    def do_GET(self) -> None:
+        if self.path == "/?counters":
+            self._send(200, json.dumps(self.server.counters).encode(), "application/json")
+            return
+        self._answer()
+
+    def _answer(self) -> None:
+        self.server.count(1, 0)
+        time.sleep(self.server.latency)
+        url = urlsplit(self.path)
+        bucket, _, key = unquote(url.path).strip("/").partition("/")
+        folder = self.server.folder / bucket
+        if not key and folder.is_dir():
+            query = {name: values[0] for name, values in parse_qs(url.query).items()}
+            listing = _listing(folder, query.get("prefix", ""), query.get("delimiter", ""))
+            self._send(200, listing.encode(), "application/xml")
+            return
+        file = (folder / key).resolve()
+        if file.is_relative_to(folder) and file.is_file():
+            self._send_file(file)
+        else:
+            self._send(404, b"<Error><Code>NoSuchKey</Code></Error>", "application/xml")
+
+    def _send(self, status: int, body: bytes, kind: str) -> None:
+        self._send_headers(status, {"Content-Type": kind, "Content-Length": str(len(body))})
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    def _send_file(self, file: Path) -> None:
+        size = file.stat().st_size
+        found = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        first, last = (int(found[1]), min(int(found[2] or size), size - 1)) if found else (0, size - 1)
+        headers = {"Content-Length": str(last + 1 - first), "Accept-Ranges": "bytes", "ETag": f'"{size}"'}
+        headers |= {"Last-Modified": _DATE, "Content-Type": "application/octet-stream"}
+        if found:
+            headers["Content-Range"] = f"bytes {first}-{last}/{size}"
+        self._send_headers(206 if found else 200, headers)
+        if self.command == "HEAD":
+            return
+        with file.open("rb", buffering=0) as opened:
+            opened.seek(first)
+            left = last + 1 - first
+            while left > 0 and (piece := opened.read(min(_PIECE, left))):
+                self.server.link.take(len(piece))
+                self.wfile.write(piece)
+                self.server.count(0, len(piece))
+                left -= len(piece)
+
+    def _send_headers(self, status: int, headers: dict[str, str]) -> None:
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.end_headers()
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+
+def _listing(folder: Path, prefix: str, delimiter: str) -> str:
+    """Return the XML of ListObjectsV2 for all keys in one page."""
+    sizes = {str(file.relative_to(folder)): file.stat().st_size for file in folder.rglob("*") if file.is_file()}
+    keys = sorted(key for key in sizes if key.startswith(prefix))
+    below = {key for key in keys if delimiter and delimiter in key[len(prefix) :]}
+    folders = sorted({prefix + key[len(prefix) :].partition(delimiter)[0] + delimiter for key in below})
+    objects = "".join(
+        f"<Contents><Key>{escape(key)}</Key><LastModified>{_ISO_DATE}</LastModified><Size>{sizes[key]}</Size>"
+        f"<ETag>&quot;{sizes[key]}&quot;</ETag><StorageClass>STANDARD</StorageClass></Contents>"
+        for key in keys
+        if key not in below
+    )
+    prefixes = "".join(f"<CommonPrefixes><Prefix>{escape(name)}</Prefix></CommonPrefixes>" for name in folders)
+    return (
+        '<ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+        f"<Name>{escape(folder.name)}</Name><Prefix>{escape(prefix)}</Prefix><KeyCount>{len(keys)}</KeyCount>"
+        f"<MaxKeys>1000000</MaxKeys><IsTruncated>false</IsTruncated>{objects}{prefixes}</ListBucketResult>"
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", type=Path, help="its subfolders are the buckets")
+    parser.add_argument("--latency-ms", type=float, default=50, help="before each answer (50)")
+    parser.add_argument("--bandwidth-mb", type=float, default=0, help="MB/s of all connections together (0: no limit)")
+    options = parser.parse_args()
+    server = _Server(options.folder, options.latency_ms / 1e3, _Link(options.bandwidth_mb * 1e6))
+    print(f"http://127.0.0.1:{server.server_port}", flush=True)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    sys.stdin.read()  # returns when the program that has started this one is killed
+
+
+if __name__ == "__main__":
+    main()
