@@ -208,10 +208,11 @@ class _Monitored:
     def _state(self) -> tuple[int, int, int]:
         """Return bytes that have arrived, time of the last one and size; zeros if the file does not exist yet.
 
-        A file that arrives in ranges has holes.
+        A file that arrives in ranges has holes, which take no blocks.
         """
         try:
             status = self.part.stat()
         except FileNotFoundError:
             return 0, 0, 0
-        return min(status.st_size, status.st_blocks * _BLOCK), status.st_mtime_ns, status.st_size
+        arrived = min(status.st_size, status.st_blocks * _BLOCK or status.st_size)  # some file systems count no blocks
+        return arrived, status.st_mtime_ns, status.st_size
