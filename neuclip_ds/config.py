@@ -102,6 +102,17 @@ class DataConfig(Section):
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
     """Size limit of that folder, in GB. Each node keeps the shards there that it reads from at a time."""
+    cache_local: bool = False
+    """Also copy shards that are files to that folder, each in one sequential read: for Lustre, GPFS, NFS and other file
+    systems that nodes share."""
+    transfers: int = Field(8, ge=1, le=1024)
+    """Remote shards that a node fetches ahead at a time, and as many that a batch waits for. Fewer while the storage
+    throttles or fails."""
+    min_rate: float = Field(0.1, ge=0)
+    """MB per second below which the transfer of a remote shard is stopped and repeated, with fewer others at a time; 0
+    accepts any."""
+    max_outage: float = Field(3600, gt=0)
+    """Seconds that a batch waits for remote storage that refuses access, throttles or fails; then the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
     shard_streams: int | None = Field(None, ge=1)
@@ -115,7 +126,7 @@ class DataConfig(Section):
     reader: Literal["tar", "webdataset"] = "tar"
     """Reader of the shards: the indexed tar reader, or the webdataset library (slower, for comparison)."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Share of undecodable samples above which the run stops."""
+    """Share of bad samples above which the run stops; of those of one node's last 1,000 steps, ten times that share."""
 
 
 class VisionConfig(Section):

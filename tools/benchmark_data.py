@@ -8,13 +8,16 @@ Example: python tools/benchmark_data.py '../shared/data/flickr8k/train' --parts 
 """
 
 import argparse
+import os
 import resource
+import signal
 import statistics
 import tempfile
 import time
 import tracemalloc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +25,7 @@ import numpy as np
 import torch
 from benchmarking import alone, sync
 from benchmarking.mosaic import has_mosaic, write_mds
+from torch import Tensor
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest
@@ -67,7 +71,7 @@ def ours_at_random(setting: Setting) -> float:
 
 
 def ours_walking_headers(setting: Setting) -> float:
-    """Without offsets in the manifest: what the first pass over a shard costs."""
+    """Without offsets in the manifest: what a node's first pass over a shard costs."""
     manifest = build_manifest(setting.paths)
     return _ours(setting, manifest, np.arange(manifest.n))
 
@@ -77,9 +81,11 @@ def _ours(setting: Setting, manifest: Manifest, order: np.ndarray) -> float:
 
     def read() -> None:
         for _ in range(setting.epochs):
-            reader = TarReader(manifest)
-            for index in indices:
-                reader.read(index)
+            with tempfile.TemporaryDirectory(dir=Path(setting.manifest).parent) as folder:
+                tempfile.tempdir = folder  # of a node that has no sample tables yet
+                reader = TarReader(manifest)
+                for index in indices:
+                    reader.read(index)
 
     return len(indices) * setting.epochs / _seconds(read)
 
@@ -124,9 +130,11 @@ def store_of(n: int) -> list[str]:
     store = SampleStore(n, {"log_u_image": -np.inf, "log_u_text": -np.inf}, Communicator())
     generator = torch.Generator().manual_seed(0)
     batches = [torch.randint(0, n, (4096,), generator=generator) for _ in range(200)]
-    values = torch.randn(4096, 2)
-    read = statistics.median(_seconds(partial(lambda rows: store.begin_read(rows).wait(), index)) for index in batches)
-    write = statistics.median(_seconds(partial(store.write, index, values)) for index in batches)
+    lines = [f"{_huge_pages():.0%} of the process's memory is in huge pages"]
+    for when in ("first visit", "again"):
+        lines += _visit(store, batches, when)
+    with _forked_process():
+        lines += _visit(store, [n - 1 - index for index in batches], "with a forked process")
     # plain writes before and after ours: a disk's first write to a place may be slower
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:
         folder = Path(name)
@@ -144,11 +152,43 @@ def store_of(n: int) -> list[str]:
         plain_read = _seconds(lambda: _read_plainly([str(saved)], 64 << 20))
         saved.unlink()
         again = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
-    lines = [f"read {1000 * read:.2f} ms, write {1000 * write:.2f} ms; peak memory {peak:.1f} GB"]
+    lines.append(f"peak memory {peak:.1f} GB")
     for verb, ours, theirs in (("save", save, (plain + again) / 2), ("load", load, plain_read)):
         speed = 8 * n / 1e9 / theirs
         lines.append(f"{verb} {8 * n / 1e9 / ours:.2f} GB/s, {theirs / ours:.2f} of the disk's plain {speed:.2f} GB/s")
     return lines
+
+
+def _visit(store: SampleStore, batches: list[Tensor], when: str) -> Iterator[str]:
+    """Read the rows of all batches, then write them; time and page faults that need no disk, of one call."""
+    values = torch.randn(4096, 2)
+    works = {"read": lambda index: store.begin_read(index).wait(), "write": lambda index: store.write(index, values)}
+    for verb, work in works.items():
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        times = sorted(1000 * _seconds(partial(work, index)) for index in batches)
+        faults = (resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before) / len(batches)
+        low, high = statistics.median(times), times[int(0.95 * len(times))]
+        yield f"{verb}, {when}: {low:.2f} ms (fastest {times[0]:.2f}, 95 % below {high:.2f}), {faults:,.1f} page faults"
+
+
+def _huge_pages() -> float:
+    """Share of this process's resident memory in huge pages."""
+    sizes = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    huge, resident = (int(sizes[name].split()[0]) for name in ("AnonHugePages", "Rss"))
+    return huge / resident
+
+
+@contextmanager
+def _forked_process() -> Iterator[None]:
+    """A process that has this one's memory and waits, as a loader worker has and does."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    try:
+        yield
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def _write_plainly(path: Path, size: int) -> None:

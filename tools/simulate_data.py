@@ -16,7 +16,7 @@ from neuclip_ds.config import DataConfig
 from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave, first_interleave
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
-from neuclip_ds.planning.data_flow import Node, simulate
+from neuclip_ds.planning.data_flow import BANDWIDTH, RATE, Node, simulate
 from neuclip_ds.recipe import parse
 
 
@@ -28,8 +28,8 @@ def main() -> None:
     parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64])
     parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000])
-    parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB a second that a node fetches")
-    parser.add_argument("--rate", type=float, default=10_000, help="samples a second that a node trains on")
+    parser.add_argument("--bandwidth-gb", type=float, default=BANDWIDTH / 1e9, help="GB a second that a node fetches")
+    parser.add_argument("--rate", type=float, default=RATE, help="samples a second that a node trains on")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--first-order", action="store_true", help="as runs were before their order was chosen")
     asked, overrides = parser.parse_known_args()

@@ -22,6 +22,7 @@ from neuclip_ds.checkpoint.sharded_state import (
     StateFiles,
     StateShard,
     buffers_file,
+    contents_of,
     index_file,
     shards_file,
 )
@@ -33,6 +34,7 @@ from neuclip_ds.state.tensor_file import StateFile
 
 log = logging.getLogger(__name__)
 
+_WRITERS = 16  # ranks that share what all hold: all read it, so that more would open more files
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
@@ -40,11 +42,13 @@ def engine_files(engine: Any, communicator: Communicator) -> list[StateFile]:
     """Return the files of weights and optimizer state that this rank writes, with views of both; a collective call."""
     save = communicator.on_rank_zero(lambda: secrets.token_hex(8))
     world_size, rank = communicator.world_size, communicator.rank
-    files: list[StateFile] = [shards_file(rank, world_size, save, list(_state_shards(engine, communicator)))]
+    shards = list(_state_shards(engine, communicator))
+    contents = communicator.gather_objects(contents_of(shards))
+    files: list[StateFile] = [shards_file(rank, world_size, save, shards)]
     if rank == 0:
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
         shapes, kind = parameter_shapes(engine.module), _kind_of(engine, communicator)
-        files += [buffers_file(save, _buffers(engine.module)), index_file(world_size, save, shapes, counters, kind)]
+        files += [buffers_file(save, _buffers(engine.module)), index_file(save, shapes, contents, counters, kind)]
     return files
 
 
@@ -121,7 +125,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
     """Return the part that this rank writes: all of it, or its share of what all ranks hold."""
     if not place.replicated:
         return place
-    part = Partition.of(place.stop - place.start, communicator.rank, communicator.world_size)
+    part = Partition.of(place.stop - place.start, communicator.rank, min(communicator.world_size, _WRITERS))
     start, stop, offset = place.start + part.start, place.start + part.stop, place.offset + part.start
     return place._replace(start=start, stop=stop, offset=offset)
 

@@ -6,6 +6,7 @@ The folder of K ranks holds
     buffers.safetensors                     the module's persistent buffers, by name
     engine.json                             `format`, `save` (an identity, also in the metadata of the other files),
                                             `files` (K), `parameters` (name -> shape, in the module's order),
+                                            `shards` (name -> KINDs, and [rank, START, STOP] of each),
                                             `counters` (of steps and samples), `written_by` (for the log)
 
 with the keys
@@ -17,11 +18,15 @@ with the keys
 
 The shards of a parameter cover each of its elements once, over all files; alignment padding is in none. KIND
 holds no slash. A parameter without a KIND was not trained, or that optimizer has no such tensor.
+
+A reader opens the files that hold what it reads, and no others. Only where earlier versions have written no `shards`
+it opens all files.
 """
 
 import json
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,6 +42,7 @@ FORMAT = "neuclip_ds.engine.1"
 WEIGHT = "weight"
 INDEX = "engine.json"
 BUFFERS = "buffers.safetensors"
+_SCALAR = "scalar"
 
 _FIX = "restore the folder, or delete the checkpoint to resume from an older one"
 
@@ -52,7 +58,20 @@ class StateShard(NamedTuple):
 
     @property
     def key(self) -> str:
-        return f"{self.kind}/{self.name}/" + (f"{self.start}-{self.stop}" if self.tensor.ndim else "scalar")
+        return f"{self.kind}/{self.name}/" + (f"{self.start}-{self.stop}" if self.tensor.ndim else _SCALAR)
+
+
+Contents = Mapping[tuple[str, int, int], Sequence[str]]
+"""What a file holds but scalars: the kinds of tensors by name, start and stop."""
+
+
+def contents_of(shards: Iterable[StateShard]) -> Contents:
+    """Return what a file of these shards holds."""
+    found: defaultdict[tuple[str, int, int], list[str]] = defaultdict(list)
+    for shard in shards:
+        if shard.tensor.ndim:
+            found[shard.name, shard.start, shard.stop].append(shard.kind)
+    return dict(found)
 
 
 def shards_file(rank: int, files: int, save: str, shards: Sequence[StateShard]) -> TensorFile:
@@ -67,20 +86,25 @@ def buffers_file(save: str, buffers: Mapping[str, Tensor]) -> TensorFile:
 
 
 def index_file(
-    files: int,
     save: str,
     parameters: Mapping[str, Sequence[int]],
+    contents: Sequence[Contents],
     counters: Mapping[str, int],
     written_by: Mapping[str, Any],
 ) -> BytesFile:
-    """Return engine.json, with the entries above."""
-    index = {"format": FORMAT, "save": save, "files": files}
-    index |= {"counters": counters, "written_by": written_by, "parameters": parameters}
-    return BytesFile(INDEX, json.dumps(index, indent=1).encode())
+    """Return engine.json, with the entries above; `contents` are those of each rank's file."""
+    shards: dict[str, dict[str, Any]] = {name: {"kinds": [], "places": []} for name in parameters}
+    for rank, of_rank in enumerate(contents):
+        for (name, start, stop), kinds in of_rank.items():
+            shards[name]["kinds"] = sorted({*shards[name]["kinds"], *kinds})
+            shards[name]["places"].append([rank, start, stop])
+    index = {"format": FORMAT, "save": save, "files": len(contents)}
+    index |= {"counters": counters, "written_by": written_by, "parameters": parameters, "shards": shards}
+    return BytesFile(INDEX, json.dumps(index).encode())
 
 
 class StateFiles:
-    """Reader of what K ranks wrote, for any number of readers.
+    """Reader of what K ranks wrote, for any number of readers; a file is opened when something in it is read.
 
     Raises `UserError` where files are missing, damaged, of another format or save, or lack elements that are read.
 
@@ -108,16 +132,11 @@ class StateFiles:
         self.counters: dict[str, int] = index["counters"]
         self.written_by: dict[str, Any] = index["written_by"]
         self._shapes = {name: torch.Size(shape) for name, shape in index["parameters"].items()}
-        # name -> kind -> (start, stop, key, file) in order of start
-        self._places: dict[str, defaultdict[str, list[tuple[int, int, str, Any]]]]
-        self._places = {name: defaultdict(list) for name in self._shapes}
-        self._scalars: dict[str, dict[str, Tensor]] = {name: {} for name in self._shapes}
-        self._save = index["save"]
-        for number in range(index["files"]):
-            self._add(self._open(folder / _file_name(number, index["files"])))
-        for kinds in self._places.values():
-            for places in kinds.values():
-                places.sort(key=lambda place: place[:2])
+        self._save, self._count = index["save"], int(index["files"])
+        self._files: dict[int, Any] = {}  # open ones by number
+        # name -> kind -> (start, stop, number of the file) in order of start
+        self._places: dict[str, dict[str, list[tuple[int, int, int]]]]
+        self._places = self._places_in(index["shards"]) if "shards" in index else self._places_in_headers()
 
     def names(self) -> list[str]:
         """Return the parameters' names in the module's order."""
@@ -132,19 +151,19 @@ class StateFiles:
 
     def scalars(self, name: str) -> dict[str, Tensor]:
         """Return the optimizer's 0-dimensional tensors of a parameter, by kind."""
-        return dict(self._scalars[name])
+        return dict(self._scalars.get(name, {}))
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read (stop - start,) elements of a flattened parameter, by default all, and nothing else from disk."""
         stop = self._shapes[name].numel() if stop is None else stop
         parts, filled = [], start
-        for first, last, key, file in self._places[name].get(kind, []):
+        for first, last, number in self._places[name].get(kind, []):
             low, high = max(first, filled), min(last, stop)
             if low >= high:
                 continue
             if low > filled:
                 break
-            parts.append(file.get_slice(key)[low - first : high - first])
+            parts.append(self._slice(number, f"{kind}/{name}/{first}-{last}")[low - first : high - first])
             filled = high
         if filled < stop:
             raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_FIX}.")
@@ -160,6 +179,31 @@ class StateFiles:
         file = self._open(self.folder / BUFFERS)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not iterable itself
 
+    @cached_property
+    def _scalars(self) -> dict[str, dict[str, Tensor]]:
+        """The scalars by name and kind, all of which the first file holds."""
+        found: defaultdict[str, dict[str, Tensor]] = defaultdict(dict)
+        file = self._file(0)
+        for key in file.keys():  # noqa: SIM118
+            kind, name, span = _parts(key)
+            if span == _SCALAR:
+                found[name][kind] = file.get_tensor(key)
+        return found
+
+    def _slice(self, number: int, key: str) -> Any:
+        try:
+            return self._file(number).get_slice(key)
+        except SafetensorError as error:
+            raise UserError(f"{self._path(number)} is damaged ({error}); {_FIX}.") from error
+
+    def _file(self, number: int) -> Any:
+        if number not in self._files:
+            self._files[number] = self._open(self._path(number))
+        return self._files[number]
+
+    def _path(self, number: int) -> Path:
+        return self.folder / _file_name(number, self._count)
+
     def _open(self, path: Path) -> Any:
         if not path.is_file():
             raise UserError(f"{path} is missing; {_FIX}.")
@@ -171,15 +215,33 @@ class StateFiles:
             raise UserError(f"{path} belongs to another checkpoint than {self.folder / INDEX}; {_FIX}.")
         return file
 
-    def _add(self, file: Any) -> None:
-        for key in file.keys():  # noqa: SIM118
-            kind, _, rest = key.partition("/")
-            name, _, span = rest.rpartition("/")
-            if span == "scalar":
-                self._scalars[name][kind] = file.get_tensor(key)
-            else:
-                start, _, stop = span.partition("-")
-                self._places[name][kind].append((int(start), int(stop), key, file))
+    def _places_in(self, shards: Mapping[str, Any]) -> dict[str, dict[str, list[tuple[int, int, int]]]]:
+        """Return the places of the index."""
+        found = {
+            name: sorted((start, stop, number) for number, start, stop in shards[name]["places"]) for name in shards
+        }
+        return {name: dict.fromkeys(shards[name]["kinds"], places) for name, places in found.items()}
+
+    def _places_in_headers(self) -> dict[str, dict[str, list[tuple[int, int, int]]]]:
+        """Return the places in all files, of which earlier versions kept no index."""
+        found: dict[str, dict[str, list[tuple[int, int, int]]]] = {name: {} for name in self._shapes}
+        for number in range(self._count):
+            for key in self._file(number).keys():  # noqa: SIM118
+                kind, name, span = _parts(key)
+                if span != _SCALAR:
+                    start, _, stop = span.partition("-")
+                    found[name].setdefault(kind, []).append((int(start), int(stop), number))
+        for kinds in found.values():
+            for places in kinds.values():
+                places.sort()
+        return found
+
+
+def _parts(key: str) -> tuple[str, str, str]:
+    """Return kind, name and range of a key."""
+    kind, _, rest = key.partition("/")
+    name, _, span = rest.rpartition("/")
+    return kind, name, span
 
 
 def _read_index(folder: Path) -> dict[str, Any]:

@@ -2,15 +2,16 @@
 
 Examples:
   neuclip-ds build-manifest /data/cc12m/manifest '/data/cc12m/{00000..01242}.tar'
-  neuclip-ds build-manifest manifests/dfn 's3://bucket/dfn/{0000000..0019999}.tar' --samples --processes 32
+  neuclip-ds build-manifest manifests/laion 's3://bucket/laion/{000000..129999}.tar' --from-side-files
   mpirun -n 64 neuclip-ds build-manifest manifests/pool /pool/*.tar --uids dfn_uids.npy
   neuclip-ds build-manifest manifests/dfn shards.txt --update
 
-The same command resumes a build that was interrupted. New shards always get new indices, so that the per-sample
-statistics of a run stay valid when its data grows.
+The same command resumes a build that was interrupted or had shards that cannot be used. New shards always get new
+indices, so that the per-sample statistics of a run stay valid when its data grows.
 """
 
 import argparse
+import logging
 import os
 import time
 from collections.abc import Iterator, Sequence
@@ -25,8 +26,11 @@ from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.scan import ScanOptions
-from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.shards import is_local, resolve_shards
 
+log = logging.getLogger(__name__)
+
+_MANY_SHARDS = 100  # remote ones that are worth a warning
 _MPI = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "PMIX_RANK")  # set by Open MPI, MPICH and SLURM's srun
 
 
@@ -39,7 +43,21 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--samples", action="store_true", help="keep offsets and keys also with --no-checksum")
     parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
     parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
-    parser.add_argument("--no-checksum", action="store_true", help="read headers only, no CRC-32 of samples and files")
+    parser.add_argument(
+        "--no-checksum",
+        action="store_true",
+        help="no CRC-32; of local shards headers alone are read, remote ones whole",
+    )
+    parser.add_argument(
+        "--from-side-files",
+        action="store_true",
+        help="read no shard, only NAME_stats.json or NAME.parquet, which img2dataset wrote next to it",
+    )
+    parser.add_argument(
+        "--skip-unreadable",
+        action="store_true",
+        help="omit shards that cannot be used; unreadable_shards.jsonl lists them",
+    )
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
@@ -48,16 +66,17 @@ def main(arguments: Sequence[str]) -> None:
     )
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
-    with _workers(options.processes) as executor:
+    # after a fork fsspec, which the side files need, may block for ever
+    with _workers(options.processes, "spawn" if options.from_side_files else None) as executor:
         if executor is not None:  # None on MPI's other ranks, once the work is done
             _build(options, executor)
 
 
 @contextmanager
-def _workers(processes: int | None) -> Iterator[Executor | None]:
+def _workers(processes: int | None, start_method: str | None) -> Iterator[Executor | None]:
     """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
-        with process_pool(processes or os.cpu_count() or 1) as pool:
+        with process_pool(processes or os.cpu_count() or 1, start_method) as pool:
             yield pool
         return
     from mpi4py.futures import MPICommExecutor
@@ -71,9 +90,21 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     Captions(options.captions)
     paths = [path for source in options.sources for path in resolve_shards(source, options.allow_commands)]
     scan = ScanOptions(
-        tuple(options.captions), not options.no_checksum, options.verify, tuple(options.uids), options.uid_key
+        tuple(options.captions),
+        not (options.no_checksum or options.from_side_files),
+        options.verify,
+        tuple(options.uids),
+        options.uid_key,
+        options.from_side_files,
     )
-    kept = {"samples": options.samples, "update": options.update}
+    kept = {"samples": options.samples, "update": options.update, "skip_unreadable": options.skip_unreadable}
+    remote = sum(not is_local(path) for path in paths)
+    if remote >= _MANY_SHARDS and not options.from_side_files:
+        log.warning(
+            "%d remote shards are downloaded once, to be scanned; where img2dataset has left its side files next to "
+            "them, --from-side-files reads only those",
+            remote,
+        )
     with progress_bar("shards") as on_progress:
         manifest = write_manifest(options.folder, paths, executor, scan, **kept, on_progress=on_progress)
     print(_summary(options.folder, manifest, time.monotonic() - began))

@@ -45,9 +45,8 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def _warn_of_memory(config: Config, world_size: int) -> None:
-    from neuclip_ds.planning.memory_check import memory_warning
+    from neuclip_ds.planning.memory_check import memory_warnings
 
     with suppress(UserError):  # all ranks report it, once they have met
-        warning = memory_warning(config, world_size)
-        if warning:
+        for warning in memory_warnings(config, world_size):
             print(f"warning: {warning}", file=sys.stderr, flush=True)

@@ -1,15 +1,16 @@
 """Build manifests: in memory when a run starts, or on disk with many processes for large data sets.
 
-On disk the shards are scanned in groups. A worker writes the result of a group to `FOLDER/.building/` (and the group's
-sample tables to their final place), so an interrupted build resumes with the missing groups. Indices are assigned at
-the end in the order of the paths, whatever the order in which groups finished.
+On disk the workers keep what they find of each shard in a journal, `FOLDER/.building/`, so that a build that is
+interrupted, or named other shards, scans only the missing ones. Indices are assigned at the end in the order of the
+paths, whatever the order in which shards were scanned; then the sample tables are written in that order.
 """
 
 import hashlib
 import json
+import logging
 import os
 import shutil
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
@@ -18,22 +19,25 @@ from typing import NamedTuple
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.disk import explain_disk
+from neuclip_ds.data.journal import RESUME, TablePlace
 from neuclip_ds.data.manifest import SAMPLES, Manifest, Shard, extend, is_manifest, load_manifest, write_shards
 from neuclip_ds.data.repeats import check_distinct
+from neuclip_ds.data.resumable_scan import Failure, OnProgress, ResumableScan
 from neuclip_ds.data.sample_table import list_parts, part_name, write_part
-from neuclip_ds.data.scan import BadRow, Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
+from neuclip_ds.data.scan import Scan, ScanOptions, check_usable, describe_paths, log_loss, scan_shard
 from neuclip_ds.data.shards import is_local, resolve_shards
+from neuclip_ds.data.side_files import list_shards
 from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
 from neuclip_ds.redaction import redact
 
-OnProgress = Callable[[int, int], None]  # (shards done, total shards)
+log = logging.getLogger(__name__)
 
-_MAX_GROUP = 64  # shards of a group, and row groups in a part of the sample tables
-_MIN_GROUPS = 64  # so that many workers have work and a restart repeats little
+_MAX_PART = 64  # shards in a part of the sample tables
+_MIN_PARTS = 64  # so that many workers can write them
 _WORK = ".building"
-_PLAN = "plan.json"
 _BAD = "bad_samples.jsonl"
+_UNREADABLE = "unreadable_shards.jsonl"
 
 
 def build_manifest(
@@ -131,15 +135,15 @@ def _fingerprint(paths: Sequence[str], options: ScanOptions) -> str:
 class Changes(NamedTuple):
     """The difference between a manifest and the shards that an update names."""
 
-    new: tuple[str, ...]  # shards to append, among them those that changed
+    new: dict[str, int | None]  # shards to append, among them those that changed, with their sizes where known
     removed: tuple[int, ...]  # numbers of the shards to mark as removed
     restored: tuple[int, ...]  # numbers of removed shards that are back
 
 
-def find_changes(manifest: Manifest | None, paths: Sequence[str]) -> Changes:
-    """Compare a manifest with `paths`: local shards by size, remote ones by name only."""
+def find_changes(manifest: Manifest | None, paths: Sequence[str], sizes: Mapping[str, int | None] = {}) -> Changes:
+    """Compare a manifest with `paths`: local shards by size, remote ones by `sizes`, or by name only where unknown."""
     shards = () if manifest is None else manifest.shards
-    wanted = {path: Path(path).stat().st_size if is_local(path) else None for path in paths}
+    wanted = {path: Path(path).stat().st_size if is_local(path) else sizes.get(path) for path in paths}
     if len(wanted) < len(paths):
         twice = next(path for path in paths if paths.count(path) > 1)
         raise UserError(f"{twice} is listed more than once; name every shard once.")
@@ -149,20 +153,10 @@ def find_changes(manifest: Manifest | None, paths: Sequence[str]) -> Changes:
             current[shard.path] = number
     kept = set(current.values())
     return Changes(
-        tuple(path for path in paths if path not in current),
+        {path: size for path, size in wanted.items() if path not in current},
         tuple(number for number, shard in enumerate(shards) if number not in kept and not shard.removed),
         tuple(sorted(number for number in kept if shards[number].removed)),
     )
-
-
-class _Group(NamedTuple):
-    """A group of new shards that one worker scans, and where it writes the results."""
-
-    number: int
-    paths: tuple[str, ...]
-    options: ScanOptions
-    result: Path
-    part: Path | None  # file of the sample tables
 
 
 def write_manifest(
@@ -173,6 +167,7 @@ def write_manifest(
     *,
     samples: bool = False,
     update: bool = False,
+    skip_unreadable: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Manifest:
     """Build a manifest in `folder`, or resume an interrupted build.
@@ -182,29 +177,48 @@ def write_manifest(
         paths: shards, in the order in which they get indices.
         executor: its workers scan the shards: processes on this machine, or MPI ranks.
         options: what to scan for.
-        samples: whether to store offsets and keys; always done with uids or checksums, in an update as before.
+        samples: whether to store offsets and keys; always done with uids or checksums, in an update as before, and
+            never with side files.
         update: append new shards and mark missing ones as removed.
+        skip_unreadable: omit shards that cannot be used, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with the shards done, those of an interrupted build included.
 
     Raises:
-        UserError: shards cannot be read, there is nothing to train on, or `folder` does not fit `update`.
+        UserError: shards cannot be used, there is nothing to train on, or `folder` does not fit the options.
     """
     existing = _existing(folder, update, samples or bool(options.uids))
     samples = samples or bool(options.uids) or options.checksum if existing is None else existing.samples is not None
+    if options.side_files and (samples or options.verify):
+        raise UserError(
+            "Sample tables, uids and images are read from the shards; omit --from-side-files, or the options that need "
+            "them, or build a manifest in another folder."
+        )
     if options.uids:
         UidFiles(options.uids).check_order()
-    changes = find_changes(existing, paths)
+    listed = list_shards(paths) if options.side_files else {}
+    changes = find_changes(existing, paths, {path: shard.bytes for path, shard in listed.items()})
     first = existing.n_shards if existing else 0
-    groups = _make_groups(folder, changes.new, options, samples, first)
-    _run(groups, executor, len(changes.new), on_progress)
-    scans = _collect(groups)
+    work = folder / _WORK
+    found, failures = ResumableScan(work, options, samples).run(changes.new, listed, executor, on_progress)
+    if failures and not (skip_unreadable and (found or existing)):
+        raise UserError(
+            f"{len(failures)} of {len(changes.new)} shards cannot be used. The first: {failures[0].reason} Fix them or "
+            "omit them from the sources and run the same command again, which scans only what is missing; or set "
+            "--skip-unreadable."
+        )
+    scans = [entry.scan for entry in found]
+    for scan in scans:
+        log_loss(scan)
     if existing is None:
         check_usable(scans, describe_paths(list(paths)))
     manifest = _merge(existing, changes, [scan.shard for scan in scans])
     check_distinct(manifest)
     _write_bad(folder / _BAD, manifest.shards[first:], scans, existing.n if existing else 0)
+    _write_unreadable(folder / _UNREADABLE, failures)
+    if samples:
+        _write_parts(folder / SAMPLES, first, [entry.table for entry in found if entry.table is not None], executor)
     write_shards(manifest, folder)
-    shutil.rmtree(folder / _WORK)
+    shutil.rmtree(work)
     return load_manifest(folder, allow_commands=True)  # which the caller has named
 
 
@@ -222,93 +236,36 @@ def _existing(folder: Path, update: bool, samples: bool) -> Manifest | None:
     return existing
 
 
-def _make_groups(folder: Path, paths: Sequence[str], options: ScanOptions, samples: bool, first: int) -> list[_Group]:
-    """Divide the shards into groups; results of an interrupted build with the same arguments are kept."""
-    work = folder / _WORK
-    plan = {"first": first, "options": options._asdict(), "samples": samples, "paths": list(paths)}
-    text = json.dumps(plan)
-    if not (work / _PLAN).is_file() or (work / _PLAN).read_bytes() != text.encode():
-        shutil.rmtree(work, ignore_errors=True)
-        for _, last, path in list_parts(folder / SAMPLES):
+def _write_parts(folder: Path, first: int, tables: Sequence[TablePlace], executor: Executor) -> None:
+    """Write the sample tables of shards `first` and later, in place of those that an interrupted build has written."""
+    with explain_disk(folder, RESUME):
+        folder.mkdir(exist_ok=True)
+        for _, last, path in list_parts(folder):
             if last >= first:
                 path.unlink()
-        folder.mkdir(parents=True, exist_ok=True)
-        work.mkdir(mode=0o700)  # URLs may hold secrets
-        with atomic_write(work / _PLAN) as temporary:
-            temporary.write_text(text)
-    if samples:
-        (folder / SAMPLES).mkdir(exist_ok=True)
-    groups = []
-    size = min(_MAX_GROUP, max(1, len(paths) // _MIN_GROUPS))
-    for number, start in enumerate(range(0, len(paths), size)):
-        chosen = tuple(paths[start : start + size])
-        name = part_name(first + start, first + start + len(chosen) - 1)
-        part = folder / SAMPLES / name if samples else None
-        groups.append(_Group(number, chosen, options, work / f"group-{number:06d}.json", part))
-    return groups
+    writing = []
+    size = min(_MAX_PART, max(1, len(tables) // _MIN_PARTS))
+    for start in range(0, len(tables), size):
+        chosen = tables[start : start + size]
+        path = folder / part_name(first + start, first + start + len(chosen) - 1)
+        writing.append(executor.submit(_write_part, path, chosen))
+    for future in as_completed(writing):
+        future.result()
 
 
-def _run(groups: Sequence[_Group], executor: Executor, total: int, on_progress: OnProgress) -> None:
-    done = sum(len(group.paths) for group in groups if group.result.is_file())
-    on_progress(done, total)
-    pending = {executor.submit(_scan_group, group): group for group in groups if not group.result.is_file()}
-    failures: list[str] = []
-    try:
-        for future in as_completed(pending):
-            failures += future.result()
-            done += len(pending[future].paths)
-            on_progress(done, total)
-    finally:  # after Ctrl-C or a worker's error, do not wait for groups that have not started
-        for future in pending:
-            future.cancel()
+def _write_part(path: Path, tables: Sequence[TablePlace]) -> None:
+    with explain_disk(path, RESUME), atomic_write(path) as temporary:
+        write_part(temporary, (table.read() for table in tables))
+
+
+def _write_unreadable(path: Path, failures: Sequence[Failure]) -> None:
+    """List the shards that are omitted, and log their number."""
+    path.unlink(missing_ok=True)  # of an earlier update
     if failures:
-        raise UserError(
-            f"{len(failures)} of {total} shards cannot be used. The first: {failures[0]} Fix them and run the same "
-            "command again, which resumes with them, or omit them from the sources."
-        )
-
-
-def _scan_group(group: _Group) -> list[str]:
-    """Scan a group and write the results; if shards fail, return their errors and write nothing."""
-    found, failures = [], []
-    for path in group.paths:
-        try:
-            found.append(scan_shard(path, group.options))
-        except UserError as error:
-            failures.append(str(error))
-    if failures:
-        return failures
-    if group.part is not None:
-        with atomic_write(group.part) as temporary:
-            write_part(temporary, [table for _, table in found])
-    with atomic_write(group.result) as temporary:
-        temporary.write_text(json.dumps([scan for scan, _ in found]))
-    return []
-
-
-def _collect(groups: Sequence[_Group]) -> list[Scan]:
-    """Read the results of all groups and log what is wrong with their shards."""
-    scans = [scan for group in groups for scan in _read_result(group)]
-    for scan in scans:
-        log_loss(scan)
-    return scans
-
-
-def _read_result(group: _Group) -> list[Scan]:
-    try:
-        scans = [
-            Scan(Shard(*shard), images, captions, tuple(extensions), lost, tuple(BadRow(*row) for row in bad))
-            for shard, images, captions, extensions, lost, bad in json.loads(group.result.read_bytes())
-        ]
-    except (ValueError, TypeError) as error:
-        raise _damaged(group.result) from error
-    if [scan.shard.path for scan in scans] != list(group.paths):
-        raise _damaged(group.result)
-    return scans
-
-
-def _damaged(result: Path) -> UserError:
-    return UserError(f"{result}, a result of an interrupted build, is damaged; remove it and run the command again.")
+        with atomic_write(path) as temporary:
+            lines = [f"{redact(json.dumps(failure._asdict()))}\n" for failure in failures]
+            temporary.write_text("".join(lines), encoding="utf-8")
+        log.warning("%d shards cannot be used and are omitted; %s lists them", len(failures), path)
 
 
 def _merge(existing: Manifest | None, changes: Changes, found: Sequence[Shard]) -> Manifest:

@@ -13,14 +13,14 @@ _reported: dict[Path, int] = {}
 
 
 @contextmanager
-def explain_disk(path: Path) -> Iterator[None]:
-    """Turn an error of the file system while `path` is written into a `UserError`."""
+def explain_disk(path: Path, remedy: str = "choose another --run.folder") -> Iterator[None]:
+    """Turn an error of the file system while `path` is written into a `UserError` that ends with `remedy`."""
     try:
         yield
     except OSError as error:
         raise UserError(
             f"{path} cannot be written ({error.strerror or error}: {error.filename or path}). Make room or give write "
-            "permission there, or choose another --run.folder."
+            f"permission there, or {remedy}."
         ) from error
 
 

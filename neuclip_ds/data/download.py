@@ -3,41 +3,54 @@
 A blocked read can thus be killed, and the process inherits neither threads nor locks of a parent that has used fsspec:
 in forked processes fsspec can block for ever.
 
-    NEUCLIP_DS_URL=URL python -m neuclip_ds.data.download FILE TIMEOUT
+    NEUCLIP_DS_URL=URL python -m neuclip_ds.data.download FILE TIMEOUT [BYTES]
 
-The URL may hold a secret, and all users of the machine can read command lines. The exit code is 0, or 1 after one line
-of JSON: the reason, and whether it is final (a retry would fail too).
+The URL may hold a secret, and all users of the machine can read command lines. Where the number of bytes is known,
+large files are downloaded in ranges. The exit code is 0, or 1 after one line of JSON: the reason and the kind of the
+failure.
 """
 
-import errno
 import json
 import os
 import sys
+import threading
+import time
+from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 import fsspec
 
+from neuclip_ds.data.failures import FailureKind, TransferFailure, describe_error
+
 URL = "NEUCLIP_DS_URL"
-_RETRYABLE = (408, 425, 429)  # HTTP 4xx codes that are worth a retry
+_HTTP = ("http://", "https://")
+_RANGED = (*_HTTP, "s3://", "gs://", "gcs://")
+_STREAMS = 4  # ranges of a file that are downloaded at the same time
+_RANGES_ABOVE = 4 << 20  # bytes of a file
+_SMALLEST, _LARGEST = 1 << 20, 8 << 20  # bytes of a range, which backends keep in memory until it is complete
+_QUICK = 0.5  # seconds; the next range is twice as long where one took less
 
 
 def main() -> None:
     """Download the URL of the environment to the file that the command line names."""
-    url, (target, timeout) = os.environ[URL], sys.argv[1:]
+    url, (target, timeout, *size) = os.environ[URL], sys.argv[1:]
     try:
         fs, path = fsspec.core.url_to_fs(url, **_options(url, float(timeout)))
         Path(target).touch(exist_ok=False)  # the timeout starts here: backends take seconds to import
-        fs.get_file(path, target)
+        if size and int(size[0]) > _RANGES_ABOVE and url.startswith(_RANGED):
+            _Ranges(fs, path, Path(target), int(size[0])).download()
+        else:
+            fs.get_file(path, target)
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        reason, final = describe_error(error)
-        print(json.dumps({"reason": reason, "final": final}))
-        sys.exit(1)
+        failure = describe_error(error)
+        print(json.dumps({"reason": str(failure), "kind": failure.kind.value}), flush=True)
+        os._exit(1)  # without waiting for the threads of other ranges
 
 
 def _options(url: str, timeout: float) -> dict[str, Any]:
     """Return options of the file system that stream the file without a limit on the total time."""
-    if url.startswith(("http://", "https://")):
+    if url.startswith(_HTTP):
         import aiohttp
 
         # aiohttp ends every transfer after five minutes by default; `fetch` detects stalls
@@ -47,24 +60,90 @@ def _options(url: str, timeout: float) -> dict[str, Any]:
     return {}
 
 
-def describe_error(error: BaseException) -> tuple[str, bool]:
-    """Return a message for a backend's error, and whether it is final (a retry would fail too)."""
-    status = _http_status(error)
-    if isinstance(error, FileNotFoundError) or status in (404, 410):
-        return "the file does not exist", True
-    if isinstance(error, ImportError):
-        return f"{error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp)", True
-    refused = status is not None and 400 <= status < 500 and status not in _RETRYABLE
-    is_full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
-    final = refused or is_full or isinstance(error, PermissionError | ValueError)
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}".rstrip(": "), final
+class _Ranges:
+    """Download of a file of known size in several ranges at a time.
+
+    Ranges start at 1 MB and double up to 8 MB while one takes less than half a second, so that progress stays visible
+    on slow connections.
+    """
+
+    def __init__(self, fs: Any, path: str, target: Path, size: int) -> None:
+        self._fs, self._path, self._target, self._size = fs, path, target, size
+        self._lock = threading.Lock()
+        self._next, self._length = 0, _SMALLEST
+
+    def download(self) -> None:
+        """Download the file; one stream where the server ignores ranges, which the first of them shows."""
+        with self._target.open("r+b", buffering=0) as file:
+            first = self._take()
+            assert first is not None
+            if self._read(file.fileno(), *first, whole=True) == self._size:
+                return
+            pool = ThreadPoolExecutor(_STREAMS)
+            threads = [pool.submit(self._read_all, file.fileno()) for _ in range(_STREAMS)]
+            for ended in wait(threads, return_when=FIRST_EXCEPTION).done:
+                ended.result()
+
+    def _read_all(self, fd: int) -> None:
+        """Download ranges until none is left, in a thread."""
+        while (piece := self._take()) is not None:
+            began = time.monotonic()
+            self._read(fd, *piece)
+            if time.monotonic() - began < _QUICK:
+                with self._lock:
+                    self._length = min(max(self._length, 2 * (piece[1] - piece[0])), _LARGEST)
+
+    def _take(self) -> tuple[int, int] | None:
+        """Return begin and end of the next range."""
+        with self._lock:
+            start = self._next
+            self._next = min(start + self._length, self._size)
+            return (start, self._next) if start < self._next else None
+
+    def _read(self, fd: int, start: int, end: int, whole: bool = False) -> int:
+        """Download a range into its place and return its bytes; with `whole`, those of the whole file are right too."""
+        sink = _Sink(fd, start, self._size if whole else end)
+        stop = end + (end == self._size)  # one byte more than there should be, by which a longer file shows
+        if self._path.startswith(_HTTP):
+            headers = {**self._fs.kwargs.get("headers", {}), "Range": f"bytes={start}-{stop - 1}"}
+            self._fs.get_file(self._path, sink, headers=headers)  # a stream, unlike `cat_file`
+        else:
+            sink.write(self._fs.cat_file(self._path, start=start, end=stop))
+        if sink.written != end - start and not (whole and sink.written == self._size):
+            raise TransferFailure(f"{sink.written} bytes arrived of a range of {end - start}", FailureKind.DAMAGED)
+        return sink.written
 
 
-def _http_status(error: BaseException) -> int | None:
-    """Return the HTTP status of an error of aiohttp (`status`), gcsfs (`code`), requests or httpx (`response`)."""
-    response = getattr(error, "response", None)
-    found = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
-    return next((value for value in found if isinstance(value, int)), None)
+class _Sink:
+    """File-like object that writes to a place in a file, up to a limit.
+
+    Attributes:
+        written: bytes so far.
+    """
+
+    def __init__(self, fd: int, start: int, limit: int) -> None:
+        self._fd, self._start, self._limit = fd, start, limit
+        self.written = 0
+
+    def write(self, data: bytes) -> int:
+        if self.tell() + len(data) > self._limit:
+            raise TransferFailure(
+                f"more than the {self._limit - self._start} bytes of a range arrived", FailureKind.DAMAGED
+            )
+        view = memoryview(data)
+        while view:
+            count = os.pwrite(self._fd, view, self.tell())
+            self.written, view = self.written + count, view[count:]
+        return len(data)
+
+    def read(self) -> bytes:
+        raise NotImplementedError  # fsspec recognises file-like objects by `read`, `close` and `tell`
+
+    def close(self) -> None:
+        """Do nothing: the file is used by other ranges."""
+
+    def tell(self) -> int:
+        return self._start + self.written
 
 
 if __name__ == "__main__":

@@ -4,259 +4,214 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
+import math
 import os
-import shlex
-import signal
-import subprocess
-import sys
-import tempfile
 import threading
 import time
-from contextlib import suppress
+from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
 from pathlib import Path
-from typing import IO
+from typing import Literal, NamedTuple
 
 from neuclip_ds.checksum import checksum_of
-from neuclip_ds.data.download import URL, describe_error
+from neuclip_ds.data.failures import FailureKind, TransferFailure
+from neuclip_ds.data.transfer import Command, Download, is_command
 
-_PIPE = "pipe:"
-_PIPE_BYTES = 1 << 20  # pipe buffer of a command, Linux's maximum
 _MAX_BACKOFF = 60.0  # seconds between two attempts
-_CANNOT_RUN = (126, 127)  # bash: not executable, not found
-# A guard process reads from a pipe that this process holds open. When this process ends, even by kill -9, the read
-# returns and the guard kills its process group, the command included.
-_GUARDED = """
-exec 3<&0
-bash -o pipefail -c "$0" 3<&- </dev/null & command=$!
-{ read -r <&3; kill -KILL 0; } >/dev/null 2>&1 & guard=$!
-wait $command; code=$?
-exec 2>/dev/null; kill -KILL $guard; wait $guard
-exit $code
-"""
+_FINAL = (FailureKind.MISSING, FailureKind.SETUP)  # a retry would fail too
+_BLOCK = 512  # bytes that `st_blocks` counts in
 
-_ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
+Verdict = Literal["retry", "wait", "give up"]
+
 _numbers = itertools.count()
 
 
 class FetchError(OSError):
-    """A shard could not be fetched; the message has its URL, the reason and the number of attempts."""
-
-
-class _Failure(Exception):
-    """A failed attempt; `final` if a retry would fail too."""
-
-    def __init__(self, reason: str, final: bool = False) -> None:
-        super().__init__(reason)
-        self.final = final
-
-
-def fetch(
-    url: str,
-    target: Path,
-    *,
-    expected_bytes: int | None,
-    timeout: float,
-    expected_crc32: int | None = None,
-    retries: int = 4,
-    backoff: float = 1.0,
-) -> None:
-    """Fetch `url` into the file `target`, which appears complete or not at all.
-
-    Args:
-        url: a URL that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
-        target: a file in an existing folder; partial data go to a temporary file in that folder.
-        expected_bytes: required size of the file; None accepts any.
-        timeout: seconds without a byte after which an attempt fails.
-        expected_crc32: required checksum of the file; None accepts any.
-        retries: attempts after the first one; none if the file does not exist, access is denied, or fsspec lacks the
-            protocol.
-        backoff: seconds before the second attempt, doubled for each further one.
-
-    Raises:
-        FetchError: all attempts failed; neither `target` nor a temporary file is left.
-    """
-    for attempt in range(retries + 1):
-        if attempt:
-            time.sleep(_backoff(url, attempt, backoff))
-        try:
-            return _attempt(url, target, expected_bytes, expected_crc32, timeout)
-        except _Failure as failure:
-            if failure.final or attempt == retries:
-                attempts = "1 attempt" if attempt == 0 else f"{attempt + 1} attempts"
-                raise FetchError(f"{url} cannot be fetched: {failure} ({attempts}).") from failure.__cause__
-    raise ValueError(f"retries={retries}")
-
-
-def _backoff(url: str, attempt: int, backoff: float) -> float:
-    """Return the seconds before an attempt: exponential backoff with jitter, a hash of the URL and the attempt."""
-    digest = hashlib.blake2b(f"{attempt} {url}".encode(), digest_size=8).digest()
-    return min(backoff * 2 ** (attempt - 1), _MAX_BACKOFF) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
-
-
-def _attempt(url: str, target: Path, expected_bytes: int | None, expected_crc32: int | None, timeout: float) -> None:
-    part = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
-    transfer = (_Command if url.startswith(_PIPE) else _Download)(url, part, timeout)
-    try:
-        transfer.start()
-        _watch(transfer, part, expected_bytes, timeout)
-        if isinstance(transfer.error, _Failure):
-            raise transfer.error
-        if transfer.error is not None:  # it may be one of this machine (disk full, no bash)
-            raise _Failure(*describe_error(transfer.error)) from transfer.error
-        size = part.stat().st_size
-        if expected_bytes is not None and size != expected_bytes:
-            raise _Failure(f"{size} bytes arrived, expected {expected_bytes}")
-        if expected_crc32 is not None and checksum_of(part).crc32 != expected_crc32:
-            raise _Failure("what arrived differs from the checksum in the manifest")
-        part.replace(target)
-    finally:
-        transfer.close()
-
-
-def _watch(transfer: _Transfer, part: Path, expected_bytes: int | None, timeout: float) -> None:
-    """Wait for the transfer to end; raise _Failure if it writes nothing for `timeout` seconds."""
-    seen, since = _state(part), time.monotonic()
-    while transfer.is_alive():
-        transfer.join(min(timeout / 10, 0.5))
-        now = _state(part)
-        if now != seen:
-            seen, since = now, time.monotonic()
-        streaming = now[1] and now[0] != expected_bytes
-        limit = timeout if streaming else timeout + transfer.overhead
-        if now == seen and time.monotonic() - since > limit:
-            raise _Failure(f"no byte arrived for {limit:g} s (after {now[0]} bytes)")
-        if expected_bytes is not None and now[0] > expected_bytes:
-            raise _Failure(f"it is longer than the expected {expected_bytes} bytes")
-
-
-def _state(part: Path) -> tuple[int, int]:
-    """Return size and modification time of the partial file; (0, 0) if it does not exist yet."""
-    try:
-        status = part.stat()
-    except FileNotFoundError:
-        return 0, 0
-    return status.st_size, status.st_mtime_ns
-
-
-class _Transfer(threading.Thread):
-    """A thread that runs a process which writes the shard to `part`.
+    """A shard could not be fetched; the message has its URL, the reason and the number of attempts.
 
     Attributes:
-        overhead: extra seconds allowed before the file is opened and after it is complete.
-        error: the error of a failed transfer.
+        kind: of the last failure.
     """
 
-    overhead = 0.0
+    def __init__(self, message: str, kind: FailureKind) -> None:
+        super().__init__(message)
+        self.kind = kind
 
-    def __init__(self, url: str, part: Path, timeout: float) -> None:
-        super().__init__(name=f"fetch {url}", daemon=True)
-        self.error: BaseException | None = None
-        self._url, self._part, self._timeout = url, part, timeout
-        self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
 
-    def run(self) -> None:
-        try:
-            with tempfile.TemporaryFile() as messages:
-                self._copy(messages)
-        except BaseException as error:
-            self.error = error
-        if self._closed:
-            self._part.unlink(missing_ok=True)  # it may have been opened after `close`
+class Request(NamedTuple):
+    """A shard to fetch, and what its transfer must satisfy."""
+
+    url: str  # that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail)
+    bytes: int | None  # required size of the file; None accepts any
+    timeout: float  # seconds without a byte after which an attempt fails
+    crc32: int | None = None  # required checksum of the file; None accepts any
+    retries: int = 4  # attempts after the first one
+    backoff: float = 1.0  # seconds before the second attempt, doubled for each further one
+    min_rate: float = 0.0  # bytes per second, over `timeout`, below which an attempt fails
+
+
+class FetchPolicy:
+    """When the attempts of a fetch may start, and what follows when one fails; this one knows no other fetches."""
+
+    def turn(self) -> AbstractContextManager[object]:
+        """Return a context manager that waits until an attempt may start, and lasts as long as the attempt."""
+        return nullcontext()
+
+    def succeed(self, began: float, size: int) -> None:
+        """Report an attempt that began at `began` (Unix time) and has fetched `size` bytes, within its turn."""
+
+    def judge(self, failure: TransferFailure, began: float, request: Request, attempt: int) -> Verdict:
+        """Return what follows a failed attempt, within its turn: `wait` retries when `turn` allows it."""
+        return "retry" if attempt <= request.retries else "give up"
+
+    def hedge_after(self, size: int | None) -> float:
+        """Return after how many seconds a second transfer of a shard of `size` bytes may start."""
+        return math.inf
+
+    def spare(self) -> AbstractContextManager[object] | None:
+        """Return what a second transfer holds while it runs, or None where it may not start now."""
+        return None
+
+
+def fetch(request: Request, target: Path, policy: FetchPolicy | None = None) -> None:
+    """Fetch a shard into the file `target`, which appears complete or not at all.
+
+    Args:
+        target: a file in an existing folder; partial data go to temporary files in that folder.
+        policy: by default every failure is retried `request.retries` times, except those that a retry cannot change:
+            the file does not exist, or no backend knows the URL.
+
+    Raises:
+        FetchError: an attempt failed, and the policy gives up; neither `target` nor a temporary file is left.
+    """
+    policy = policy or FetchPolicy()
+    attempt = 0
+    while True:
+        attempt += 1
+        with policy.turn():
+            began = time.time()
+            try:
+                _attempt(request, target, policy)
+                policy.succeed(began, target.stat().st_size)
+                return
+            except TransferFailure as failure:
+                final = failure.kind in _FINAL
+                verdict = "give up" if final else policy.judge(failure, began, request, attempt)
+                if verdict == "give up":
+                    attempts = "1 attempt" if attempt == 1 else f"{attempt} attempts"
+                    message = f"{request.url} cannot be fetched: {failure} ({attempts})."
+                    raise FetchError(message, failure.kind) from failure.__cause__
+        if verdict == "retry":
+            time.sleep(backoff_of(request.url, attempt, request.backoff))
+
+
+def backoff_of(key: str, attempt: int, first: float) -> float:
+    """Return the seconds after an attempt: exponential backoff with jitter, a hash of the key and the attempt."""
+    digest = hashlib.blake2b(f"{attempt} {key}".encode(), digest_size=8).digest()
+    return min(first * 2 ** min(attempt - 1, 30), _MAX_BACKOFF) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
+
+
+def _attempt(request: Request, target: Path, policy: FetchPolicy) -> None:
+    """Transfer a shard; a second transfer joins one that takes unusually long, and the first to be complete counts."""
+    ended, began, hedge_after = threading.Event(), time.monotonic(), policy.hedge_after(request.bytes)
+    with ExitStack() as stack:
+
+        def start() -> _Monitored:
+            return stack.enter_context(closing(_Monitored(request, target, ended)))
+
+        running = [start()]
+        while True:
+            ended.wait(min(request.timeout / 10, 0.5))
+            ended.clear()
+            for transfer in list(running):
+                try:
+                    if transfer.is_complete():
+                        transfer.part.replace(target)
+                        return
+                except TransferFailure:
+                    transfer.close()
+                    running.remove(transfer)
+                    if not running:
+                        raise
+            if time.monotonic() - began > hedge_after and (spare := policy.spare()) is not None:
+                hedge_after = math.inf
+                stack.enter_context(spare)
+                running.append(start())
+
+
+class _Monitored:
+    """A transfer under way into a temporary file next to the target, and how it progresses."""
+
+    def __init__(self, request: Request, target: Path, ended: threading.Event) -> None:
+        self.part = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
+        self._request = request
+        kind = Command if is_command(request.url) else Download
+        self._transfer = kind(request.url, self.part, request.timeout, request.bytes, ended.set)
+        self._transfer.start()
+        self._seen, self._since = self._state(), time.monotonic()
+        self._window: tuple[int, float] | None = None  # bytes and time at its beginning
 
     def close(self) -> None:
-        """Kill the process group if it still runs, and remove the temporary file."""
-        self._closed = True
-        if self.is_alive():
-            self._kill()
-        self._part.unlink(missing_ok=True)
+        """End the transfer and remove its temporary file."""
+        self._transfer.close()
 
-    def _copy(self, messages: IO[bytes]) -> None:
-        process = self._process = subprocess.Popen(
-            ["bash", "-c", _GUARDED, self._command()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=messages,
-            bufsize=0,
-            pipesize=_PIPE_BYTES,
-            start_new_session=True,
-            env={**os.environ, URL: self._url, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        )
-        if self._closed:
-            self._kill()
-        with process:
-            try:
-                assert process.stdout is not None
-                self._drain(process.stdout)
-                code = process.wait()
-            finally:
-                self._kill()
-        self._check(code, messages)
+    def is_complete(self) -> bool:
+        """Return whether the file is complete and right.
 
-    def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
+        Raises:
+            TransferFailure: the transfer has failed, stalls or is too slow, or something else arrived.
+        """
+        if self._transfer.is_alive():
+            self._check_progress()
+            return False
+        error = self._transfer.error
+        if isinstance(error, TransferFailure):
+            raise error
+        if isinstance(error, OSError):  # of this machine: a full disk, too many processes
+            raise TransferFailure(f"{type(error).__name__}: {error}", FailureKind.DISK) from error
+        if error is not None:
+            raise error
+        size = self.part.stat().st_size
+        if self._request.bytes not in (None, size):
+            raise TransferFailure(f"{size} bytes arrived, expected {self._request.bytes}", FailureKind.DAMAGED)
+        if self._request.crc32 is not None and checksum_of(self.part).crc32 != self._request.crc32:
+            raise TransferFailure("what arrived differs from the checksum in the manifest", FailureKind.DAMAGED)
+        return True
 
-    def _command(self) -> str:
-        """Return the command that bash runs."""
-        raise NotImplementedError
+    def _check_progress(self) -> None:
+        expected, timeout = self._request.bytes, self._request.timeout
+        now, state = time.monotonic(), self._state()
+        arrived, changed, size = state
+        if state != self._seen:
+            self._seen, self._since = state, now
+        streaming = changed and arrived != expected
+        limit = timeout if streaming else timeout + self._transfer.overhead
+        if now - self._since > limit:
+            raise TransferFailure(f"no byte arrived for {limit:g} s (after {arrived} bytes)", FailureKind.OUTAGE)
+        if expected is not None and size > expected:
+            raise TransferFailure(f"it is longer than the expected {expected} bytes", FailureKind.DAMAGED)
+        if streaming:
+            self._check_rate(arrived, now)
 
-    def _drain(self, output: IO[bytes]) -> None:
-        """Read the command's output to the end."""
-        raise NotImplementedError
-
-    def _check(self, code: int, messages: IO[bytes]) -> None:
-        """Raise _Failure if the command has failed."""
-        raise NotImplementedError
-
-
-class _Download(_Transfer):
-    """Transfer with fsspec, in a program that writes the file itself and prints its error as JSON."""
-
-    overhead = 60.0
-    _outcome = b""
-
-    def _command(self) -> str:
-        program = [sys.executable, "-m", "neuclip_ds.data.download"]
-        return shlex.join([*program, str(self._part), str(self._timeout)])
-
-    def _drain(self, output: IO[bytes]) -> None:
-        self._outcome = output.read()
-
-    def _check(self, code: int, messages: IO[bytes]) -> None:
-        if code == 0:
+    def _check_rate(self, arrived: int, now: float) -> None:
+        """Compare the bytes of each `timeout` seconds with the minimum."""
+        if self._window is None:
+            self._window = arrived, now
+        elapsed = now - self._window[1]
+        if elapsed < self._request.timeout:
             return
+        rate = (arrived - self._window[0]) / elapsed
+        if rate < self._request.min_rate:
+            slow = f"{rate / 1e6:.3g} MB/s arrived for {elapsed:.0f} s, less than {self._request.min_rate / 1e6:g}"
+            raise TransferFailure(slow, FailureKind.THROTTLED)
+        self._window = arrived, now
+
+    def _state(self) -> tuple[int, int, int]:
+        """Return bytes that have arrived, time of the last one and size; zeros if the file does not exist yet.
+
+        A file that arrives in ranges has holes.
+        """
         try:
-            outcome = json.loads(self._outcome.splitlines()[-1])
-        except (ValueError, IndexError):
-            raise _Failure(f"the download exited with code {code}: {_last_line(messages)}") from None
-        raise _Failure(outcome["reason"], outcome["final"])
-
-
-class _Command(_Transfer):
-    """Transfer from a command's standard output."""
-
-    _size = 0
-
-    def _command(self) -> str:
-        return self._url.removeprefix(_PIPE)
-
-    def _drain(self, output: IO[bytes]) -> None:
-        with self._part.open("xb", buffering=0) as out:
-            while piece := output.read(_PIPE_BYTES):
-                self._size += out.write(piece)
-
-    def _check(self, code: int, messages: IO[bytes]) -> None:
-        if code:
-            message = _last_line(messages)
-            raise _Failure(f"the command exited with code {code}{message and f': {message}'}", code in _CANNOT_RUN)
-        if not self._size:
-            raise _Failure("the command wrote nothing")
-
-
-def _last_line(messages: IO[bytes]) -> str:
-    messages.seek(max(0, messages.seek(0, os.SEEK_END) - 1000))
-    lines = messages.read().decode("utf-8", "replace").split("\n")
-    return next((line.strip() for line in reversed(lines) if line.strip()), "")
+            status = self.part.stat()
+        except FileNotFoundError:
+            return 0, 0, 0
+        return min(status.st_size, status.st_blocks * _BLOCK), status.st_mtime_ns, status.st_size

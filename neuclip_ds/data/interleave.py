@@ -78,7 +78,7 @@ def choose_interleave(
     if streams is not None and block is not None:
         return Interleave(streams, block)
     windows = list(WINDOWS)
-    while windows[-1] > _SMALLEST_BLOCK * numbers[0]:
+    while windows[-1] > _SMALLEST_BLOCK * numbers[-1]:
         windows.append(windows[-1] // 2)
     for considered, counted in ((WINDOWS, 1), (windows[len(WINDOWS) - 1 :], nodes)):
         for window in considered:

@@ -27,6 +27,7 @@ from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.transforms import ImageTransform
+from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
@@ -46,7 +47,7 @@ class LoaderOptions(NamedTuple):
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
     captions: tuple[str, ...] = ("txt",)  # as `data.captions`
-    cache: ShardCache | None = None  # of remote shards
+    cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
@@ -218,6 +219,9 @@ def _next(iterator: Iterator[Batch | UserError], waited_for: str, options: Loade
                     raise _failure(workers, waited_for, options.timeout, expired.is_set()) from error
                 if not is_poll:
                     raise
+                if _waits_for_storage(options):
+                    with deferring(False):  # a signal ends the run now: no step may come for an hour
+                        pass
     if isinstance(result, UserError):
         raise result
     return result
@@ -253,6 +257,10 @@ def _workers(iterator: Iterator[Batch | UserError]) -> Sequence[BaseProcess]:
     return iterator._workers if isinstance(iterator, _MultiProcessingDataLoaderIter) else ()
 
 
+def _waits_for_storage(options: LoaderOptions) -> bool:
+    return options.cache is not None and options.cache.waits_for_storage()
+
+
 def _kill(workers: Sequence[BaseProcess]) -> None:
     for worker in workers:
         worker.kill()
@@ -262,8 +270,8 @@ def _kill(workers: Sequence[BaseProcess]) -> None:
 def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> Iterator[threading.Event]:
     """Kill the workers, and set the event, if the block takes `options.timeout` seconds in which no shard arrives.
 
-    While shards arrive it may take ten times as long. This also ends a read from a worker that has stopped in the
-    middle of handing over a batch, for which torch has no time limit.
+    While shards arrive it may take ten times as long, besides the time that the node waits for its storage. This also
+    ends a read from a worker that has stopped in the middle of handing over a batch, for which torch has no time limit.
     """
     ended, expired = threading.Event(), threading.Event()
 
@@ -272,13 +280,16 @@ def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> It
         begin = min(_POLL, options.timeout / 2)
         if ended.wait(begin):  # nearly always: a look at all shards of the cache is not for every batch
             return
-        before = arrived()
-        for turn in range(_LONGEST):
-            if ended.wait(options.timeout - begin * (turn == 0)):
+        before, turns, seconds = arrived(), 0, options.timeout - begin
+        while turns < _LONGEST:
+            if ended.wait(seconds):
                 return
+            seconds = options.timeout
+            if _waits_for_storage(options):  # which the workers end after `data.max_outage`
+                continue
             if (now := arrived()) == before:
                 break
-            before = now
+            before, turns = now, turns + 1
         expired.set()
         _kill(workers)
 

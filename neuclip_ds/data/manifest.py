@@ -38,7 +38,7 @@ _SCHEMA = pa.schema(
     + [("removed", pa.bool_()), ("layout", pa.int64())]
 )
 _OPTIONAL = ("crc32", "selection", "layout")
-_MIN_SAMPLE_BYTES = 512  # the header of one member
+MIN_SAMPLE_BYTES = 512  # the header of one member
 _MAX_SHARD_BYTES = 1 << 40
 
 
@@ -220,7 +220,7 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
     """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
     start = 0
     for shard in manifest.shards:
-        least = 0 if shard.selection is not None else shard.n * _MIN_SAMPLE_BYTES  # a selection may repeat samples
+        least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
         if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
                 f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "

@@ -22,6 +22,7 @@ from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
 _EXACT_POSITIONS = 1024  # positions of a block and stream for which `shards_ahead` is exact
+_EVERY_PLACE = np.ones(1, dtype=bool)
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
 _GOLDEN = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbours evenly
 
@@ -29,7 +30,6 @@ _GOLDEN = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spr
 class _Layout(NamedTuple):
     """The shards of one epoch in their permuted order; all arrays (n_shards,)."""
 
-    epoch: int
     shards: NDArray[np.int64]  # shard numbers
     positions: NDArray[np.int64]  # position of each one's first sample
     indices: NDArray[np.int64]  # global index of each one's first sample
@@ -87,7 +87,7 @@ class GlobalOrder:
             parts = (np.arange(streams, dtype=np.uint64) * _GOLDEN) % np.uint64(1 << 32)  # of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
         self._gone = np.zeros(len(self._sizes), dtype=bool)
-        self._layout: _Layout | None = None
+        self._layouts: dict[int, _Layout] = {}  # by epoch
 
     def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "GlobalOrder":
         """Return the order of only the first shards of this one's, with other sizes (0 for shards not in use).
@@ -115,10 +115,15 @@ class GlobalOrder:
         return self.n // self.batch_size if self.tail == "drop" else -(-self.n // self.batch_size)
 
     @property
+    def stream_lengths(self) -> NDArray[np.int64]:
+        """Number of positions of each stream, (S,)."""
+        return np.diff(self._bounds)
+
+    @property
     def last_batch_size(self) -> int:
         """Number of samples in an epoch's last batch, which may have empty rows under `pad`."""
         before = (self.steps_per_epoch - 1) * self._lane  # positions of a stream
-        return int(np.clip(np.diff(self._bounds) - before, 0, self._lane).sum())
+        return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of a step's rows, by default all B, -1 where a stream has ended.
@@ -127,9 +132,16 @@ class GlobalOrder:
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # all arrays (b,) from here on
-        within = step * self._lane + place  # position within the stream
-        present = within < np.diff(self._bounds)[stream]
+        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # (b,)
+        return self.samples(epoch, stream, step * self._lane + place)
+
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return how often each sample of `batch` has been visited before, by which augmentation and caption differ."""
+        return np.full(len(range(self.batch_size)[rows]), epoch)
+
+    def samples(self, epoch: int, stream: NDArray[np.int64], within: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the global indices at positions within streams, elementwise, -1 beyond a stream's end."""
+        present = within < self.stream_lengths[stream]
         number = (within + self._phases[stream]) // self.interleave.block
         start, end = self._block(stream, number)
         offset = np.where(present, within - start, 0)
@@ -163,8 +175,7 @@ class GlobalOrder:
         wanted = np.zeros((self.interleave.streams, self._lane), dtype=bool)
         for part in rows:
             wanted.reshape(-1)[part] = True
-        length = np.diff(self._bounds)
-        read = wanted.any(axis=1) & (wanted.argmax(axis=1) < length)
+        read = wanted.any(axis=1) & (wanted.argmax(axis=1) < self.stream_lengths)
         return np.flatnonzero(read), wanted[read]
 
     def _epoch_ahead(
@@ -184,7 +195,7 @@ class GlobalOrder:
             for request in self._requests(epoch, begin, stream, number, wanted[row]):
                 heappush(found, request)
             following = self._block(streams[row], np.int64(number + 1))[0]
-            if following < self._bounds[stream + 1] - self._bounds[stream]:
+            if following < self.stream_lengths[stream]:
                 heappush(blocks, (int(following) // self._lane, row, number + 1))
         yield from sorted(found)
 
@@ -195,47 +206,68 @@ class GlobalOrder:
 
         `wanted`, (B/S,), tells which of its places in the batch are read.
         """
+        before, limit = epoch * self.steps_per_epoch, self.steps_per_epoch * self._lane  # `drop` leaves positions out
+        found, end = self.block_shards(epoch, stream, number, begin, limit, wanted)
+        for shard, first in found:
+            yield ShardRequest(before + first // self._lane, before + (end - 1) // self._lane, shard)
+
+    def block_at(self, stream: int, within: int) -> int:
+        """Return the number of the block that a position within a stream is in."""
+        return (within + int(self._phases[stream])) // self.interleave.block
+
+    def block_shards(
+        self,
+        epoch: int,
+        stream: int,
+        number: int,
+        begin: int = 0,
+        limit: int | None = None,
+        wanted: NDArray[np.bool_] = _EVERY_PLACE,
+    ) -> tuple[list[tuple[int, int]], int]:
+        """Return the shards of a stream's block, each with the position of its first use, and the block's end.
+
+        All positions are those within the stream, of which begin ... limit - 1 are read where their place in a batch is
+        wanted.
+        """
         layout = self._layout_of(epoch)
         start, end = (int(bound) for bound in self._block(np.int64(stream), np.int64(number)))
-        used = min(end, self.steps_per_epoch * self._lane)  # `drop` leaves positions out
+        used = end if limit is None else min(end, limit)
         within = np.arange(max(start, begin), used)[:_EXACT_POSITIONS]  # (m,)
         if not len(within):
-            return
+            return [], used
         beyond = int(within[-1]) + 1
-        within = within[wanted[within % self._lane]]
+        within = within[wanted[within % len(wanted)]]
         key = hash64(self.seed, _SAMPLES, epoch, stream, number)
         position = self._bounds[stream] + start + permute(within - start, np.array([end - start]), key)
-        slots, steps = self._slot_of(layout, position), within // self._lane
+        slots = self._slot_of(layout, position)
         if beyond < used:  # positions that are not evaluated may be in any shard of the block
-            ends = self._bounds[stream] + np.array([start, end - 1])
-            low, high = self._slot_of(layout, ends)
+            low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
             others = np.arange(low, high + 1)
-            slots, steps = np.append(slots, others), np.append(steps, np.full(len(others), beyond // self._lane))
-        before, last = epoch * self.steps_per_epoch, (used - 1) // self._lane
-        found, index = np.unique(slots, return_index=True)  # the first of each
-        for slot, first in zip(found.tolist(), steps[index].tolist(), strict=True):
-            shard = int(layout.shards[slot])
-            if self._sizes[shard] and not self._gone[shard]:
-                yield ShardRequest(before + first, before + last, shard)
+            slots, within = np.append(slots, others), np.append(within, np.full(len(others), beyond))
+        slots, index = np.unique(slots, return_index=True)  # the first of each
+        shards = layout.shards[slots]
+        kept = (self._sizes[shards] > 0) & ~self._gone[shards]
+        return list(zip(shards[kept].tolist(), within[index][kept].tolist(), strict=True)), used
 
     def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the positions within their streams at which blocks begin and end, elementwise."""
         begin = number * self.interleave.block - self._phases[stream]
-        length = self._bounds[stream + 1] - self._bounds[stream]
-        return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, length)
+        return np.maximum(begin, 0), np.minimum(begin + self.interleave.block, self.stream_lengths[stream])
 
     def _slot_of(self, layout: _Layout, position: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return which of the permuted shards each position is in, by its number in the permutation."""
         return np.searchsorted(layout.positions, position, side="right") - 1
 
     def _layout_of(self, epoch: int) -> _Layout:
-        """Return the epoch's shard permutation, cached for the other steps of the epoch."""
-        if self._layout is None or self._layout.epoch != epoch:
+        """Return the epoch's shard permutation, cached for its other steps and while the next epoch begins."""
+        if epoch not in self._layouts:
+            while len(self._layouts) > 1:
+                del self._layouts[next(iter(self._layouts))]
             keys = hash64(self.seed, _SHARDS, epoch, np.arange(len(self._sizes)))
             shards = np.argsort(keys, kind="stable")
             ends = np.cumsum(self._sizes[shards])
-            self._layout = _Layout(epoch, shards, ends - self._sizes[shards], self._starts[shards])
-        return self._layout
+            self._layouts[epoch] = _Layout(shards, ends - self._sizes[shards], self._starts[shards])
+        return self._layouts[epoch]
 
 
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -20,13 +20,11 @@ from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.order import ShardRequest
 from neuclip_ds.data.request_window import RequestWindow
-from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
-_TRANSFERS = 4  # shards fetched at the same time
 
 
 class Prefetcher:
@@ -39,7 +37,7 @@ class Prefetcher:
     Args:
         cache: the node's cache.
         requests: returns the requests of the node's ranks from the first batch on; can be pickled.
-        shards: those of the manifest; local ones are skipped.
+        shards: those of the manifest; those that the cache does not serve are skipped.
         begin, end: numbers of the first batch and the one after the last.
         ahead: batches that shards are fetched ahead of at most, those of an epoch.
 
@@ -108,10 +106,10 @@ class _Window:
 
     def __init__(self, cache: ShardCache, shards: Sequence[Shard], requests: Iterator[ShardRequest]) -> None:
         self._cache, self._shards = cache, shards
-        sizes = [0 if is_local(shard.path) else shard.bytes for shard in shards]
+        sizes = [shard.bytes if cache.serves(shard.path) else 0 for shard in shards]
         self._requests = RequestWindow(requests, sizes, cache.capacity_bytes)
         self._reached = 0
-        self._pool = ThreadPoolExecutor(_TRANSFERS)
+        self._pool = ThreadPoolExecutor(cache.storage.transfers)
         self._warned = False
 
     def move(self, reached: int, end: int) -> None:
@@ -133,7 +131,7 @@ class _Window:
 
     def _is_cached(self, shard: Shard) -> bool:
         """Whether a shard needs no fetch; counts as a use."""
-        return is_local(shard.path) or self._cache.touch(shard.path, shard.bytes)
+        return not self._cache.serves(shard.path) or self._cache.touch(shard.path, shard.bytes)
 
     def _fetch(self, request: ShardRequest) -> None:
         """Fetch a shard, in a thread of the pool."""
@@ -141,6 +139,6 @@ class _Window:
         if request.last < self._reached or self._is_cached(shard):
             return
         try:
-            self._cache.path(shard.path, shard.bytes, shard.crc32)
+            self._cache.path(shard.path, shard.bytes, shard.crc32, due=False)
         except (OSError, UserError) as error:
             log.warning("cannot prefetch a shard: %s", error)

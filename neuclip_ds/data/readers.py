@@ -1,29 +1,42 @@
 """Read the bytes of a sample by its global index, with our tar reader or with the webdataset library.
 
 Readers run in loader workers. They open a shard on its first sample and keep the recently used ones open; remote shards
-are read from the node's cache. What the manifest has checksums of is compared with them at every read.
+are read from the node's cache. What the manifest has checksums of is compared with them at every read. Offsets are
+shared by the node's processes (neuclip_ds/data/node_tables.py).
 """
 
+import logging
 import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
 
 import webdataset
 
-from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.cache import ShardCache, private_folder
 from neuclip_ds.data.manifest import Manifest, Shard, check_size
+from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index, read_members
 from neuclip_ds.errors import UserError
 
+log = logging.getLogger(__name__)
+
 Value = TypeVar("Value")
 
 _OPEN_SHARDS = 256  # open file descriptors of a worker
-_INDEXED_SAMPLES = 16_000_000  # each takes 56 bytes and its key
+_TABLE_BYTES = 1 << 30  # private memory of a worker's tables
+_MAPPING_BYTES = 1 << 16  # that a mapped table counts for: 16,384 mappings of the 65,530 that Linux allows a process
+_SAMPLE_BYTES = 80  # of a table that is not mapped
+_CHANGED = "it has changed; rebuild the manifest"
+_CHANGED_OR_MISCOUNTED = (
+    "it has changed, or img2dataset's side file has a wrong count; omit it from the sources and run "
+    "build-manifest --update"
+)
 _WEBDATASET_BYTES = 1 << 30  # webdataset cannot seek, so whole shards are kept
 
 
@@ -71,18 +84,19 @@ class RecentlyUsed(Generic[Value]):
 
 
 class TarReader:
-    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once.
+    """Read members by offset; if the manifest has no offsets, a shard's headers are walked once on each node.
 
     Args:
         manifest: manifest of the samples.
         texts: members with captions, of `sample_table.MEMBERS`.
-        cache: cache of remote shards; required if there are any.
+        cache: cache of the shards that it serves; required if any is remote.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
         self._members = [MEMBERS.index(name) for name in ("image", *texts)]
-        self._tables = RecentlyUsed(self._load_table, _INDEXED_SAMPLES, weigh=attrgetter("n"))
+        self._node_tables = _node_tables(cache)
+        self._tables = RecentlyUsed(self._load_table, _TABLE_BYTES, weigh=_weight)
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
         capacity = _OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
@@ -116,8 +130,8 @@ class TarReader:
 
     def _open(self, shard: int) -> int:
         path, expected, crc32 = attrgetter("path", "bytes", "crc32")(self._manifest.shards[shard])
-        if not is_local(path):
-            return _cache_for(path, self._cache).open(path, expected, crc32)
+        if (cache := _cache_for(path, self._cache)) is not None:
+            return cache.open(path, expected, crc32)
         fd = os.open(path, os.O_RDONLY)
         try:
             check_size(self._manifest.shards[shard], os.fstat(fd).st_size)
@@ -127,27 +141,40 @@ class TarReader:
         return fd
 
     def _load_table(self, shard: int) -> SampleTable:
-        if self._manifest.samples is not None:
-            return self._manifest.samples.table(shard)
-        table = self._walk(shard)
-        _check_count(self._manifest.shards[shard], table.n, "it has changed; rebuild the manifest")
+        path, samples = self._manifest.shards[shard].path, self._manifest.samples
+        if samples is not None:
+            return self._shared(path, samples.source(shard), partial(samples.table, shard))
+        status = os.fstat(self._files.get(shard))
+        source: tuple[object, ...] = (status.st_size, status.st_ino)
+        if (
+            _cache_for(path, self._cache) is None
+        ):  # a copy's times are those of its uses, and its tables are discarded when it is fetched
+            source += (status.st_mtime_ns, status.st_ctime_ns)
+        table = self._shared(path, source, partial(self._walk, shard))
+        self._check_layout(shard, table)
+        described = self._manifest.shards[shard]
+        _check_count(described, table.n, _CHANGED if described.layout is not None else _CHANGED_OR_MISCOUNTED)
         return table
 
+    def _shared(self, path: str, source: tuple[object, ...], make: Callable[[], SampleTable]) -> SampleTable:
+        return make() if self._node_tables is None else self._node_tables.get(path, source, make)
+
     def _walk(self, shard: int) -> SampleTable:
-        """Return all samples of a shard; raise UserError if they are not those of the manifest."""
-        table = tabulate(read_index(self._files.get(shard)).samples)
+        return tabulate(read_index(self._files.get(shard)).samples)
+
+    def _check_layout(self, shard: int, table: SampleTable) -> None:
+        """Raise UserError if these samples, all of a shard, are as many as in the manifest but not the same."""
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
                 f"Shard {described.path} has other samples than the manifest, in as many bytes: it was replaced or "
                 "damaged; restore it, or rebuild or update the manifest."
             )
-        return table
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
-                self._walk(shard)  # a replaced shard is a mistake to fix, not a bad sample
+                self._check_layout(shard, self._walk(shard))  # a replaced shard is a mistake to fix, not a bad sample
                 raise ChecksumError(f"{MEMBERS[member]} is not what the manifest was built from")
 
 
@@ -171,8 +198,8 @@ class WebdatasetReader:
         shard = self._manifest.shards[number]
         # Only the inner part of the pipeline: WebDataset would split the shards over workers and ranks.
         path = shard.path
-        if not is_local(path):
-            path = str(_cache_for(path, self._cache).path(path, shard.bytes, shard.crc32))
+        if (cache := _cache_for(path, self._cache)) is not None:
+            path = str(cache.path(path, shard.bytes, shard.crc32))
         found = webdataset.tariterators.tarfile_samples([{"url": path}])
         samples = [(sample["__key__"], self._raw_sample(sample)) for sample in found]
         if shard.selection is not None and self._manifest.samples is not None:
@@ -186,10 +213,27 @@ class WebdatasetReader:
         return RawSample(image, {name: sample[name] for name in self._texts if name in sample})
 
 
-def _cache_for(path: str, cache: ShardCache | None) -> ShardCache:
-    if cache is None:
+def _node_tables(cache: ShardCache | None) -> NodeTables | None:
+    """Return the node's tables, next to its cache or in this user's folder, or None if that is unsafe."""
+    if cache is not None:
+        return cache.tables
+    try:
+        return NodeTables(private_folder() / "tables")
+    except UserError as error:
+        log.warning("sample tables are not shared between processes, which takes more memory: %s", error)
+        return None
+
+
+def _weight(table: SampleTable) -> int:
+    is_mapped = isinstance(table.keys, memoryview)
+    return _MAPPING_BYTES if is_mapped else _SAMPLE_BYTES * table.n
+
+
+def _cache_for(path: str, cache: ShardCache | None) -> ShardCache | None:
+    """Return the cache that a shard is read from, None for a shard that is read in place."""
+    if cache is None and not is_local(path):
         raise UserError(f"Shard {path} is remote, which needs a cache; set data.cache_dir.")
-    return cache
+    return cache if cache is not None and cache.serves(path) else None
 
 
 def _bytes_of(samples: list[tuple[str, RawSample]]) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class SampleTable(NamedTuple):
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
     extents: NDArray[np.int64]  # (n, 3, 2): offset and size of image, txt, json; offset -1 if absent
-    keys: str  # joined by NUL, which no name contains
+    keys: bytes | memoryview  # joined by NUL, which no name contains; a view of a file that is memory-mapped
     crc32: NDArray[np.uint32] | None = None  # (n, 3): checksums of image, txt, json; 0 if absent
 
     @property
@@ -49,7 +49,7 @@ class SampleTable(NamedTuple):
     @property
     def layout(self) -> int:
         """Checksum of all names, offsets and sizes: equal shards have the same, others hardly ever."""
-        return zlib.crc32(self.extents.tobytes(), zlib.crc32(self.keys.encode("utf-8", "surrogateescape")))
+        return zlib.crc32(self.extents.tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
         """Return the extent of a sample's member, or None if it has none."""
@@ -60,14 +60,18 @@ class SampleTable(NamedTuple):
         """Return which samples have a member, (n,)."""
         return self.extents[:, MEMBERS.index(member), 0] != _NO_OFFSET
 
+    def split_keys(self) -> list[bytes]:
+        """Return the keys of all samples, as the tar has them."""
+        return bytes(self.keys).split(b"\0") if self.n else []
+
     def key(self, row: int) -> str:
-        """Return the key of a sample."""
-        return self.keys.split("\0")[row]
+        """Return the key of a sample; bytes that are not UTF-8 become surrogates."""
+        return self.split_keys()[row].decode("utf-8", "surrogateescape")
 
     def take(self, rows: NDArray[np.int64]) -> SampleTable:
         """Return the table of some of the samples."""
-        keys = self.keys.split("\0")
-        chosen = "\0".join(keys[row] for row in rows.tolist())
+        keys = self.split_keys()
+        chosen = b"\0".join(keys[row] for row in rows.tolist())
         crc32 = None if self.crc32 is None else self.crc32[rows]
         return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32)
 
@@ -78,7 +82,7 @@ def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
     return SampleTable(
         np.arange(len(samples), dtype=np.int32),
         np.array(extents, dtype=np.int64).reshape(len(samples), len(MEMBERS), 2),
-        "\0".join(entry.key for entry in samples),
+        b"\0".join(entry.key.encode("utf-8", "surrogateescape") for entry in samples),
     )
 
 
@@ -94,7 +98,7 @@ def part_name(first: int, last: int) -> str:
     return f"part-{first:08d}-{last:08d}.parquet"
 
 
-def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
+def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
     """Write sample tables to a file, one row group each."""
     encoding = dict.fromkeys(_SCHEMA.names, "DELTA_BINARY_PACKED") | dict.fromkeys(_CHECKSUMS, "PLAIN")
     with pq.ParquetWriter(
@@ -106,10 +110,9 @@ def write_part(path: Path, tables: Sequence[SampleTable]) -> None:
         write_page_checksum=True,
     ) as writer:
         for table in tables:
-            keys = table.keys.encode("utf-8", "surrogateescape").split(b"\0") if table.n else []
             unknown = [pa.nulls(table.n, pa.uint32())] * len(MEMBERS)
             checksums = unknown if table.crc32 is None else list(table.crc32.T)
-            columns = [keys, table.ordinals, *table.extents.reshape(table.n, len(_EXTENTS)).T, *checksums]
+            columns = [table.split_keys(), table.ordinals, *table.extents.reshape(table.n, len(_EXTENTS)).T, *checksums]
             writer.write_table(pa.table(columns, schema=_SCHEMA), row_group_size=max(1, table.n))
 
 
@@ -145,10 +148,24 @@ class SampleParts:
 
     def table(self, shard: int) -> SampleTable:
         """Read a shard's table; raise UserError if no part has it, or it is damaged."""
+        path, group = self._find(shard)
+        with _opened(path) as file:
+            return _table(file.read_row_group(group))
+
+    def source(self, shard: int) -> tuple[str, int, int, int]:
+        """Return what decides a shard's table: its part's path, size and time, and the row group."""
+        path, group = self._find(shard)
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise _unreadable(path, error) from error
+        return str(path.absolute()), status.st_size, status.st_mtime_ns, group
+
+    def _find(self, shard: int) -> tuple[Path, int]:
+        """Return the part that has a shard's table, and the number of its row group there."""
         for first, last, path in self._parts:
             if first <= shard <= last:
-                with _opened(path) as file:
-                    return _table(file.read_row_group(shard - first))
+                return path, shard - first
         raise UserError(f"No file in {self._folder} has the samples of shard {shard}; build the manifest again.")
 
 
@@ -159,10 +176,12 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
         with pq.ParquetFile(path, page_checksum_verification=True) as file:
             yield file
     except (OSError, ValueError, KeyError, pa.ArrowException) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(
-            f"The manifest's file {path} cannot be read ({reason}); restore it or build the manifest again."
-        ) from error
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: Exception) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it or build the manifest again.")
 
 
 def _table(rows: pa.Table) -> SampleTable:
@@ -176,7 +195,7 @@ def _table(rows: pa.Table) -> SampleTable:
     return SampleTable(
         places.column("ordinal").to_numpy(),
         extents.reshape(len(places), len(MEMBERS), 2),
-        b"\0".join(places.column("key").to_pylist()).decode("utf-8", "surrogateescape"),
+        b"\0".join(places.column("key").to_pylist()),
         crc32,
     )
 

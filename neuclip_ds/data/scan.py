@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from neuclip_ds.checksum import checksum_of
 from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError, decode_pil
-from neuclip_ds.data.fetch import fetch
+from neuclip_ds.data.fetch import Request, fetch
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
@@ -40,6 +40,7 @@ class ScanOptions(NamedTuple):
     verify: bool = False  # whether to decode every image and read every caption
     uids: tuple[str, ...] = ()  # files of the uids to keep; empty keeps all samples
     uid_key: str = "uid"  # key of the uid in a sample's JSON
+    side_files: bool = False  # whether to take counts from img2dataset's side files, and read no tar
 
 
 class BadRow(NamedTuple):
@@ -87,7 +88,7 @@ def local_copy(path: str) -> Iterator[Path]:
         return
     with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_") as folder:
         target = Path(folder) / "shard.tar"
-        fetch(path, target, expected_bytes=None, timeout=_STALL_TIMEOUT)
+        fetch(Request(path, None, _STALL_TIMEOUT), target)
         yield target
 
 
@@ -130,10 +131,10 @@ def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> N
 
 def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[BadRow]:
     captions = Captions(options.captions)
-    keys = table.keys.split("\0")
+    keys = table.split_keys()
     for row in range(table.n):
         if reason := _reason(fd, table, row, captions):
-            yield BadRow(row, keys[row], reason)
+            yield BadRow(row, keys[row].decode("utf-8", "surrogateescape"), reason)
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:

@@ -27,11 +27,12 @@ _PORT = 29500
 
 
 @contextmanager
-def connected(task: str, folder: Path = Path()) -> Iterator[Communicator]:
+def connected(task: str, folder: Path = Path(), max_outage: float = 0.0) -> Iterator[Communicator]:
     """Join the ranks of the launch in a process group, which ends with the block.
 
-    `task` is that of all ranks, in lines such as a config's; `folder` is one that all nodes share. Raises `UserError`
-    where ranks are missing, or run other code or another task.
+    `task` is that of all ranks, in lines such as a config's; `folder` is one that all nodes share; `max_outage` is the
+    seconds that a node may wait for its storage while the others wait in a collective. Raises `UserError` where ranks
+    are missing, or run other code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
@@ -40,7 +41,7 @@ def connected(task: str, folder: Path = Path()) -> Iterator[Communicator]:
     _choose_device(environment.local_rank)
     if environment.world_size == 1:
         try:
-            yield join()
+            yield join(max_outage)
         finally:
             leave()
         return
@@ -48,18 +49,19 @@ def connected(task: str, folder: Path = Path()) -> Iterator[Communicator]:
     with launch_key(store, environment.rank, folder) as key:
         rendezvous(store, key, environment, _facts(task))
     with FailureDetector(environment, store, key):
-        yield join()
+        yield join(max_outage)
         leave()
 
 
-def join() -> Communicator:
+def join(max_outage: float = 0.0) -> Communicator:
     """Join the launcher's process group, or the one that there is; DeepSpeed's engine adopts it."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     if not dist.is_initialized():
         # bound to its GPU, a rank connects at once, and DeepSpeed's own groups share the connections
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
-        dist.init_process_group(accelerator.communication_backend_name(), timeout=_COLLECTIVE_LIMIT, device_id=bound)
+        limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
+        dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
     return Communicator("cpu" if device.type == "cpu" else device)
 
 

@@ -13,6 +13,9 @@ from neuclip_ds.data.interleave import DataSize
 from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.request_window import RequestWindow
 
+BANDWIDTH = 1.25e9  # bytes per second that a node fetches, as 10 Gbit/s give; assumed
+RATE = 10_000  # samples per second that a node trains on; assumed
+
 
 class Node(NamedTuple):
     """What a node has for the data."""

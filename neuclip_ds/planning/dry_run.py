@@ -1,7 +1,7 @@
 """The dry run (`--dry-run`): check what can be checked without training, and print what the run would cost."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -11,6 +11,7 @@ import torch
 from neuclip_ds.config import Config
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
@@ -18,11 +19,13 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.planning.data_flow import BANDWIDTH, RATE, Node, simulate
+from neuclip_ds.planning.loader_memory import loader_memory
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
-from neuclip_ds.planning.memory_check import does_not_fit
+from neuclip_ds.planning.memory_check import local_ranks, shortages
 from neuclip_ds.training.checks import check_config, likely_slips, open_held_out
 from neuclip_ds.training.data import CACHE, resolve
-from neuclip_ds.training.data_order import open_order
+from neuclip_ds.training.data_order import bytes_in_use, needs_cache, open_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.recovery import recovery_budget
 
@@ -48,20 +51,23 @@ def print_dry_run(
     model = _attempt(lambda: _model(config, engine, world_size, gpu_memory), problems)
     manifest = _attempt(lambda: _manifest(config), problems)
     _attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest), problems)
+    order = _attempt(lambda: open_order(config, manifest, max(len(nodes), 1)), problems) if manifest else None
     lines = [f"method     {config.objective.method}"]
     if nodes:
         lines.append(f"nodes      {len(nodes)} ({', '.join(nodes)}), {world_size} ranks")
     lines.append(f"batch      {config.data.batch_size} = {world_size} ranks x {rank_batch}, micro-batch {micro}")
     if model is None:
         lines.append(f"model      {config.model.pretrained or config.model.vision.name}: see the error below")
-        lines += _data_lines(config, manifest)
+        lines += _data_lines(config, manifest, order)
     else:
         query, model_lines = model
-        lines += [*model_lines, *_data_lines(config, manifest)]
+        lines += [*model_lines, *_data_lines(config, manifest, order)]
         sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
         features = (world_size - 1) * rank_batch * sent / 1e6
         lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
-        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, bool(nodes))
+        lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, nodes)
+    if manifest is not None and order is not None and needs_cache(config.data, manifest):
+        lines += _flow_lines(config, manifest, order, max(len(nodes), 1))
     if environment.rank == 0:
         print("\n".join(lines))
     if problems:
@@ -133,10 +139,9 @@ def _open(config: Config, source: str) -> Manifest:
     return open_manifest(resolve(source), CACHE / "manifests", options=options, allow_commands=commands)
 
 
-def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
-    if manifest is None:
+def _data_lines(config: Config, manifest: Manifest | None, order: GlobalOrder | None) -> list[str]:
+    if manifest is None or order is None:
         return [f"data       {config.data.train or 'not set'}: see the error below"]
-    order = open_order(config, manifest)
     start = DataPosition.start(order, manifest)
     steps = start.end(config.budget)
     lines = [
@@ -153,16 +158,26 @@ def _data_lines(config: Config, manifest: Manifest | None) -> list[str]:
     return lines
 
 
-def _memory_lines(query: MemoryQuery, gpu_memory: float | None, elsewhere: bool) -> list[str]:
-    """Return the memory account, and the smallest ZeRO stage for GPUs of that size; `elsewhere` are other machines."""
+def _flow_lines(config: Config, manifest: Manifest, order: GlobalOrder, nodes: int) -> list[str]:
+    """Return how a node in the middle of the run's nodes is supplied with shards."""
+    node = Node(config.data.cache_gb * 1e9, BANDWIDTH, order.batch_size / nodes / RATE)
+    flow = simulate(order, bytes_in_use(manifest), node, nodes, nodes // 2)
+    assumed = f"{BANDWIDTH / 1e9:g} GB/s and {RATE:,} samples/s assumed"
+    return [f"shards     of each of {nodes} nodes, simulated ({assumed}):", *flow.lines()]
+
+
+def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: Mapping[str, int]) -> list[str]:
+    """Return the accounts of memory, and the smallest ZeRO stage for GPUs of that size; `nodes` are other machines."""
     towers = count_towers(query)
     found = account(query, towers)
     where = "GPU" if query.device == "cuda" else "CPU"
     unknown = "" if query.samples else ", u not counted as n is unknown"
     lines = [f"memory     of each rank's {where} in MB, computed{unknown}:", *found.lines()]
+    loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))
+    lines.append(f"loaders    {loaders.line()}")
     if gpu_memory is None:
-        warning = None if elsewhere else does_not_fit(found, query.device)
-        return [*lines, f"warning    {warning}"] if warning else lines
+        warnings = [] if nodes else shortages(found, loaders, query.device)
+        return lines + [f"warning    {warning}" for warning in warnings]
     gpus = f"{query.world_size} x {gpu_memory:g} GB"
     verdict = "fits" if found.fits(gpu_memory) else "does not fit"
     lines.append(f"fit        {query.config.deepspeed} {verdict} {gpus}: {found.peak / 1e9:,.1f} GB of each")

@@ -1,8 +1,8 @@
 """The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
-and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries,
-loader processes) is not in it.
+and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries)
+is not in it; loader processes have a separate account (loader_memory.py).
 """
 
 from collections.abc import Iterator, Mapping

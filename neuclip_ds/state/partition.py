@@ -65,21 +65,20 @@ def save_rows(folder: Path, name: str, table: RowTable) -> None:
 
 
 def load_rows(folder: Path, name: str, table: RowTable) -> None:
-    """Load this rank's rows in place from files written by any number of ranks.
+    """Load this rank's rows in place from those files, written by any number of ranks, that hold them.
 
     Raises:
         UserError: the files do not cover the rows, or hold different tensors.
     """
-    files = _row_files(folder, name)
     start, stop = table.partition.start, table.partition.stop
+    files = _row_files(folder, name)
+    needed = [file for file in files if file[0] < stop and start < file[1]]
     if table.grows and files:
-        with safe_open(files[0][2], framework="pt") as file:
+        with safe_open((needed or files)[0][2], framework="pt") as file:
             stop = min(stop, int(file.metadata()["rows"]))
     filled = start
-    for first, last, path in files:
+    for first, last, path in needed:
         low, high = max(first, start), min(last, stop)
-        if low >= high:
-            continue
         if low != filled:
             break
         _copy_rows(path, table, first, low, high)

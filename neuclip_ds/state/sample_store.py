@@ -6,12 +6,16 @@ because all ranks know the values and each stores its local rows. Shapes never d
 nothing synchronises with the device.
 """
 
+import os
 from collections.abc import Mapping
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.errors import UserError
+from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -42,13 +46,23 @@ class SampleStore:
         shape = (self.partition.size + 1, len(fields))  # the extra last row absorbs writes to rows of other ranks
         device = torch.device(communicator.device)
         size = shape[0] * shape[1] * dtype.itemsize
-        if device.type == "cpu" or size <= max_device_bytes:
-            self._rows = torch.empty(shape, dtype=dtype, device=device)
+        if device.type == "cpu":
+            self._table = random_access_table(*shape, dtype)
+        elif size <= max_device_bytes:
+            self._table = torch.empty(shape, dtype=dtype, device=device)
         else:
-            self._rows = torch.empty(shape, dtype=dtype, pin_memory=True)
+            self._table = torch.empty(shape, dtype=dtype, pin_memory=True)
+        self._process = os.getpid()
         for column, initial in enumerate(fields.values()):
-            self._rows[:, column] = initial
+            self._table[:, column] = initial
         self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
+
+    @property
+    def _rows(self) -> Tensor:
+        """The table; raise `UserError` in a forked process, which does not have its memory."""
+        if os.getpid() != self._process:
+            raise UserError("The statistics of a loss are used in a forked process: create the loss where you train.")
+        return self._table
 
     def begin_read(self, index: Tensor) -> Pending:
         """Start reading the fields of this rank's samples of the batch.
@@ -105,12 +119,16 @@ class SampleStore:
 
 def _last_of_each(rows: Tensor) -> Tensor:
     """Return (B,) for each row number the last place at which it occurs, without a synchronisation with the host."""
-    ordered, order = rows.sort(stable=True)
     places = torch.arange(len(rows), device=rows.device)
+    bits = len(rows).bit_length()
+    keys = (rows << bits) + places  # in the order of row numbers, then of places
+    # numpy sorts on the CPU ten times as fast as torch
+    keys = torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else keys.sort().values
+    ordered, order = keys >> bits, keys & ((1 << bits) - 1)
     ends = torch.ones_like(ordered, dtype=torch.bool)
     ends[:-1] = ordered[1:] != ordered[:-1]
     last = torch.where(ends, places, len(rows)).flip(0).cummin(0).values.flip(0)  # of each run in sorted order
-    return torch.empty_like(order).scatter_(0, order, order[last])
+    return torch.empty_like(order).scatter_(0, order, order.index_select(0, last))
 
 
 def columns(table: RowTable) -> dict[str, Tensor]:

@@ -1,5 +1,6 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
+import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from neuclip_ds.data.cache import ShardCache, private_folder
 from neuclip_ds.data.dataset import Batch, iter_captions
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.file_systems import shared_file_system
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -20,8 +22,10 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.training.data_order import SavedOrder, open_order
+from neuclip_ds.training.data_order import SavedOrder, needs_cache, open_order
 from neuclip_ds.training.tokenizer import place_tokenizer
+
+log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
@@ -73,6 +77,7 @@ def open_training_data(
         raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
     manifest = open_data(data.train, data, communicator, staged)
     loading = loader_options(data, manifest, communicator)
+    _advise_on_cache(data, manifest, communicator)
     nodes = communicator.world_size // len(communicator.ranks_of_node())
     order = communicator.on_every_rank(lambda: open_order(config, manifest, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, find_decoder(data.decoder), preprocessing.squash)
@@ -129,13 +134,37 @@ def _missing_here(manifest: Manifest) -> str | None:
     )
 
 
+def _advise_on_cache(data: DataConfig, manifest: Manifest, communicator: Communicator) -> None:
+    """Log where a cache would help, or does not, because nodes share a file system; called by all ranks."""
+    nodes_share = len(communicator.ranks_of_node()) < communicator.world_size
+    if communicator.rank or not nodes_share:
+        return
+    first = next((shard.path for shard in manifest.shards if is_local(shard.path) and not shard.removed), None)
+    if not data.cache_local and first is not None and (kind := shared_file_system(first)):
+        log.warning(
+            "the shards are on %s, which all nodes read at random places: --data.cache-local=true copies each shard to "
+            "the node's disk in one sequential read (data.cache_dir, data.cache_gb)",
+            kind,
+        )
+    if data.cache_dir is not None and (kind := shared_file_system(data.cache_dir)):
+        log.warning("data.cache_dir=%s is on %s; name a folder on each node's own disk", data.cache_dir, kind)
+
+
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are remote."""
+    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are read through it."""
     cache = None
-    if not all(is_local(shard.path) for shard in manifest.shards):
+    if needs_cache(data, manifest):
         folder = data.cache_dir or private_folder()
         # a fetch with all its retries times out before the loader's own time-out
-        cache = ShardCache(folder, int(data.cache_gb * 1e9), timeout=data.timeout / 10)
+        cache = ShardCache(
+            folder,
+            int(data.cache_gb * 1e9),
+            timeout=data.timeout / 10,
+            min_rate=data.min_rate * 1e6,
+            transfers=data.transfers,
+            max_outage=data.max_outage,
+            copies_files=data.cache_local,
+        )
     return LoaderOptions(
         data.workers,
         data.prefetch,

@@ -4,7 +4,10 @@ import logging
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from neuclip_ds.config import Config
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import WINDOWS, DataSize, Interleave, choose_interleave, first_interleave
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
@@ -38,8 +41,9 @@ def open_order(config: Config, manifest: Manifest, nodes: int = 1, saved: SavedO
             holds.
     """
     data = config.data
-    size = data_size(manifest)
-    cache = None if all(is_local(shard.path) for shard in manifest.shards) else data.cache_gb * 1e9
+    in_use = bytes_in_use(manifest)
+    size = DataSize(manifest.n_used, int(np.count_nonzero(in_use)), int(in_use.sum()))
+    cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
     if saved is None:
         interleave = choose_interleave(
             size, data.batch_size, nodes=nodes, cache_bytes=cache, streams=data.shard_streams, block=data.shuffle_block
@@ -70,10 +74,14 @@ def _check_same(config: Config, interleave: Interleave) -> None:
             )
 
 
-def data_size(manifest: Manifest) -> DataSize:
-    """Return the extent of what is in use of a data set."""
-    used = [shard for shard in manifest.shards if shard.n and not shard.removed]
-    return DataSize(manifest.n_used, len(used), sum(shard.bytes for shard in used))
+def bytes_in_use(manifest: Manifest) -> NDArray[np.int64]:
+    """Return the bytes of each shard, (n_shards,), 0 for those that hold no sample in use."""
+    return np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in manifest.shards], dtype=np.int64)
+
+
+def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
+    """Return whether a node keeps copies of shards."""
+    return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
 
 
 def _check_cache(

@@ -61,7 +61,8 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.folder / str(config.run.name)
-    with raising_interrupted(), connected(dump(config), config.run.folder) as communicator:
+    max_outage = config.data.max_outage
+    with raising_interrupted(), connected(dump(config), config.run.folder, max_outage) as communicator:
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)

@@ -15,6 +15,7 @@ from neuclip_ds.checkpoint.sharded_state import (
     StateFiles,
     StateShard,
     buffers_file,
+    contents_of,
     index_file,
     shards_file,
 )
@@ -48,7 +49,16 @@ def write(folder: Path, save: str = "abc") -> StateFiles:
     for rank, fragments in enumerate(pieces):
         shards_file(rank, 3, save, fragments).write(folder)
     buffers_file(save, {"mean": torch.arange(6)[::2]}).write(folder)
-    index_file(3, save, NAMES, {"global_steps": 7}, {"world_size": 3}).write(folder)
+    index_file(save, NAMES, list(map(contents_of, pieces)), {"global_steps": 7}, {"world_size": 3}).write(folder)
+    return StateFiles(folder)
+
+
+def without_places(folder: Path) -> StateFiles:
+    """Reads what `write` wrote as earlier versions wrote it."""
+    path = folder / "engine.json"
+    index = json.loads(path.read_text())
+    del index["shards"]
+    path.write_text(json.dumps(index))
     return StateFiles(folder)
 
 
@@ -81,8 +91,9 @@ def test_files_are_plain_safetensors_without_padding(tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.float16])
 def test_every_dtype_and_strided_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
     value = torch.arange(12).to(dtype)
-    shards_file(0, 1, "x", [StateShard("kind", "p", 0, 6, value[::2])]).write(tmp_path)
-    index_file(1, "x", {"p": [6]}, {}, {}).write(tmp_path)
+    shard = StateShard("kind", "p", 0, 6, value[::2])
+    shards_file(0, 1, "x", [shard]).write(tmp_path)
+    index_file("x", {"p": [6]}, [contents_of([shard])], {}, {}).write(tmp_path)
     found = StateFiles(tmp_path).read("p", "kind")
     assert found.dtype == dtype
     assert torch.equal(found, value[::2])
@@ -91,7 +102,9 @@ def test_every_dtype_and_strided_tensors_come_back(dtype: torch.dtype, tmp_path:
 def test_a_missing_range_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     shards_file(2, 3, "abc", [cut(WEIGHT, "one", 0, 1), cut(WEIGHT, "a/b.weight", 6, 9)]).write(tmp_path)
-    files = StateFiles(tmp_path)
+    with pytest.raises(UserError, match=r"fragments\.00002-of-00003\.safetensors is damaged .*weight/a/b\.weight/5-9"):
+        StateFiles(tmp_path).read("a/b.weight", WEIGHT)
+    files = without_places(tmp_path)
     with pytest.raises(UserError, match=r"lacks elements 5 to 12 of a/b\.weight \(weight\); restore the folder, or"):
         files.read("a/b.weight", WEIGHT)
     with pytest.raises(UserError, match=r"lacks elements 5 to 9 of a/b\.weight \(exp_avg\)"):
@@ -106,10 +119,10 @@ def test_damage_is_one_sentence(tmp_path: Path) -> None:
     for broken in (b"", content[:5], content[: len(content) // 3], content[:-1], b"\xff" * 100):
         path.write_bytes(broken)
         with pytest.raises(UserError, match=r"fragments\.00001-of-00003\.safetensors is damaged .*; restore"):
-            StateFiles(tmp_path)
+            StateFiles(tmp_path).weights()
     path.unlink()
     with pytest.raises(UserError, match=r"fragments\.00001-of-00003\.safetensors is missing; restore"):
-        StateFiles(tmp_path)
+        StateFiles(tmp_path).weights()
 
 
 def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
@@ -121,7 +134,31 @@ def test_a_file_of_another_save_is_refused(tmp_path: Path) -> None:
     name = "fragments.00001-of-00003.safetensors"
     (tmp_path / "other" / name).replace(tmp_path / "mine" / name)
     with pytest.raises(UserError, match=f"{name} belongs to another checkpoint"):
-        StateFiles(tmp_path / "mine")
+        StateFiles(tmp_path / "mine").weights()
+
+
+def test_only_files_that_hold_what_is_read_are_opened(tmp_path: Path) -> None:
+    write(tmp_path)
+    for number, name, start, stop in ((0, "a/b.weight", 0, 5), (1, "a/b.weight", 9, 12), (2, "a/b.weight", 6, 9)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for kept in ("engine.json", f"fragments.{number:05d}-of-00003.safetensors"):
+            (folder / kept).write_bytes((tmp_path / kept).read_bytes())
+        files = StateFiles(folder)
+        assert torch.equal(files.read(name, "exp_avg", start, stop), whole(name, "exp_avg")[start:stop])
+        assert (files.kinds("bias"), files.kinds("one")) == (["exp_avg", WEIGHT], [WEIGHT])
+        with pytest.raises(UserError, match=r"safetensors is missing"):
+            files.read(name, WEIGHT)
+
+
+def test_checkpoints_without_places_are_read_as_before(tmp_path: Path) -> None:
+    expected = write(tmp_path)
+    files = without_places(tmp_path)
+    for name in expected.names():
+        assert files.kinds(name) == expected.kinds(name)
+        assert files.scalars(name) == expected.scalars(name)
+        for kind in expected.kinds(name):
+            assert torch.equal(files.read(name, kind), whole(name, kind))
 
 
 def test_the_index(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from servers import files_server
 from small_runs import ROOT, call, environment
 from tars import write_pairs
 
@@ -60,6 +61,30 @@ def test_mpi_ranks(folder, tmp_path, ranks):
     assert "--update" in again.stderr
 
 
+@pytest.mark.parametrize("ranks", [0, 2])
+def test_from_side_files(folder, tmp_path, ranks):
+    mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
+    launcher = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks)) if ranks else ()
+    with files_server() as server:
+        for path, n in zip(sorted(folder.glob("*.tar")), [3, 2, 4, 1, 5], strict=True):
+            server.files[path.name] = path.read_bytes()
+            server.files[f"{path.stem}_stats.json"] = b'{"successes": %d}' % n
+        del server.files["00002_stats.json"]
+        options = ("--from-side-files", *(("--processes=2",) if not ranks else ()))
+        source = server.url("{00000..00004}.tar")
+        done = run(str(tmp_path / "m"), source, *options, "--skip-unreadable", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    assert "11 samples" in done.stdout
+    assert "1 shards cannot be used and are omitted" in done.stderr
+    assert not [name for name in server.gets if name.endswith(".tar")]
+    assert load_manifest(tmp_path / "m").sizes.tolist() == [3, 2, 1, 5]
+
+
+def known(work: Path) -> int:
+    """Return the number of shards in the journal of a build."""
+    return sum(path.read_bytes().count(b"\n") for path in work.glob("scans-*.jsonl"))
+
+
 def test_killed_in_the_middle(folder, tmp_path):
     """A pipe that never ends holds the build up behind the other shards' results."""
     last = write_pairs(tmp_path / "last", [7]) / "00000.tar"
@@ -68,12 +93,12 @@ def test_killed_in_the_middle(folder, tmp_path):
     process = subprocess.Popen(command, env=environment(), stderr=subprocess.DEVNULL, start_new_session=True)
     work = tmp_path / "m" / ".building"
     limit = time.monotonic() + 60
-    while len(list(work.glob("group-*.json"))) < 5 and time.monotonic() < limit:
+    while known(work) < 5 and time.monotonic() < limit:
         time.sleep(0.02)
     os.killpg(process.pid, signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "m" / "shards.parquet").exists()
-    assert len(list(work.glob("group-*.json"))) == 5
+    assert known(work) == 5
     (tmp_path / "go").touch()
     done = run(str(tmp_path / "m"), *sources)
     assert done.returncode == 0, done.stderr

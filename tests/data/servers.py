@@ -12,13 +12,18 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Files(ThreadingHTTPServer):
-    """Serve `files` (path without the slash -> bytes) on 127.0.0.1.
+    """Serve `files` (path without the slash -> bytes) on 127.0.0.1, also as a bucket of S3's first folder.
 
     Attributes:
-        gets: GET requests of each path.
-        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`; then all is well.
+        gets: GET requests of each path; those of a range count as one where they begin at byte 0.
+        heads: HEAD requests of each path.
+        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `drip`; then all is
+            well.
         gate: bodies are sent while it is set.
         delay: seconds that a body takes.
+        refuses: status of every answer, if set.
+        most: requests at a time beyond which the answer is 503 SlowDown, if set.
+        ranges: whether it serves ranges.
     """
 
     daemon_threads = True
@@ -27,10 +32,16 @@ class Files(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.files: dict[str, bytes] = {}
         self.gets: Counter[str] = Counter()
+        self.heads: Counter[str] = Counter()
         self.faults: dict[str, list[int | str]] = {}
         self.gate = threading.Event()
         self.gate.set()
         self.delay = 0.0
+        self.refuses: int | None = None
+        self.most: int | None = None
+        self.ranges = True
+        self.active = self.refused = self.ranged = 0
+        self.counting = threading.Lock()
         self.over = threading.Event()
 
     def url(self, path: str) -> str:
@@ -43,25 +54,63 @@ class Files(ThreadingHTTPServer):
 class _Handler(BaseHTTPRequestHandler):
     server: Files
 
-    def do_GET(self) -> None:
+    def do_HEAD(self) -> None:
         name = self.path.strip("/")
-        self.server.gets[name] += 1
+        self.server.heads[name] += 1
+        if name in self.server.files:
+            self.send_response(200)
+            self.send_header("Content-Length", str(len(self.server.files[name])))
+            self.end_headers()
+        else:
+            self.send_error(404)
+
+    def do_GET(self) -> None:
+        with self.server.counting:
+            self.server.active += 1
+            busy = self.server.most is not None and self.server.active > self.server.most
+        try:
+            self._answer(503 if busy else self.server.refuses)
+        finally:
+            with self.server.counting:
+                self.server.active -= 1
+
+    def _answer(self, refusal: int | None) -> None:
+        name, _, query = self.path.strip("/").partition("?")
+        if refusal is not None:
+            self.server.refused += 1
+            self.send_error(refusal, "SlowDown" if refusal == 503 else None)
+            return
+        if self._range(0)[0] == 0:
+            self.server.gets[name] += 1
         faults = self.server.faults.get(name, [])
         fault = faults.pop(0) if faults else None
         if isinstance(fault, int):
             self.send_error(fault)
         elif name in self.server.files:
             self._send(self.server.files[name], fault)
+        elif "list-type=2" in query:  # of a bucket with one folder
+            found = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
+            listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in found)
+            self._send(f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode(), None)
         elif listing := [path for path in self.server.files if path.startswith(name)]:
             self._send("".join(f'<a href="/{path}">{path}</a>' for path in listing).encode(), None)
         else:
             self.send_error(404)
 
     def _send(self, data: bytes, fault: str | None) -> None:
+        start, end = self._range(len(data))
+        partial = (start, end) != (0, len(data))
+        self.server.ranged += partial
+        data = data[start:end]
         data = data[: len(data) // 3] if fault == "short" else data
-        self.send_response(200)
+        self.send_response(206 if partial else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
+        if fault == "drip":
+            for number in range(len(data)):
+                self.wfile.write(data[number : number + 1])
+                if self.server.over.wait(0.05):
+                    return
         half = len(data) // 2
         self.wfile.write(data[:half])
         if fault == "cut":
@@ -73,6 +122,14 @@ class _Handler(BaseHTTPRequestHandler):
         time.sleep(self.server.delay)
         self.server.gate.wait()
         self.wfile.write(data[half:])
+
+    def _range(self, size: int) -> tuple[int, int]:
+        """Return begin and end of what is requested of a body of `size` bytes."""
+        header = self.headers["Range"] if self.server.ranges else None
+        if header is None:
+            return 0, size
+        first, last = header.removeprefix("bytes=").split("-")
+        return int(first), min(int(last) + 1, size)
 
     def log_message(self, *arguments) -> None:
         pass

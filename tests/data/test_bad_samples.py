@@ -93,6 +93,51 @@ def test_bad_fraction_stops_the_run(tmp_path):
         log.merge()
 
 
+def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
+    """One of two nodes, after so many good samples that the limit of the whole run is far away."""
+    logs = {host: BadSampleLog(tmp_path, 0.01, writes=False, host=host) for host in ("node1", "node2")}
+    checking = logs["node1"]
+
+    def ten_steps(bad: bool) -> None:
+        shares: list[SampleCounts] = []
+        for host, log in logs.items():
+            for _ in range(10):
+                indices = list(range(10)) if bad and host == "node2" else []
+                log.record(bad_batch(indices, reason="read failed: [Errno 5] Input/output error"))
+        logs["node2"].merge(lambda share: shares.append(share) or [])
+        checking.merge(lambda share: [share, *shares])
+
+    checking.restore(10**6, {})
+    for _ in range(110):
+        ten_steps(bad=False)
+    for _ in range(10):
+        ten_steps(bad=True)
+    message = (
+        r"^1100 of the 10000 samples that node2 has read in its last 1000 steps .* 10 times data.max_bad_fraction=0.01 "
+        r"\(most often, 1100 times: read failed, such as .*Errno 5"
+    )
+    with pytest.raises(UserError, match=message):
+        ten_steps(bad=True)
+    assert checking.bad / checking.seen < 0.002
+
+
+def test_the_window_forgets(tmp_path):
+    """A damaged shard's samples come together: many in few steps, then none."""
+    log = BadSampleLog(tmp_path, 0.01)
+    log.restore(10**6, {})
+    for _ in range(3):
+        for _ in range(95):
+            log.record(bad_batch([1]))
+            log.merge()
+        for _ in range(1000):
+            log.record(bad_batch([]))
+        log.merge()
+    with pytest.raises(UserError, match="such as no image"):
+        for _ in range(200):
+            log.record(bad_batch(list(range(10))))
+            log.merge()
+
+
 def test_zero_tolerance_names_the_cause_met_most_often(tmp_path):
     log = BadSampleLog(tmp_path, 0.0)
     for index, reason in enumerate(["read failed: a", "read failed: b", "no image"]):

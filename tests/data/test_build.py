@@ -151,34 +151,96 @@ def test_an_interrupted_build_goes_on_where_it_was(folder, tmp_path):
     assert not (target / "shards.parquet").exists()
     second, seen = Here(), []
     manifest = write_manifest(target, paths, second, samples=True, on_progress=lambda *at: seen.append(at))
-    assert (second.done, seen) == (1, [(2, 3), (3, 3)])
+    assert (second.done, seen) == (1 + 3, [(2, 3), (3, 3)]), "a shard, and the files of tables"
     assert manifest.shards == build_manifest(paths, processes=1).shards
     assert {path.name for path in target.iterdir()} == {"shards.parquet", "samples"}
 
 
-def test_another_plan_begins_anew(folder, tmp_path):
+def test_other_shards_keep_what_is_known_and_other_options_do_not(folder, tmp_path):
     paths, target = paths_of(folder), tmp_path / "m"
     with pytest.raises(KeyboardInterrupt):
         write_manifest(target, paths, Here(2), samples=True)
+    write_pairs(folder / "other", [6])
+    (folder / "other" / "00000.tar").replace(paths[0])  # of another size than the one in the journal
     again = Here()
     manifest = write_manifest(target, paths[::-1], again, samples=True)
-    assert again.done == 3
+    assert again.done == 2 + 3, "the changed shard, the missing one, and the files of tables"
     assert [Path(shard.path).name for shard in manifest.shards] == ["00002.tar", "00001.tar", "00000.tar"]
-    assert TarReader(manifest).key(0) == "000007"
+    assert [TarReader(manifest).key(row) for row in (0, 2, 5, 10)] == ["000007", "000004", "000000", "000005"]
+    with pytest.raises(KeyboardInterrupt):
+        write_manifest(tmp_path / "n", paths, Here(2))
+    again = Here()
+    write_manifest(tmp_path / "n", paths, again, ScanOptions(verify=True))
+    assert again.done == 3
 
 
-def test_unreadable_shards_are_named_and_only_they_are_done_again(folder, tmp_path):
+def unreadable(path: Path) -> Path:
+    """Put a folder in a shard's place, and return where the shard is now."""
+    moved = path.with_suffix(".aside")
+    path.rename(moved)
+    path.mkdir()
+    return moved
+
+
+@pytest.mark.parametrize("remedy", ["fix", "omit"])
+@pytest.mark.parametrize("samples", [False, True])
+def test_an_unreadable_shard_is_named_and_costs_no_other(folder, tmp_path, samples, remedy):
     paths, target = paths_of(folder), tmp_path / "m"
-    moved = folder / "aside"
-    (folder / "00001.tar").rename(moved)
-    (folder / "00001.tar").mkdir()
+    moved = unreadable(folder / "00001.tar")
     with pytest.raises(UserError, match=r"1 of 3 shards cannot be used.*00001.tar cannot be read: Is a directory"):
-        write_manifest(target, paths, Here())
+        write_manifest(target, paths, Here(), samples=samples)
+    for name in ("00000", "00002"):  # bytes that would not be found again
+        path = folder / f"{name}.tar"
+        (tmp_path / name).write_bytes(path.read_bytes())
+        path.write_bytes(bytes(path.stat().st_size))
+    if remedy == "fix":
+        (folder / "00001.tar").rmdir()
+        moved.rename(folder / "00001.tar")
+    else:
+        del paths[1]
+    manifest = write_manifest(target, paths, Here(), samples=samples)
+    for name in ("00000", "00002"):
+        (folder / f"{name}.tar").write_bytes((tmp_path / name).read_bytes())
+    assert manifest.shards == build_manifest(paths, processes=1).shards
+    reader, expected = TarReader(manifest), TarReader(build_manifest(paths, processes=1))
+    assert [reader.read(index) for index in range(manifest.n)] == [expected.read(index) for index in range(manifest.n)]
+    assert not (target / "unreadable_shards.jsonl").exists()
+
+
+def test_unreadable_shards_may_be_omitted_and_come_back(folder, tmp_path, caplog):
+    paths, target = paths_of(folder), tmp_path / "m"
+    moved = unreadable(folder / "00001.tar")
+    manifest = write_manifest(target, paths, Here(), samples=True, skip_unreadable=True)
+    assert [Path(shard.path).name for shard in manifest.shards] == ["00000.tar", "00002.tar"]
+    listed = [json.loads(line) for line in (target / "unreadable_shards.jsonl").read_text().splitlines()]
+    assert [entry["shard"] for entry in listed] == [paths[1]]
+    assert "Is a directory" in listed[0]["reason"]
+    assert f"1 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
     (folder / "00001.tar").rmdir()
     moved.rename(folder / "00001.tar")
-    again = Here()
-    assert write_manifest(target, paths, again).n == 9
-    assert again.done == 1
+    grown = write_manifest(target, paths, Here(), update=True, skip_unreadable=True)
+    assert [Path(shard.path).name for shard in grown.shards] == ["00000.tar", "00002.tar", "00001.tar"]
+    assert TarReader(grown).key(6) == "000004"
+    assert not (target / "unreadable_shards.jsonl").exists()
+
+
+def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
+    class Grows(Here):
+        def submit(self, fn, /, *args, **kwargs):
+            if args[1].endswith("00001.tar"):
+                with Path(args[1]).open("ab") as file:
+                    file.write(bytes(512))
+            return super().submit(fn, *args, **kwargs)
+
+    with pytest.raises(UserError, match=r"00001.tar has changed while it was scanned; run the same command again"):
+        write_manifest(tmp_path / "m", paths_of(folder), Grows())
+    assert write_manifest(tmp_path / "m", paths_of(folder), Here(0)).n == 9
+
+
+def test_a_build_of_nothing_but_unreadable_shards_fails(folder, tmp_path):
+    unreadable(folder / "00001.tar")
+    with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
+        write_manifest(tmp_path / "m", [str(folder / "00001.tar")], Here(), skip_unreadable=True)
 
 
 def test_a_manifest_is_not_overwritten(folder, tmp_path):
@@ -210,7 +272,7 @@ def test_updates_never_move_an_index(folder, tmp_path, samples):
     write_tar(folder / "00000.tar", [("new/a.jpg", jpeg(1)), ("new/a.txt", b"changed")])
     write_pairs(tmp_path / "more", [2])
     wanted = [*paths_of(tmp_path / "more"), *paths]
-    assert find_changes(first, wanted).new == (wanted[0], wanted[1])
+    assert list(find_changes(first, wanted).new) == wanted[:2]
     grown = update(wanted)
     assert grown.hash_of_first(3) == first.content_hash
     assert [shard.removed for shard in grown.shards] == [True, False, False, False, False]

@@ -38,7 +38,9 @@ def test_whatever_is_chosen_divides_the_batch_and_fits(batch_size, nodes, cache,
     assert data.resident_bytes(found, nodes) <= cache
 
 
-@pytest.mark.parametrize(("batch", "nodes", "streams"), [(4096, 64, 64), (4096, 128, 128), (3072, 3, 48), (4096, 3, 64)])
+@pytest.mark.parametrize(
+    ("batch", "nodes", "streams"), [(4096, 64, 64), (4096, 128, 128), (3072, 3, 48), (4096, 3, 64)]
+)
 def test_nodes_read_streams_of_their_own_where_the_batch_allows_it(batch, nodes, streams):
     assert choose_interleave(DFN, batch, nodes=nodes).streams == streams
 

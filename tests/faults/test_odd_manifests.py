@@ -175,17 +175,36 @@ def test_results_of_an_interrupted_build(tmp_path: Path) -> None:
     paths = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2])))
     with pytest.raises(KeyboardInterrupt):
         write_manifest(tmp_path / "m", paths, Here(2))
-    for content in (b"", b"[", b"[1]", b"{}", b"[[[1], 2]]", b"\xff", b"[]"):
-        result = tmp_path / "m" / ".building" / "group-000001.json"
-        result.write_bytes(content)
-        with pytest.raises(UserError, match=r"group-000001.json.* is damaged; remove it") as caught:
+    (journal,) = (tmp_path / "m" / ".building").glob("scans-*.jsonl")
+    good = journal.read_bytes()
+    for content in (b"", b"[", b"[1]", b"{}", b"[[[1], 2]]", b"\xff", b"[]", b"[" * 99_999, good[1:-1]):
+        journal.write_bytes(content + b"\n")
+        with pytest.raises(UserError, match=r"scans-.*.jsonl.* is damaged; remove it") as caught:
             write_manifest(tmp_path / "m", paths, Here())
         one_sentence(caught)
-    (tmp_path / "m" / ".building" / "plan.json").write_bytes(b"\xff{")
-    assert write_manifest(tmp_path / "m", paths, Here()).n == 6
+    journal.unlink()
+    journal.with_name("scans-killed.jsonl").write_bytes(good[:-1])  # its last line is unfinished
+    assert write_manifest(tmp_path / "m", paths, Here(2)).n == 6
     (tmp_path / "m" / "bad_samples.jsonl").write_text(json.dumps([1]) + "\n")
     with pytest.raises(UserError, match=r"bad_samples.jsonl.* is damaged"):
         write_manifest(tmp_path / "m", paths, Here(), update=True)
+
+
+def test_tables_and_options_of_an_interrupted_build(tmp_path: Path) -> None:
+    paths = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2])))
+    with pytest.raises(KeyboardInterrupt):
+        write_manifest(tmp_path / "m", paths, Here(3), CHECKED)
+    (tables,) = (tmp_path / "m" / ".building").glob("tables-*.bin")
+    good = tables.read_bytes()
+    for content in (b"", good[:-1], good[:9] + b"\0" + good[10:]):
+        tables.write_bytes(content)
+        with pytest.raises(UserError, match=r"tables-.*.bin.* is damaged; remove it") as caught:
+            write_manifest(tmp_path / "m", paths, Here(), CHECKED)
+        one_sentence(caught)
+    (tmp_path / "m" / ".building" / "options.json").write_bytes(b"\xff{")
+    again = Here()
+    assert write_manifest(tmp_path / "m", paths, again, CHECKED).n == 6
+    assert again.done == 3 + 3, "shards, and files of tables"
 
 
 def test_uid_files_of_every_wrong_kind(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from tars import tokenize, write_pairs
 
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.dataset import PairDataset
-from neuclip_ds.data.fetch import FetchError, fetch
+from neuclip_ds.data.fetch import FetchError, Request, fetch
 from neuclip_ds.data.manifest import Manifest, load_manifest
 from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.data.tar import read_index
@@ -100,14 +100,12 @@ def test_manifests_without_checksums_stay_readable(built: Path, tmp_path: Path, 
 
 def test_a_remote_shard_is_compared_on_arrival(built: Path, tmp_path: Path) -> None:
     shard = load_manifest(built / "m").shards[0]
-    fetch(
-        f"pipe:cat {shard.path}", tmp_path / "good", expected_bytes=shard.bytes, expected_crc32=shard.crc32, timeout=9
-    )
+    request = Request(f"pipe:cat {shard.path}", shard.bytes, timeout=9, crc32=shard.crc32, retries=0)
+    fetch(request, tmp_path / "good")
     damaged = shutil.copy(shard.path, tmp_path / "damaged.tar")
     flip(Path(damaged), 700, 3)
-    expected = {"expected_bytes": shard.bytes, "expected_crc32": shard.crc32}
     with pytest.raises(FetchError, match="what arrived differs from the checksum in the manifest"):
-        fetch(f"pipe:cat {damaged}", tmp_path / "bad", **expected, timeout=9, retries=0)
+        fetch(request._replace(url=f"pipe:cat {damaged}"), tmp_path / "bad")
     assert not (tmp_path / "bad").exists()
 
 

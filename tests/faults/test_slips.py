@@ -72,12 +72,13 @@ def test_a_run_larger_than_the_machine_is_reported(
     print_dry_run(config, ONE, None)
     said = capsys.readouterr().out
     assert f"of this machine, which has {there:,.1f} GB" in said
-    warning = memory_check.memory_warning(config, 1)  # of the run itself
-    assert warning is not None
-    assert f"warning    {warning}" in said
-    assert memory_check.memory_warning(parse(["demo"]).config, 1) is None
+    of_the_run = memory_check.memory_warnings(config, 1)
+    assert len(of_the_run) == 2
+    assert all(f"warning    {warning}" in said for warning in of_the_run)
+    assert "in /dev/shm, which has " in of_the_run[1]
+    assert memory_check.memory_warnings(parse(["demo"]).config, 1) == []
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4096")
-    assert "this machine for its 4096 ranks" in str(memory_check.memory_warning(parse(["demo"]).config, 4))
+    assert "this machine for its 4096 ranks" in memory_check.memory_warnings(parse(["demo"]).config, 4)[0]
 
 
 def test_the_run_itself_warns_of_memory(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tars import write_pairs
 
+from neuclip_ds.data.manifest import Shard, extend, write_shards
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
@@ -54,6 +55,19 @@ def test_samples_and_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "16 samples in 2 shards, 0 incomplete" in said
     assert "6 (2 an epoch" in said
     assert "recovery" not in said
+
+
+def test_the_supply_of_remote_shards(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shards = [Shard(f"s3://bucket/{number}.tar", 0, 1000, 45_000_000) for number in range(4000)]
+    write_shards(extend(None, shards), tmp_path)
+    options = ["demo", f"--data.train={tmp_path}", "--data.batch_size=512", "--data.val=", "--data.zero_shot="]
+    print_dry_run(parse([*options, "--data.cache_gb=200"]).config, ONE, ROOT / "hostfiles" / "8node")
+    said = capsys.readouterr().out
+    assert "shards     of each of 8 nodes, simulated (1.25 GB/s and 10,000 samples/s assumed):" in said
+    assert "  amplification  1 bytes fetched for each byte used" in said
+    too_large = ["--data.cache_gb=20", "--data.shard_streams=512", "--data.shuffle_block=100000"]
+    with pytest.raises(UserError, match=r"set data.shard_streams=\d+ and data.shuffle_block=\d+, or data.cache_gb=\d"):
+        print_dry_run(parse([*options, *too_large]).config, ONE, None)
 
 
 def test_steps_of_recovery(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import StateShard, buffers_file, index_file, shards_file
+from neuclip_ds.checkpoint.sharded_state import StateShard, buffers_file, contents_of, index_file, shards_file
 from neuclip_ds.errors import UserError
 from neuclip_ds.reproduction.recovery_difference import recovery_difference
 
@@ -23,7 +23,7 @@ def checkpoint(folder: Path, log_u: Tensor, moment: Tensor, kind: str = "exp_avg
     fragments = [StateShard("weight", "a", 0, 4, weight), StateShard(kind, "a", 0, 4, moment)]
     shards_file(0, 1, "one", fragments).write(folder / "engine")
     buffers_file("one", {}).write(folder / "engine")
-    index_file(1, "one", {"a": [4]}, {}, {}).write(folder / "engine")
+    index_file("one", {"a": [4]}, [contents_of(fragments)], {}, {}).write(folder / "engine")
     for start in range(0, len(log_u), 2):  # as two ranks would write
         part = log_u[start : start + 2].contiguous()
         save_file({"log_u": part}, folder / f"samples.{start:012d}-{start + len(part):012d}.safetensors")

@@ -59,22 +59,24 @@ def test_grown_data(tmp_path: Path) -> None:
     assert "Traceback" not in refused.stderr
 
 
-@pytest.mark.parametrize("removed", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("removed", [0, pytest.param(2, marks=pytest.mark.slow)])
 def test_removed_shards_leave_the_rest_in_place(tmp_path: Path, removed: int) -> None:
-    folder, manifest = write_pairs(tmp_path / "shards", [13, 13]), str(tmp_path / "manifest")
+    folder, manifest = write_pairs(tmp_path / "shards", [13, 13, 13]), str(tmp_path / "manifest")
     assert call("tools/build_manifest.py", manifest, str(folder), "--processes", "1").returncode == 0
 
     runs = tmp_path / "runs"
-    assert train(runs, manifest, 5).returncode == 0  # one step of the second epoch
-    before, seen = log_u(runs), dict(read_samples(runs / "run" / "samples"))
+    assert train(runs, manifest, 6).returncode == 0  # one step of the second epoch
+    before, begun = log_u(runs), dict(read_samples(runs / "run" / "samples"))[6]
     paths = resolve_shards(str(folder))
     Path(paths.pop(removed)).unlink()
     assert call("tools/build_manifest.py", manifest, *paths, "--update").returncode == 0
-    assert "epoch 2, from step 8 on" in train(runs, manifest, 10).stderr
-    after, begun = log_u(runs), set(seen[5])
-    gone = range(13) if removed == 0 else range(13, 26)
+    changed = train(runs, manifest, 14)
+    assert changed.returncode == 0, changed.stderr
+    assert "epoch 2, from step 10 on" in changed.stderr
+    after, seen = log_u(runs), dict(read_samples(runs / "run" / "samples"))
+    gone = range(13 * removed, 13 * removed + 13)
     assert torch.equal(after[list(gone)], before[list(gone)])
-    seen = dict(read_samples(runs / "run" / "samples"))
-    rest = [i for step in (6, 7, 8) for i in seen[step] if i >= 0]
-    assert sorted(rest) == [i for i in range(26) if i not in gone and i not in begun], "the epoch's rest"
-    assert sorted(i for step in (9, 10) for i in seen[step] if i >= 0) == [i for i in range(26) if i not in gone]
+    kept = [index for index in range(39) if index not in gone]
+    rest = [i for step in (7, 8, 9, 10) for i in seen[step] if i >= 0]
+    assert sorted(rest) == [index for index in kept if index not in begun], "the rest of the epoch"
+    assert sorted(i for step in range(11, 15) for i in seen[step] if i >= 0) == kept

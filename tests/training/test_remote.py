@@ -10,7 +10,11 @@ from servers import files_server
 from small_runs import call, newest_checkpoint, train
 from tars import write_pairs
 
+from neuclip_ds.config import DataConfig
+from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.reporting.sample_log import read_samples
+from neuclip_ds.training.data import loader_options
 
 SIZES = [7, 9, 6, 8, 10, 10]
 
@@ -18,6 +22,14 @@ SIZES = [7, 9, 6, 8, 10, 10]
 def fragments(runs: Path) -> dict[str, bytes]:
     (path,) = newest_checkpoint(runs).glob("engine/fragments.*.safetensors")
     return {key: value.numpy().tobytes() for key, value in load_file(path).items()}
+
+
+def test_options_of_transfers() -> None:
+    data = DataConfig(transfers=3, min_rate=2, max_outage=7, timeout=20)
+    cache = loader_options(data, Manifest([Shard("s3://bucket/0.tar", 0, 1, 1)]), Communicator()).cache
+    assert cache is not None
+    assert (cache.storage.transfers, cache.storage.max_outage) == (3, 7)
+    assert (cache.request.min_rate, cache.request.timeout) == (2e6, 2)
 
 
 def test_over_http(tmp_path: Path) -> None:

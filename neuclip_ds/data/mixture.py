@@ -1,0 +1,211 @@
+"""The order of samples from several weighted sources, a pure function of (seed, step) as for one source.
+
+All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source passes through its own
+epochs. The B rows of a batch are S blocks of B/S rows, one a stream; a pattern, fixed for all steps, says which source
+each row of a block is of, and block j of the pattern serves stream s at step t if j = s + t (mod S). Every batch thus
+has the same numbers of rows of each source, and every stream of a source advances equally fast. If batches are not
+stratified, the pattern is longer and shuffled, so the numbers vary as if rows were drawn from the mixture.
+"""
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from heapq import heapify, heappop, heappush
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.data.hashing import hash64
+from neuclip_ds.data.order import GlobalOrder, ShardRequest
+from neuclip_ds.errors import UserError
+
+_PATTERN = 2  # separates its hash from those of neuclip_ds/data/order.py
+_UNSTRATIFIED_BATCHES = 64  # in the pattern
+
+
+class _Stage:
+    """Steps with the same weights, counted from the stage's own first one."""
+
+    def __init__(self, weights: NDArray[np.float64], streams: int, lane: int, shuffle_seed: int | None) -> None:
+        """`weights`, (m,), sum to 1. Without a seed, batches are stratified."""
+        self._streams = streams
+        self.batches = 1 if shuffle_seed is None else _UNSTRATIFIED_BATCHES  # in the pattern
+        rows = _spread(weights, self.batches * streams * lane)
+        if shuffle_seed is not None:
+            rows = rows[np.argsort(hash64(shuffle_seed, _PATTERN, np.arange(len(rows))), kind="stable")]
+        self.pattern = rows.reshape(-1, lane)  # (blocks, B/S), the source of each row
+        is_source = self.pattern[None] == np.arange(len(weights))[:, None, None]  # (m, blocks, B/S)
+        self.rank = np.take_along_axis(is_source.cumsum(axis=2) - 1, self.pattern[None], axis=0)[0]
+        self.per_block = is_source.sum(axis=2)  # (m, blocks)
+        twice = np.concatenate([self.per_block, self.per_block], axis=1)
+        self._before = np.concatenate([np.zeros((len(weights), 1), np.int64), twice.cumsum(axis=1)], axis=1)
+        self.per_cycle = self.per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
+
+    def block(self, stream: NDArray[np.int64], step: int) -> NDArray[np.int64]:
+        """Return the block of the pattern that serves each stream at a step."""
+        return (stream * self.batches + step) % len(self.pattern)
+
+    def taken(self, source: int, stream: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
+        """Return how many rows of a source the first `steps` steps take from each stream."""
+        cycles, rest = divmod(steps, len(self.pattern))
+        first = self.block(stream, 0)
+        return cycles * self.per_cycle[source] + self._before[source, first + rest] - self._before[source, first]
+
+
+class MixtureOrder:
+    """The global sample indices of every batch, with the interface of `GlobalOrder`.
+
+    An epoch is as many steps as it takes to see as many samples as all sources hold together; there are no empty rows.
+
+    Args:
+        sources: an order for each source, all with equal batch size and number of streams.
+        weights: for the step from which each list holds, positive numbers to whose ratio the sources' rows are; step 0
+            must be among them.
+        stratified: whether every batch has the same numbers of rows, to one, of each source.
+
+    Raises:
+        UserError: no source has a positive weight in some stage, or there is none for step 0.
+    """
+
+    def __init__(
+        self, sources: Sequence[GlobalOrder], weights: Mapping[int, Sequence[float]], stratified: bool = True
+    ) -> None:
+        first = sources[0]
+        self.batch_size, self.seed, self.interleave = first.batch_size, first.seed, first.interleave
+        self.n = sum(source.n for source in sources)
+        self.steps_per_epoch = max(1, self.n // self.batch_size)
+        self.last_batch_size = self.batch_size
+        self.last_change = max(weights, default=0)  # the step from which the weights stay
+        self._sources, self._streams = sources, first.interleave.streams
+        self._lane = self.batch_size // self._streams
+        self._begins = sorted(weights)
+        if self._begins[:1] != [0]:
+            raise UserError("The sources of a mixture need weights from step 0 on.")
+        self._stages = []
+        for begin in self._begins:
+            found = np.array(weights[begin], dtype=np.float64)
+            if not (np.isfinite(found).all() and found.min() >= 0 and found.sum() > 0):
+                raise UserError(f"The weights {list(weights[begin])} of a mixture are not positive numbers.")
+            seed = None if stratified else self.seed
+            self._stages.append(_Stage(found / found.sum(), self._streams, self._lane, seed))
+        every_stream = np.arange(self._streams)
+        taken = np.zeros((len(sources), self._streams), dtype=np.int64)
+        self._taken_before = [taken]  # by stage: (m, S) rows taken of each stream before it
+        for stage, begin, end in zip(self._stages[:-1], self._begins[:-1], self._begins[1:], strict=True):
+            more = [stage.taken(source, every_stream, end - begin) for source in range(len(sources))]
+            taken = taken + np.stack(more)
+            self._taken_before.append(taken)
+
+    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> GlobalOrder:
+        """Raise UserError: sources must stay as they are."""
+        raise UserError("The sources of a mixture have changed since the run began; restore them, or start a new run.")
+
+    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the global indices of a step's rows, by default all B."""
+        return self._rows(epoch, step, rows)[1]
+
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
+        """Return the epoch of its source that each sample of `batch` is visited in."""
+        return self._rows(epoch, step, rows)[0]
+
+    def _rows(self, epoch: int, step: int, rows: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        if not 0 <= step < self.steps_per_epoch:
+            raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
+        number = epoch * self.steps_per_epoch + step
+        at = bisect_right(self._begins, number) - 1
+        stage, inside = self._stages[at], number - self._begins[at]
+        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # all arrays (b,) from here on
+        block = stage.block(stream, inside)
+        source, rank = stage.pattern[block, place], stage.rank[block, place]
+        visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
+        for which, order in enumerate(self._sources):
+            own = np.flatnonzero(source == which)
+            if not len(own):
+                continue
+            taken = self._taken_before[at][which, stream[own]] + stage.taken(which, stream[own], inside)
+            visits[own], within = np.divmod(taken + rank[own], order.stream_lengths[stream[own]])
+            for visit in np.unique(visits[own]):
+                now = visits[own] == visit
+                index[own[now]] = order.samples(int(visit), stream[own[now]], within[now])
+        return visits, index
+
+    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
+        """Iterate over the shards that these rows of the batches read, as `GlobalOrder.shards_ahead`.
+
+        It is endless unless all sources end with weight 0. Rows are counted as if each read all of its stream.
+        """
+        number = epoch * self.steps_per_epoch + step
+        streams = np.unique(np.concatenate([np.arange(self.batch_size)[part] // self._lane for part in rows])).tolist()
+        readers = [_Reader(self, which, stream, number) for which in range(len(self._sources)) for stream in streams]
+        blocks = [(reader.begins, at) for at, reader in enumerate(readers) if reader.begins is not None]
+        heapify(blocks)
+        found: list[ShardRequest] = []
+        while blocks:
+            start, at = heappop(blocks)
+            while found and found[0].first <= start:
+                yield heappop(found)
+            for request in readers[at].take():
+                heappush(found, request)
+            if (begins := readers[at].begins) is not None:
+                heappush(blocks, (begins, at))
+        yield from sorted(found)
+
+    def taken(self, which: int, stream: int, number: int) -> int:
+        """Return how many samples the steps before `number` take from a stream of a source."""
+        at = bisect_right(self._begins, number) - 1
+        before = self._taken_before[at][which, stream]
+        return int(before + self._stages[at].taken(which, np.array(stream), number - self._begins[at]))
+
+    def step_of(self, which: int, stream: int, taken: int) -> int | None:
+        """Return the step that takes a stream's sample after `taken` others; None if there is none."""
+        at = next(at for at in reversed(range(len(self._stages))) if self._taken_before[at][which, stream] <= taken)
+        rate = int(self._stages[at].per_cycle[which])
+        if rate == 0:
+            return None
+        cycle = len(self._stages[at].pattern)
+        begin = self._begins[at]
+        low = begin + max(0, (taken - int(self._taken_before[at][which, stream])) // rate - 1) * cycle
+        return low + _first(lambda steps: self.taken(which, stream, low + steps + 1) > taken, 3 * cycle)
+
+
+class _Reader:
+    """The blocks of a stream of a source that training passes, one after the other."""
+
+    def __init__(self, mixture: MixtureOrder, which: int, stream: int, number: int) -> None:
+        self._mixture, self._which, self._stream, self._number = mixture, which, stream, number
+        self._order: GlobalOrder = mixture._sources[which]
+        self._length = int(self._order.stream_lengths[stream])
+        taken = mixture.taken(which, stream, number)
+        self._epoch, self._within = divmod(taken, self._length) if self._length else (0, 0)
+        self.begins = self._step(self._within) if self._length else None
+
+    def _step(self, within: int) -> int | None:
+        step = self._mixture.step_of(self._which, self._stream, self._epoch * self._length + within)
+        return None if step is None else max(step, self._number)
+
+    def take(self) -> Iterator[ShardRequest]:
+        """Yield the requests of the block that is due, and move to the next one."""
+        block = self._order.block_at(self._stream, self._within)
+        shards, end = self._order.block_shards(self._epoch, self._stream, block, self._within)
+        last = self._step(end - 1)
+        if last is None:  # the weight is 0 from then on
+            last = self._mixture.last_change - 1
+        for shard, first in shards:
+            if (begins := self._step(first)) is not None:
+                yield ShardRequest(begins, last, shard)
+        self._epoch, self._within = divmod(self._epoch * self._length + end, self._length)
+        self.begins = self._step(self._within)
+
+
+def _first(holds: Callable[[int], bool], limit: int) -> int:
+    """Return the smallest number below a limit for which a monotone condition holds."""
+    return bisect_right(range(limit), 0, key=holds)
+
+
+def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:
+    """Return the source of each row, (rows,): each has its share, to one row, spread evenly."""
+    shares = weights * rows
+    counts = np.floor(shares).astype(np.int64)
+    counts[np.argsort(counts - shares, kind="stable")[: rows - counts.sum()]] += 1
+    places = [(np.arange(count) + 0.5) / max(count, 1) for count in counts]
+    sources = np.repeat(np.arange(len(weights)), counts)
+    return sources[np.argsort(np.concatenate(places), kind="stable")]

@@ -1,0 +1,180 @@
+"""Manifests from img2dataset's side files: no shard is read, whichever store has them and whatever fails."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fsspec
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from servers import Files, files_server
+from tars import write_pairs
+
+from neuclip_ds.data import side_files
+from neuclip_ds.data.build import write_manifest
+from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.scan import ScanOptions
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.errors import UserError
+
+OPTIONS = ScanOptions(side_files=True)
+SIZES = [4, 0, 3, 5]
+
+
+def stats(n: int) -> bytes:
+    return json.dumps({"count": n + 2, "successes": n, "failed_to_download": 2, "status_dict": {"success": n}}).encode()
+
+
+def parquet(n: int) -> bytes:
+    out = io.BytesIO()
+    status = ["success"] * n + ["failed_to_download", "failed_to_resize"]
+    pq.write_table(pa.table({"url": ["u"] * (n + 2), "status": status, "caption": ["c" * 999] * (n + 2)}), out)
+    return out.getvalue()
+
+
+@pytest.fixture
+def local(tmp_path: Path) -> Path:
+    """Shards as img2dataset leaves them; one has a parquet file alone."""
+    folder = write_pairs(tmp_path / "shards", SIZES)
+    for number, n in enumerate(SIZES):
+        stem = f"{number:05d}"
+        (folder / f"{stem}.parquet").write_bytes(parquet(n))
+        if number != 2:
+            (folder / f"{stem}_stats.json").write_bytes(stats(n))
+    return folder
+
+
+@pytest.fixture
+def http(local: Path) -> Iterator[Files]:
+    with files_server() as server:
+        server.files = {path.name: path.read_bytes() for path in local.iterdir()}
+        yield server
+
+
+def build(folder: Path, source: str, **options: bool) -> Manifest:
+    return write_manifest(folder, resolve_shards(source), ThreadPoolExecutor(1), OPTIONS, **options)
+
+
+def check(manifest: Manifest, local: Path) -> None:
+    assert [shard.n for shard in manifest.shards] == SIZES
+    assert [shard.bytes for shard in manifest.shards] == [path.stat().st_size for path in sorted(local.glob("*.tar"))]
+    assert manifest.samples is None
+
+
+def test_local_shards_may_be_unreadable(local: Path, tmp_path: Path) -> None:
+    for path in local.glob("*.tar"):
+        path.write_bytes(bytes(path.stat().st_size))  # nothing in them can be counted
+    check(build(tmp_path / "m", str(local)), local)
+
+
+def test_no_shard_is_requested_from_a_server(http: Files, local: Path, tmp_path: Path) -> None:
+    manifest = build(tmp_path / "m", http.url("{00000..00003}.tar"))
+    check(manifest, local)
+    assert http.gets == {f"{number:05d}_stats.json": 1 for number in range(4)} | {"00002.parquet": 1}
+    assert http.heads == {f"{number:05d}.tar": 1 for number in range(4)} | {"00002.parquet": 1}
+    reader = TarReader(manifest, cache=ShardCache(tmp_path / "cache", 10**6))
+    assert [reader.read(index).texts["txt"] for index in range(12)] == [f"caption {i}".encode() for i in range(12)]
+
+
+@pytest.fixture
+def bucket(http: Files, monkeypatch: pytest.MonkeyPatch) -> Files:
+    """The same files in the folder `a` of an S3 bucket."""
+    pytest.importorskip("s3fs")
+    http.files = {f"pool/a/{name}": data for name, data in http.files.items()}
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": http.url(""), "key": "k", "secret": "s"})
+    return http
+
+
+def test_sizes_come_from_one_listing_of_a_bucket(bucket: Files, local: Path, tmp_path: Path) -> None:
+    check(build(tmp_path / "m", "s3://pool/a/{00000..00003}.tar"), local)
+    assert bucket.gets.pop("pool") == 1
+    assert bucket.gets.pop("pool/a/00002.parquet") >= 1
+    assert bucket.gets == {f"pool/a/{number:05d}_stats.json": 1 for number in (0, 1, 3)}
+    assert not [name for name in bucket.heads if not name.endswith(".parquet")]
+
+
+def test_an_update_sees_new_sizes_in_the_listing(bucket: Files, tmp_path: Path) -> None:
+    source = "s3://pool/a/{00000..00003}.tar"
+    first = build(tmp_path / "m", source)
+    assert build(tmp_path / "m", source, update=True).shards == first.shards
+    bucket.files["pool/a/00002.tar"] += bytes(512)
+    grown = build(tmp_path / "m", source, update=True)
+    assert [shard.removed for shard in grown.shards] == [False, False, True, False, False]
+    assert grown.shards[4].bytes == first.shards[2].bytes + 512
+
+
+def test_without_permission_to_list_shards_are_looked_up(
+    bucket: Files, local: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    bucket.faults["pool"] = [403]
+    check(build(tmp_path / "m", "s3://pool/a/{00000..00003}.tar"), local)
+    assert "s3://pool/a cannot be listed" in caplog.text
+    assert bucket.heads["pool/a/00000.tar"] == 1
+
+
+@pytest.mark.parametrize(
+    ("store", "name", "data", "reason"),
+    [
+        ("local", "00000_stats.json", b"", '00000_stats.json: it is not JSON with "successes"'),
+        ("local", "00000_stats.json", b"[" * 99_999, 'it is not JSON with "successes"'),
+        ("local", "00000_stats.json", b"\xff", 'it is not JSON with "successes"'),
+        ("local", "00000_stats.json", b'{"count": 3}', 'it is not JSON with "successes"'),
+        ("local", "00000_stats.json", b"[3]", 'it is not JSON with "successes"'),
+        ("http", "00000_stats.json", b'{"successes": "3"}', "\"successes\" is '3'"),
+        ("local", "00000_stats.json", b'{"successes": -1}', '"successes" is -1'),
+        ("local", "00000_stats.json", b'{"successes": 999999}', "has 999999 samples, but the shard only"),
+        ("local", "00002.parquet", b"PAR1", "00002.parquet: it is not a parquet file"),
+        ("http", "00002.parquet", b"PAR1" * 9, "00002.parquet: it is not a parquet file"),
+        ("local", "00002.parquet", None, "no 00002_stats.json or 00002.parquet is next to it"),
+        ("http", "00002.parquet", None, "no 00002_stats.json or 00002.parquet is next to it"),
+        ("s3", "00002.parquet", None, "no 00002_stats.json or 00002.parquet is next to it"),
+        ("http", "00003.tar", None, "the file does not exist"),
+        ("s3", "00003.tar", None, "the file does not exist"),
+    ],
+)
+def test_a_side_file_that_cannot_be_used(
+    store: str, name: str, data: bytes | None, reason: str, request: pytest.FixtureRequest, local: Path, tmp_path: Path
+) -> None:
+    if store == "local":
+        (local / name).write_bytes(data) if data is not None else (local / name).unlink()
+        source = str(local)
+    else:
+        server = request.getfixturevalue("http" if store == "http" else "bucket")
+        prefix, source = ("", server.url("")) if store == "http" else ("pool/a/", "s3://pool/a/")
+        source += "{00000..00003}.tar"
+        server.files.pop(prefix + name) if data is None else server.files.update({prefix + name: data})
+    with pytest.raises(UserError, match=r"1 of 4 shards cannot be used\. The first: .*--skip-unreadable\.$") as caught:
+        build(tmp_path / "m", source)
+    assert reason in str(caught.value) and name[:5] in str(caught.value)
+    assert build(tmp_path / "m", source, skip_unreadable=True).n_shards == 3
+    (line,) = (tmp_path / "m" / "unreadable_shards.jsonl").read_text().splitlines()
+    assert reason in json.loads(line)["reason"] and json.loads(line)["shard"].endswith(f"{name[:5]}.tar")
+
+
+def test_errors_that_pass_are_tried_again(http: Files, local: Path, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(side_files.time, "sleep", lambda seconds: None)
+    http.faults["00000_stats.json"] = [500, "cut", 429]
+    http.faults["00001_stats.json"] = [403]
+    with pytest.raises(UserError, match=r"1 of 4 shards cannot be used.*00001_stats.json: .*403"):
+        build(tmp_path / "m", http.url("{00000..00003}.tar"))
+    before = http.gets.copy()
+    check(build(tmp_path / "m", http.url("{00000..00003}.tar")), local)
+    assert http.gets - before == {"00001_stats.json": 1}, "the others are in the journal"
+
+
+def test_what_has_no_side_files(local: Path, tmp_path: Path) -> None:
+    for source in (f"pipe:cat {local}/00000.tar", "https://host/00000.tar?signature=x"):
+        with pytest.raises(UserError, match=r"is not the address of a \.tar"):
+            build(tmp_path / "m", source)
+    for options in ({"verify": True}, {"uids": ("a.npy",)}):
+        with pytest.raises(UserError, match="are read from the shards; omit --from-side-files"):
+            write_manifest(tmp_path / "m", [], ThreadPoolExecutor(1), OPTIONS._replace(**options))
+    with pytest.raises(UserError, match="omit --from-side-files"):
+        build(tmp_path / "m", str(local), samples=True)
