@@ -31,7 +31,7 @@ def storages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Sto
 
 
 @pytest.mark.parametrize("name", ["ours", "webdataset", "mosaic"])
-@pytest.mark.parametrize("where", ["disk", "S3"])
+@pytest.mark.parametrize("where", ["disk", pytest.param("S3", marks=pytest.mark.slow)])
 def test_a_contender_reads_what_it_should(storages: dict[str, Storage], where: str, name: str) -> None:
     if name == "mosaic":
         pytest.importorskip("streaming")
