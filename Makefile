@@ -1,7 +1,7 @@
 # make demo   trains NeuCLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
 # make docs   docs/ as pages in build/site
-# make peers  what tools/benchmark_data.py compares with
+# make peers  what tools/benchmark_data.py, _streaming and _mixing compare with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin

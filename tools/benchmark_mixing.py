@@ -21,6 +21,7 @@ from benchmarking.mosaic import has_mosaic
 from numpy.typing import NDArray
 
 from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.data.interleave import DataSize, choose_interleave
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
 
@@ -73,7 +74,8 @@ Order = Callable[[Samples, int, int, int], NDArray[np.int64]]  # samples, B, nod
 
 
 def ours(samples: Samples, batch: int, nodes: int, seed: int) -> NDArray[np.int64]:
-    order = GlobalOrder(samples.starts, samples.sizes, batch, seed)
+    interleave = choose_interleave(DataSize(samples.n, len(samples.starts), 0), batch, nodes=nodes)
+    order = GlobalOrder(samples.starts, samples.sizes, batch, seed, interleave)
     return np.stack([order.batch(0, step) for step in range(samples.n // batch)])
 
 
@@ -99,6 +101,9 @@ def _mosaic(algorithm: str, samples: Samples, batch: int, nodes: int, seed: int)
     places = get_partitions("relaxed", samples.n, nodes, nodes, RANKS, 1, batch // (nodes * RANKS))
     by_step = places[:, :, 0, : samples.n // batch].transpose(2, 0, 1, 3)  # (T, N, ranks, batch of a rank)
     return shuffled[by_step.reshape(-1, batch)]
+
+
+ORDERS: dict[str, Order] = {"ours": ours, "uniform": uniform, "py1e": py1e, "py1br": py1br}
 
 
 def measure(batches: NDArray[np.int64], samples: Samples, nodes: int) -> Mixing:
@@ -156,9 +161,7 @@ def main() -> None:
 
 def run(options: argparse.Namespace) -> None:
     samples, rows = Samples(options.samples, options.per_shard), []
-    orders: dict[str, Order] = {"ours": ours, "uniform": uniform}
-    if has_mosaic():
-        orders |= {"py1e": py1e, "py1br": py1br}
+    names = list(ORDERS) if has_mosaic() else ["ours", "uniform"]
     print(f"{samples.n:,} samples in {len(samples.starts):,} shards\n\n{HEADER}\n{'|---' * HEADER.count(' |')}|")
     for batch, nodes in itertools.product(options.batch, options.nodes):
         if batch % (nodes * RANKS) or batch > samples.n:
@@ -167,8 +170,8 @@ def run(options: argparse.Namespace) -> None:
                 "choose another --batch."
             )
         found: dict[str, Mixing] = {}
-        for name, order in orders.items():
-            found[name] = measure(order(samples, batch, nodes, options.seed), samples, nodes)
+        for name in names:
+            found[name] = measure(ORDERS[name](samples, batch, nodes, options.seed), samples, nodes)
             rows.append({"batch": batch, "nodes": nodes, "order": name, **found[name]._asdict()})
             print(line(batch, nodes, name, found[name], found["ours"], samples), flush=True)
     if options.out is not None:

@@ -35,7 +35,7 @@ from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.loader import LoaderOptions, train_loader
-from neuclip_ds.data.manifest import load_manifest
+from neuclip_ds.data.manifest import Manifest, load_manifest, write_shards
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import Prefetcher
 from neuclip_ds.data.scan import ScanOptions
@@ -175,7 +175,9 @@ def webdataset(setting: Setting, storage: Storage, start: Start) -> Callable[[],
 
 def mosaic(setting: Setting, storage: Storage, start: Start) -> Callable[[], Iterator[int]]:
     from streaming import StreamingDataLoader, StreamingDataset
+    from streaming.base.util import clean_stale_shared_memory
 
+    clean_stale_shared_memory()  # else it takes up the state of the process before
     transform = setting.transform
 
     class Pairs(StreamingDataset):
@@ -259,16 +261,18 @@ def prepare(setting: Setting, folder: Path, store: Store, with_mds: bool) -> lis
     tars.mkdir()
     for number, path in enumerate(resolve_shards(setting.data)):
         shutil.copyfile(path, tars / f"{number:05d}.tar")
-    shards = {"disk": resolve_shards(str(tars)), "S3": resolve_shards("s3://tars/*.tar")}
+    on_disk, in_s3 = folder / "manifest_disk", folder / "manifest_S3"
     with ThreadPoolExecutor(1) as executor:
-        for name, paths in shards.items():
-            write_manifest(folder / f"manifest_{name}", paths, executor, ScanOptions(checksum=True))
+        manifest = write_manifest(on_disk, resolve_shards(str(tars)), executor, ScanOptions(checksum=True))
+    shutil.copytree(on_disk, in_s3)
+    names = [Path(shard.path).name for shard in manifest.shards]
+    moved = zip(manifest.shards, names, strict=True)
+    write_shards(Manifest([shard._replace(path=f"s3://tars/{name}") for shard, name in moved]), in_s3)
     if with_mds:
-        write_mds(load_manifest(folder / "manifest_disk"), mds)
-    over_http = [url.replace("s3:/", store.endpoint) for url in shards["S3"]]
+        write_mds(manifest, mds)
     return [
-        Storage("disk", shards["disk"], str(folder / "manifest_disk"), str(mds)),
-        Storage("S3", over_http, str(folder / "manifest_S3"), "s3://mds", store),
+        Storage("disk", [shard.path for shard in manifest.shards], str(on_disk), str(mds)),
+        Storage("S3", [f"{store.endpoint}/tars/{name}" for name in names], str(in_s3), "s3://mds", store),
     ]
 
 
@@ -325,8 +329,7 @@ def run(setting: Setting) -> None:
         tempfile.TemporaryDirectory() as name,
         object_store(Path(name), setting.latency_ms, setting.bandwidth_mb) as store,
     ):
-        os.environ.update(AWS_ACCESS_KEY_ID="key", AWS_SECRET_ACCESS_KEY="secret", AWS_DEFAULT_REGION="us-east-1")
-        os.environ.update(AWS_ENDPOINT_URL=store.endpoint, S3_ENDPOINT_URL=store.endpoint)
+        os.environ.update(store.environment)
         storages = prepare(setting, Path(name), store, "MosaicML streaming" in contenders)
         manifest = load_manifest(storages[0].manifest)
         used = statistics.mean(map(payload_bytes, samples_of(manifest)))

@@ -44,6 +44,12 @@ class Store(NamedTuple):
 
     endpoint: str  # its URL, without a slash at the end
 
+    @property
+    def environment(self) -> dict[str, str]:
+        """Variables with which boto3, s3fs and MosaicML streaming read from it."""
+        keys = {"AWS_ACCESS_KEY_ID": "any", "AWS_SECRET_ACCESS_KEY": "any", "AWS_DEFAULT_REGION": "us-east-1"}
+        return {**keys, "AWS_ENDPOINT_URL": self.endpoint, "S3_ENDPOINT_URL": self.endpoint}
+
     def counters(self) -> Counters:
         with urlopen(f"{self.endpoint}/?counters") as answer:
             return Counters(*json.load(answer))
