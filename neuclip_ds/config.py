@@ -147,8 +147,8 @@ class DataConfig(Section):
     """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one for each of
     more nodes."""
     shuffle_block: int | None = Field(None, ge=1)
-    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, fewer if
-    the shards of so many exceed `cache_gb`."""
+    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, 16
+    million on 64 nodes, fewer if the shards of so many exceed `cache_gb`."""
     last_batch: Literal["pad", "drop"] = "pad"
     """Last batch of an epoch: `pad` sees every sample exactly once and leaves rows empty, `drop` skips the rest."""
     reader: Literal["tar", "webdataset"] = "tar"

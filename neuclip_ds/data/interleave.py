@@ -10,6 +10,7 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 
 WINDOWS = (8_000_000, 4_000_000, 2_000_000)  # samples that are shuffled together, the best first
+_PER_NODE = 250_000  # samples of a larger window on many nodes
 _STREAMS = 64
 _FULL = 0.8  # share of a cache that may be planned for
 _AHEAD = 2  # streams whose next block is there before it is used
@@ -58,9 +59,9 @@ def choose_interleave(
     streams: int | None = None,
     block: int | None = None,
 ) -> Interleave:
-    """Choose the interleave with the largest window, up to 8 million samples, for which the cache is large enough.
+    """Choose the interleave with the largest window for which the cache is large enough.
 
-    It is one that a single node can hold, so that the run can move there; if there is none of at least 2 million, the
+    The window has up to 8 million samples, 16 million on 64 nodes, and so on. It is one that a single node can hold, so that the run can move there; if there is none of at least 2 million, the
     largest up to that which each of the `nodes` can.
 
     Args:
@@ -78,9 +79,12 @@ def choose_interleave(
     if streams is not None and block is not None:
         return Interleave(streams, block)
     windows = list(WINDOWS)
+    while 2 * windows[0] <= _PER_NODE * nodes:
+        windows.insert(0, 2 * windows[0])
+    of_one_node = windows.copy()
     while windows[-1] > _SMALLEST_BLOCK * numbers[-1]:
         windows.append(windows[-1] // 2)
-    for considered, counted in ((WINDOWS, 1), (windows[len(WINDOWS) - 1 :], nodes)):
+    for considered, counted in ((of_one_node, 1), (windows[len(of_one_node) - 1 :], nodes)):
         for window in considered:
             for number in numbers:
                 found = Interleave(number, block or max(window // number, 1))

@@ -15,7 +15,7 @@ TB = 1e12
 
 @pytest.mark.parametrize(
     ("nodes", "cache", "window"),
-    [(1, 1.0, 8), (8, 1.0, 8), (64, 1.0, 8), (1, 0.2, 2), (8, 0.2, 2), (64, 0.1, 2), (1, 0.1, 1)],
+    [(1, 1.0, 8), (8, 1.0, 8), (64, 1.0, 16), (64, 0.9, 8), (1, 0.2, 2), (8, 0.2, 2), (64, 0.1, 2), (1, 0.1, 1)],
 )
 def test_windows_of_dfn(nodes, cache, window):
     found = choose_interleave(DFN, 5120, nodes=nodes, cache_bytes=cache * TB)
