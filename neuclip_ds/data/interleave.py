@@ -61,8 +61,9 @@ def choose_interleave(
 ) -> Interleave:
     """Choose the interleave with the largest window for which the cache is large enough.
 
-    The window has up to 8 million samples, 16 million on 64 nodes, and so on. It is one that a single node can hold, so that the run can move there; if there is none of at least 2 million, the
-    largest up to that which each of the `nodes` can.
+    The window has up to 8 million samples, 16 million on 64 nodes, and so on. It is one that a single node can hold, so
+    that the run can move there; if there is none of at least 2 million, the largest up to that which each of the
+    `nodes` can.
 
     Args:
         batch_size: global batch.
