@@ -1,7 +1,7 @@
 """For developers of neuclip_ds: measure how well its order of samples mixes, against MosaicML's py1e and py1br.
 
 All orders are of the same samples: shards of equal size, read once in batches of B over N nodes. MosaicML's are those
-of its own shuffle and partition functions with its defaults: N canonical nodes, blocks of max(4,000,000 / N, 262,144)
+of its shuffle and partition functions with its defaults: N canonical nodes, blocks of max(4,000,000 / N, 262,144)
 samples. `uniform` is a random permutation of all samples, the best mixing that there is. MosaicML streaming is left
 out where it is not installed (`make peers`).
 

@@ -148,7 +148,9 @@ class MixtureOrder:
         """
         number = epoch * self.steps_per_epoch + step
         streams = np.unique(np.concatenate([np.arange(self.batch_size)[part] // self._lane for part in rows])).tolist()
-        readers = [_Reader(self, which, stream, number) for which in range(len(self._sources)) for stream in streams]
+        readers = [
+            _StreamCursor(self, which, stream, number) for which in range(len(self._sources)) for stream in streams
+        ]
         blocks = [(reader.begins, at) for at, reader in enumerate(readers) if reader.begins is not None]
         heapify(blocks)
         found: list[ShardRequest] = []
@@ -180,7 +182,7 @@ class MixtureOrder:
         return low + _first(lambda steps: self.taken(which, stream, low + steps + 1) > taken, 3 * cycle)
 
 
-class _Reader:
+class _StreamCursor:
     """The blocks of a stream of a source that training passes, one after the other."""
 
     def __init__(self, mixture: MixtureOrder, which: int, stream: int, number: int) -> None:

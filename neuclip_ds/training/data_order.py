@@ -44,7 +44,7 @@ def open_order(
             holds.
     """
     data, manifest = config.data, training_set.manifest
-    need = _Need(training_set, nodes)
+    need = _CacheDemand(training_set, nodes)
     cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
     if saved is None:
         interleave = need.choose(data, cache)
@@ -66,7 +66,7 @@ def open_order(
     return order
 
 
-class _Need:
+class _CacheDemand:
     """What a node needs of a run's shards at a time."""
 
     def __init__(self, training_set: TrainingSet, nodes: int) -> None:
@@ -113,7 +113,7 @@ def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
     return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
 
 
-def _check_cache(data: DataConfig, need: _Need, interleave: Interleave, cache: float, refuses: bool) -> None:
+def _check_cache(data: DataConfig, need: _CacheDemand, interleave: Interleave, cache: float, refuses: bool) -> None:
     """Raise `UserError`, or warn, if a node's cache cannot hold what it reads at a time."""
     needed = need.bytes(interleave)
     if needed > cache:

@@ -32,7 +32,7 @@ class Span(NamedTuple):
         return {"step": self.step, "epoch": self.epoch, "shards": self.shards, "removed": list(self.removed)}
 
 
-class Place(NamedTuple):
+class StepLocation(NamedTuple):
     """A training step's place in the data."""
 
     order: BatchOrder
@@ -51,16 +51,16 @@ class DataPosition:
         """Return the position of a run that begins."""
         return cls([Span(0, 0, order, manifest.n_shards, manifest.removed)])
 
-    def at(self, number: int) -> Place:
+    def at(self, number: int) -> StepLocation:
         """Return a training step's place, counted from 0."""
         span = self._span(number)
         epochs, step = divmod(number - span.step, span.order.steps_per_epoch)
-        return Place(span.order, span.epoch + epochs, step)
+        return StepLocation(span.order, span.epoch + epochs, step)
 
     def _span(self, number: int) -> Span:
         return next(span for span in reversed(self.spans) if span.step <= number or span is self.spans[0])
 
-    def parts(self, begin: int, end: int) -> Iterator[tuple[Place, int]]:
+    def parts(self, begin: int, end: int) -> Iterator[tuple[StepLocation, int]]:
         """Yield the place of the first of the training steps begin ... end - 1 in each span, and their number."""
         ends = [span.step for span in self.spans[1:]]
         for stop in [min(stop, end) for stop in ends if stop > begin] + [end]:

@@ -1,4 +1,4 @@
-"""Mixtures: every source in its share and once per epoch of its own, at any step without those before."""
+"""Mixtures: every source in its share, each sample once per epoch of its source, from any step on."""
 
 from __future__ import annotations
 
