@@ -17,6 +17,8 @@ from typing import Generic, NamedTuple, TypeVar
 import webdataset
 
 from neuclip_ds.data.cache import ShardCache, private_folder
+from neuclip_ds.data.failures import FailureKind
+from neuclip_ds.data.fetch import FetchError
 from neuclip_ds.data.manifest import Manifest, Shard, check_size
 from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
@@ -131,7 +133,12 @@ class TarReader:
     def _open(self, shard: int) -> int:
         path, expected, crc32 = attrgetter("path", "bytes", "crc32")(self._manifest.shards[shard])
         if (cache := _cache_for(path, self._cache)) is not None:
-            return cache.open(path, expected, crc32)
+            try:
+                return cache.open(path, expected, crc32)
+            except FetchError as error:
+                if error.kind is FailureKind.DAMAGED and self._manifest.shards[shard].layout is None:
+                    raise UserError(f"{error} It has changed; run build-manifest --update.") from error
+                raise
         fd = os.open(path, os.O_RDONLY)
         try:
             check_size(self._manifest.shards[shard], os.fstat(fd).st_size)
@@ -146,9 +153,8 @@ class TarReader:
             return self._shared(path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._files.get(shard))
         source: tuple[object, ...] = (status.st_size, status.st_ino)
-        if (
-            _cache_for(path, self._cache) is None
-        ):  # a copy's times are those of its uses, and its tables are discarded when it is fetched
+        # a copy's times are those of its uses, and its tables are discarded when it is fetched
+        if _cache_for(path, self._cache) is None:
             source += (status.st_mtime_ns, status.st_ctime_ns)
         table = self._shared(path, source, partial(self._walk, shard))
         self._check_layout(shard, table)

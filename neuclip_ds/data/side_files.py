@@ -164,8 +164,7 @@ def _request(work: Callable[[], Value]) -> Value:
             raise
         except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
             failure = describe_error(error)
-            is_missing = failure.kind is FailureKind.MISSING
-            if attempt == _ATTEMPTS or is_missing or failure.kind is FailureKind.SETUP:
-                raise _Failed(str(failure), is_missing) from error
+            if failure.kind not in _MAY_PASS or attempt == _ATTEMPTS:
+                raise _Failed(str(failure), failure.kind is FailureKind.MISSING) from error
         time.sleep(2 ** (attempt - 1) * random.uniform(0.5, 1))  # seconds, other ones in each thread
     raise AssertionError("unreachable")

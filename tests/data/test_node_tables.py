@@ -207,6 +207,13 @@ def test_a_wrong_count_of_a_side_file_is_found_when_the_shard_is_read(tmp_path: 
         read_all(manifest, cache)
 
 
+def test_another_size_than_the_listing_had_stops_the_run(tmp_path: Path) -> None:
+    tar = write_pairs(tmp_path / "shards", [5]) / "00000.tar"
+    manifest, _ = cached(tmp_path, tar, layout=None, bytes=tar.stat().st_size + 512)
+    with pytest.raises(UserError, match=r"00000.tar cannot be fetched: .* bytes arrived, expected .*--update"):
+        read_all(manifest, ShardCache(tmp_path / "cache", 10**6, retries=0))
+
+
 def test_tables_of_a_manifest_are_mapped_too(tmp_path: Path) -> None:
     paths = resolve_shards(str(write_pairs(tmp_path / "shards", [5, 4])))
     manifest = write_manifest(tmp_path / "m", paths, ThreadPoolExecutor(1), ScanOptions(checksum=True))
