@@ -5,7 +5,6 @@ With the order of samples and cache policy of a real run, on a data set of equal
 
 Example:
     python tools/simulate_data.py dfn192m_neuclip --samples 192e6 --nodes 1 8 64 --cache-gb 200 1000
-    python tools/simulate_data.py vith14_tuneclip --samples 12e6 --nodes 8 --data.batch_size=16384
 """
 
 import argparse
@@ -22,7 +21,7 @@ from neuclip_ds.recipe import parse
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; its options may follow")
+    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file, and options of a run")
     parser.add_argument("--samples", type=float, default=192e6)
     parser.add_argument("--shard-samples", type=int, default=10_000)
     parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
