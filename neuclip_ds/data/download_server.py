@@ -1,8 +1,8 @@
 """Processes that download shards, forked by a server that imports fsspec and its backends once.
 
-These imports take up to a second of CPU. A process that fetches starts one server, a fresh program with a single
-thread. What it forks inherits neither threads nor locks of a process that has used fsspec, with which a download can
-block for ever, and creates its own file system, so that every download reads files of credentials anew.
+A process that fetches starts one server, a new program with a single thread. The processes that it forks can be killed
+when a read blocks. They inherit neither threads nor locks of a process that has used fsspec, with which a download can
+block for ever. Each creates a new file system object, which reads files of credentials anew.
 
 For each download the server receives two sockets: one is passed to the forked process, which receives the request
 (the URL may hold a secret, so it is on no command line) and sends the outcome. When the other one is closed, because
@@ -57,7 +57,7 @@ class DownloadProcess:
             TransferFailure: the download has failed or was killed.
         """
         try:
-            self._connection.send((dict(os.environ), self._url, target, timeout, size))
+            self._connection.send((dict(os.environ), self._url, target.absolute(), timeout, size))
             outcome = self._connection.recv()
         except (EOFError, ConnectionError):
             raise TransferFailure("the process of the download was killed", FailureKind.OUTAGE) from None
