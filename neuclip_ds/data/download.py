@@ -1,18 +1,6 @@
-"""Download one URL with fsspec, as a separate program that `fetch` starts for every shard.
+"""Download one URL with fsspec; large files in ranges where the number of bytes is known."""
 
-A blocked read can thus be killed, and the process inherits neither threads nor locks of a parent that has used fsspec:
-in forked processes fsspec can block for ever.
-
-    NEUCLIP_DS_URL=URL python -m neuclip_ds.data.download FILE TIMEOUT [BYTES]
-
-The URL may hold a secret, and all users of the machine can read command lines. Where the number of bytes is known,
-large files are downloaded in ranges. The exit code is 0, or 1 after one line of JSON: the reason and the kind of the
-failure.
-"""
-
-import json
 import os
-import sys
 import threading
 import time
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
@@ -21,9 +9,8 @@ from typing import Any
 
 import fsspec
 
-from neuclip_ds.data.failures import FailureKind, TransferFailure, describe_error
+from neuclip_ds.data.failures import FailureKind, TransferFailure
 
-URL = "NEUCLIP_DS_URL"
 _HTTP = ("http://", "https://")
 _RANGED = (*_HTTP, "s3://", "gs://", "gcs://")
 _STREAMS = 4  # ranges of a file that are downloaded at the same time
@@ -32,20 +19,24 @@ _SMALLEST, _LARGEST = 1 << 20, 8 << 20  # bytes of a range, which backends keep 
 _QUICK = 0.5  # seconds; the next range is twice as long where one took less
 
 
-def main() -> None:
-    """Download the URL of the environment to the file that the command line names."""
-    url, (target, timeout, *size) = os.environ[URL], sys.argv[1:]
-    try:
-        fs, path = fsspec.core.url_to_fs(url, **_options(url, float(timeout)))
-        Path(target).touch(exist_ok=False)  # the timeout starts here: backends take seconds to import
-        if size and int(size[0]) > _RANGES_ABOVE and url.startswith(_RANGED):
-            _Ranges(fs, path, Path(target), int(size[0])).download()
-        else:
-            fs.get_file(path, target)
-    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-        failure = describe_error(error)
-        print(json.dumps({"reason": str(failure), "kind": failure.kind.value}), flush=True)
-        os._exit(1)  # without waiting for the threads of other ranges
+def download(url: str, target: Path, timeout: float, size: int | None) -> None:
+    """Download a URL to the file `target`, which must not exist.
+
+    Threads may still run when this raises: end the process.
+
+    Args:
+        timeout: seconds without a byte after which the caller kills this process.
+        size: bytes that are expected, if known.
+
+    Raises:
+        Exception: of the backend, of any type.
+    """
+    fs, path = fsspec.core.url_to_fs(url, **_options(url, timeout))
+    target.touch(exist_ok=False)  # the timeout starts here: backends can take seconds to import
+    if size is not None and size > _RANGES_ABOVE and url.startswith(_RANGED):
+        _Ranges(fs, path, target, size).download()
+    else:
+        fs.get_file(path, str(target))
 
 
 def _options(url: str, timeout: float) -> dict[str, Any]:
@@ -144,7 +135,3 @@ class _Sink:
 
     def tell(self) -> int:
         return self._start + self.written
-
-
-if __name__ == "__main__":
-    main()

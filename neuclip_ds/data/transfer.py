@@ -1,21 +1,18 @@
-"""Run the program or command that transfers a shard into a file, in a thread that can be stopped at any time."""
+"""Run the process that transfers a shard into a file, in a thread that can be stopped at any time."""
 
 from __future__ import annotations
 
-import json
 import os
-import shlex
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import IO
 
-from neuclip_ds.data.download import URL
+from neuclip_ds.data.download_server import DownloadProcess
 from neuclip_ds.data.failures import FailureKind, TransferFailure, kind_of_message
 
 _PIPE = "pipe:"
@@ -31,7 +28,6 @@ wait $command; code=$?
 exec 2>/dev/null; kill -KILL $guard; wait $guard
 exit $code
 """
-_ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
 
 
 def is_command(url: str) -> bool:
@@ -62,12 +58,10 @@ class Transfer(threading.Thread):
         self._size, self._on_end = size, on_end
         self._url, self._part, self._timeout = url, part, timeout
         self._closed = False
-        self._process: subprocess.Popen[bytes] | None = None
 
     def run(self) -> None:
         try:
-            with tempfile.TemporaryFile() as messages:
-                self._copy(messages)
+            self._copy()
         except BaseException as error:
             self.error = error
         if self._closed:
@@ -75,84 +69,71 @@ class Transfer(threading.Thread):
         self._on_end()
 
     def close(self) -> None:
-        """Kill the process group if it still runs, and remove the temporary file."""
+        """Kill the process if it still runs, and remove the temporary file."""
         self._closed = True
         if self.is_alive():
             self._kill()
         self._part.unlink(missing_ok=True)
 
-    def _copy(self, messages: IO[bytes]) -> None:
-        process = self._process = subprocess.Popen(
-            ["bash", "-c", _GUARDED, self._command()],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=messages,
-            bufsize=0,
-            pipesize=_PIPE_BYTES,
-            start_new_session=True,
-            env={**os.environ, URL: self._url, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
-        )
-        if self._closed:
-            self._kill()
-        with process:
-            try:
-                assert process.stdout is not None
-                self._drain(process.stdout)
-                code = process.wait()
-            finally:
-                self._kill()
-        self._check(code, messages)
+    def _copy(self) -> None:
+        """Run the process to its end; raise TransferFailure if it fails."""
+        raise NotImplementedError
 
     def _kill(self) -> None:
-        if self._process is not None and self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-
-    def _command(self) -> str:
-        """Return the command that bash runs."""
-        raise NotImplementedError
-
-    def _drain(self, output: IO[bytes]) -> None:
-        """Read the command's output to the end."""
-        raise NotImplementedError
-
-    def _check(self, code: int, messages: IO[bytes]) -> None:
-        """Raise TransferFailure if the command has failed."""
+        """Kill the process, with what it has started, if it runs."""
         raise NotImplementedError
 
 
 class Download(Transfer):
-    """Transfer with fsspec, in a program that writes the file itself and prints its error as JSON."""
+    """Transfer with fsspec, in a process that writes the file itself."""
 
     overhead = 60.0
-    _outcome = b""
+    _process: DownloadProcess | None = None
 
-    def _command(self) -> str:
-        program = [sys.executable, "-m", "neuclip_ds.data.download"]
-        size = [] if self._size is None else [str(self._size)]
-        return shlex.join([*program, str(self._part), str(self._timeout), *size])
+    def _copy(self) -> None:
+        with closing(DownloadProcess(self._url)) as process:
+            self._process = process
+            if self._closed:
+                return
+            process.download(self._part, self._timeout, self._size)
 
-    def _drain(self, output: IO[bytes]) -> None:
-        self._outcome = output.read()
-
-    def _check(self, code: int, messages: IO[bytes]) -> None:
-        if code == 0:
-            return
-        try:
-            outcome = json.loads(self._outcome.splitlines()[-1])
-        except (ValueError, IndexError):
-            reason = f"the download exited with code {code}: {_last_line(messages)}"
-            raise TransferFailure(reason, FailureKind.OUTAGE) from None
-        raise TransferFailure(outcome["reason"], FailureKind(outcome["kind"]))
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
 
 
 class Command(Transfer):
     """Transfer from a command's standard output."""
 
+    _process: subprocess.Popen[bytes] | None = None
     _written = 0
 
-    def _command(self) -> str:
-        return self._url.removeprefix(_PIPE)
+    def _copy(self) -> None:
+        with tempfile.TemporaryFile() as messages:
+            process = self._process = subprocess.Popen(
+                ["bash", "-c", _GUARDED, self._url.removeprefix(_PIPE)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=messages,
+                bufsize=0,
+                pipesize=_PIPE_BYTES,
+                start_new_session=True,
+            )
+            if self._closed:
+                self._kill()
+            with process:
+                try:
+                    assert process.stdout is not None
+                    self._drain(process.stdout)
+                    code = process.wait()
+                finally:
+                    self._kill()
+            self._check(code, messages)
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
 
     def _drain(self, output: IO[bytes]) -> None:
         with self._part.open("xb", buffering=0) as out:

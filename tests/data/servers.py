@@ -17,6 +17,7 @@ class Files(ThreadingHTTPServer):
     Attributes:
         gets: GET requests of each path; those of a range count as one where they begin at byte 0.
         heads: HEAD requests of each path.
+        authorizations: header of this name of each GET request that has one.
         faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `drip`; then all is
             well.
         gate: bodies are sent while it is set.
@@ -33,6 +34,7 @@ class Files(ThreadingHTTPServer):
         self.files: dict[str, bytes] = {}
         self.gets: Counter[str] = Counter()
         self.heads: Counter[str] = Counter()
+        self.authorizations: list[str] = []
         self.faults: dict[str, list[int | str]] = {}
         self.gate = threading.Event()
         self.gate.set()
@@ -65,6 +67,8 @@ class _Handler(BaseHTTPRequestHandler):
             self.send_error(404)
 
     def do_GET(self) -> None:
+        if authorization := self.headers["Authorization"]:
+            self.server.authorizations.append(authorization)
         with self.server.counting:
             self.server.active += 1
             busy = self.server.most is not None and self.server.active > self.server.most
