@@ -19,6 +19,7 @@ COMMANDS = {
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
     "plan": "predict step time, memory and cost of a run on more nodes",
+    "simulate-data": "simulate how nodes are supplied with shards",
     "profile": "measure computation, communication and overlap of a training step",
     "tune-deepspeed": "measure DeepSpeed settings on this machine and choose the best",
     "reproduce": "repeat the papers' comparisons in miniature",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_files_are_prefetched(tmp_path: Path) -> None:
     manifest = local_shards(tmp_path / "shards")
     order = GlobalOrder(manifest.starts, manifest.sizes, 3, 0)
     cache = ShardCache(tmp_path / "cache", 10**6, copies_files=True)
-    with Prefetcher(cache, order, manifest.shards, epoch=0, step=0, rows=[slice(0, 3)], total_steps=9) as ahead:
+    requests = partial(order.shards_ahead, 0, 0, [slice(0, 3)])
+    with Prefetcher(cache, requests, manifest.shards, begin=0, end=9, ahead=9) as ahead:
         for _ in range(1200):
             if copies(tmp_path / "cache") == len(SIZES):
                 return
