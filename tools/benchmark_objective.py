@@ -3,7 +3,11 @@
 The peer is OpenCLIP's recommended form, written out with autograd: local loss, features gathered with gradient. Where
 open_clip_torch is installed its own `ClipLoss` is taken. Both run in the same processes, one after the other in turns.
 
-Example: python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
+With `--tau` and `--features` most pairs weigh so little that their exponentials would be subnormal numbers.
+
+Examples:
+    python tools/benchmark_objective.py --ranks 1 2 --batch 512 2048 --repeats 20
+    python tools/benchmark_objective.py --ranks 1 --batch 512 --tau 0.01 --features opposed
 """
 
 import argparse
@@ -13,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from benchmarking import in_turns, machine, on_ranks, peer_loss, random_features, reset_peak, resident
+from benchmarking import FEATURES, in_turns, machine, on_ranks, peer_loss, random_features, reset_peak, resident
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
@@ -24,19 +28,20 @@ from neuclip_ds.objectives.methods.neuclip import NpnConfig
 HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |"
 
 
-def measure(rows: int, dim: int, repeats: int) -> dict[str, dict[str, Any]]:
+def measure(rows: int, repeats: int, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Return one rank's figures by objective: peak memory where repeats = 0, else seconds and bytes."""
     dist.init_process_group("gloo")
     communicator = Communicator()
     batch = rows * communicator.world_size
-    features = random_features(rows, dim, communicator)
+    dim, tau = options.dim, options.tau
+    features = random_features(rows, dim, communicator, options.features)
     peer, loss = peer_loss(communicator)
-    leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / 0.07)]
+    leaves = [features.image.clone(), features.text.clone(), torch.tensor(1 / tau)]
     leaves = [leaf.requires_grad_() for leaf in leaves]
     works: dict[str, Any] = {peer: lambda: torch.autograd.grad(loss(*leaves), leaves)}
-    counted = {method: Communicator() for method in METHODS}
+    counted = {method: Communicator() for method in options.methods}
     for method, of in counted.items():
-        config = Config.model_validate({"objective": {"method": method}})
+        config = Config.model_validate({"objective": {"method": method, "temperature": {"initial": tau}}})
         objective = build_objective(config, Context(dim, batch, of), torch.float32)
         works[method] = lambda objective=objective: objective(features, Step(0, 0, 1e-4, 1e-4))
     in_turns(works, 2 + NpnConfig().prototypes // batch, lambda: None)  # NPN predicts once its queue is full
@@ -61,12 +66,12 @@ def peak_megabytes(work: Any, communicator: Communicator) -> float:
     return (resident("VmHWM") - before) / 1e6
 
 
-def compare(world_size: int, rows: int, dim: int, repeats: int) -> list[str]:
+def compare(world_size: int, rows: int, options: argparse.Namespace) -> list[str]:
     """Return lines of a Markdown table; the first is the peer. Times and memory are those of the worst rank."""
-    timed = on_ranks(world_size, measure, rows, dim, repeats)
+    timed = on_ranks(world_size, measure, rows, options.repeats, options)
     # freed blocks return to the system at once, which costs time but makes resident memory what lives
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
-    weighed = on_ranks(world_size, measure, rows, dim, 0)
+    weighed = on_ranks(world_size, measure, rows, 0, options)
     del os.environ["MALLOC_MMAP_THRESHOLD_"]
     peer = next(iter(timed[0]))
     seconds = {key: max(statistics.median(rank[key]["seconds"]) for rank in timed) for key in timed[0]}
@@ -86,12 +91,16 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="world sizes (default 1 2)")
     parser.add_argument("--batch", type=int, nargs="+", default=[512, 2048], help="rows a rank (default 512 2048)")
     parser.add_argument("--dim", type=int, default=512, help="feature width (default 512)")
+    parser.add_argument("--tau", type=float, default=0.07, help="temperature (default 0.07)")
+    parser.add_argument("--features", choices=FEATURES, default="random", help="of what kind (default random)")
+    parser.add_argument("--methods", nargs="+", default=[*METHODS], help="of ours (default all)")
     parser.add_argument("--repeats", type=int, default=20, help="timed steps, in turns (default 20)")
     arguments = parser.parse_args()
-    print(f"{machine()}, float32, d = {arguments.dim}\n\n{HEADER}\n{'|---' * 8}|")
+    print(f"{machine()}, float32, d = {arguments.dim}, tau = {arguments.tau}, features: {arguments.features}\n")
+    print(f"{HEADER}\n{'|---' * 8}|")
     for world_size in arguments.ranks:
         for rows in arguments.batch:
-            print("\n".join(compare(world_size, rows, arguments.dim, arguments.repeats)), flush=True)
+            print("\n".join(compare(world_size, rows, arguments)), flush=True)
 
 
 if __name__ == "__main__":

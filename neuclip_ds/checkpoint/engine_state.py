@@ -133,6 +133,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
 @torch.no_grad()
 def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
     """Fill optimizer state and, if asked for, masters of this rank; padding becomes zero."""
+    optimizer = engine.basic_optimizer
     by_master: defaultdict[Tensor, list[Placement]] = defaultdict(list)
     for place in placements(engine, communicator.rank):
         by_master[place.master].append(place)
@@ -146,7 +147,9 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
                 if place.start < place.stop and (kind == WEIGHT or kind in files.kinds(place.name)):
                     place.within(whole).copy_(files.read(place.name, kind, place.start, place.stop))
         if state or scalars:
-            engine.basic_optimizer.state[master] = {**scalars, **state}
+            # a fused optimizer counts its steps where it steps, the others on the CPU
+            counted_on = master.device if optimizer.defaults.get("fused") else torch.device("cpu")
+            optimizer.state[master] = {**{kind: x.to(counted_on) for kind, x in scalars.items()}, **state}
 
 
 def _open(folder: Path, module: Any) -> StateFiles:

@@ -20,6 +20,7 @@ from neuclip_ds.distributed.environment import complete_environment, read_enviro
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.distributed.rendezvous import open_store, rendezvous
 from neuclip_ds.distributed.secret import SEEN_WITHIN, launch_key, not_shared
+from neuclip_ds.distributed.subnormals import flushed_subnormals
 from neuclip_ds.errors import UserError
 
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
@@ -32,7 +33,7 @@ def connected(task: str, folder: Path = Path(), max_outage: float = 0.0) -> Iter
 
     `task` is that of all ranks, in lines such as a config's; `folder` is one that all nodes share; `max_outage` is the
     seconds that a node may wait for its storage while the others wait in a collective. Raises `UserError` where ranks
-    are missing, or run other code or another task.
+    are missing, or run other code or another task. Subnormal numbers count as zero in the block.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
@@ -41,14 +42,15 @@ def connected(task: str, folder: Path = Path(), max_outage: float = 0.0) -> Iter
     _choose_device(environment.local_rank)
     if environment.world_size == 1:
         try:
-            yield join(max_outage)
+            with flushed_subnormals():
+                yield join(max_outage)
         finally:
             leave()
         return
     store = open_store(environment.rank)
     with launch_key(store, environment.rank, folder) as key:
         rendezvous(store, key, environment, _facts(task))
-    with FailureDetector(environment, store, key):
+    with FailureDetector(environment, store, key), flushed_subnormals():
         yield join(max_outage)
         leave()
 

@@ -24,6 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 
@@ -77,6 +78,7 @@ class _GeneralPairs:
         self._grid, self._pair_loss = grid, pair_loss
         self._inverse_tau = tau.reciprocal()
         self._positive = grid.positive.expand(2, -1)
+        self._lowest = lowest_exponent(tau.dtype)
         self._kept: deque[Tensor] = deque()
 
     def log_sum_exp(self) -> Tensor:
@@ -88,11 +90,11 @@ class _GeneralPairs:
             _, logit = self._logits(similarity, block)
             self._grid.positives(logit[0], block).fill_(-math.inf)
             row_sums = result[block.side, block.rows]
-            row_sums.copy_(torch.logaddexp(row_sums, logit[0].logsumexp(dim=1)))
+            row_sums.copy_(torch.logaddexp(row_sums, self._log_sum(logit[0], 1)))
             if block.local is not None:
                 self._grid.positives(logit[1], block).fill_(-math.inf)
                 column_sums = result[1 - block.side, block.local]
-                column_sums.copy_(torch.logaddexp(column_sums, logit[1].logsumexp(dim=0)))
+                column_sums.copy_(torch.logaddexp(column_sums, self._log_sum(logit[1], 0)))
         return result
 
     def gradient(self, log_share: Tensor) -> PairGradient:
@@ -111,7 +113,7 @@ class _GeneralPairs:
                 strict=True,
             )
             for difference, logit, share, inverse_tau, (side, where, dim) in anchors:
-                part = (logit + share).exp_()
+                part = (logit + share).clamp_(min=self._lowest).exp_()
                 self._grid.positives(part, block).fill_(0.0)
                 if where is not None:
                     mean_logit[side, where] += (logit.mul_(part)).sum(dim)
@@ -125,6 +127,10 @@ class _GeneralPairs:
         grads = self._grid.gradient(weight)
         self._grid.add_positives(grads, -pull.sum(dim=0))
         return PairGradient(*grads, mean_logit)
+
+    def _log_sum(self, logit: Tensor, dim: int) -> Tensor:
+        """Return logsumexp along a dimension; overwrites `logit`."""
+        return logit.clamp_(min=logit.amax(dim, keepdim=True) + self._lowest).logsumexp(dim)
 
     def _logits(self, similarity: Tensor, block: Block) -> tuple[list[Tensor], list[Tensor]]:
         """x = s - s_ii and l(x)/tau for the block's row anchors and for its column anchors."""
@@ -146,6 +152,7 @@ class _FactoredPairs:
         self._grid, self._tau = grid, tau
         # a sum of B terms, and a product with the anchor's factor, have room beyond it
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
+        self._tiny = torch.finfo(tau.dtype).tiny
         self._shift = (tau.reciprocal() - self._limit).clamp(min=0)
         self._log_factor = self._shift - grid.positive / tau  # (B,)
         self._total, self._moment = grid.per_anchor(0.0), grid.per_anchor(0.0)
@@ -178,7 +185,8 @@ class _FactoredPairs:
 
         def weight(block: Block) -> Tensor:
             exponential = self._kept.popleft() if self._kept else self._exponential(block)[1]
-            return torch.add(*self._grid.anchors(grad_similarity, block)).mul_(exponential)
+            product = torch.add(*self._grid.anchors(grad_similarity, block)).mul_(exponential)
+            return torch.threshold_(product, self._tiny, 0.0)
 
         local = self._grid.local
         grads = self._grid.gradient(weight)
@@ -190,6 +198,8 @@ class _FactoredPairs:
     def _exponential(self, block: Block) -> tuple[Tensor, Tensor]:
         """s/tau - c of a block and its exponential, zero for positives."""
         exponent = self._grid.similarity(block).div_(self._tau).sub_(self._shift)
+        # what would be subnormal becomes zero, which unlike `lowest_exponent` adds nothing to a sum that vanishes
+        torch.threshold_(exponent, math.log(self._tiny), 2 * math.log(self._tiny))
         exponential = exponent.exp()
         self._grid.positives(exponential, block).fill_(0.0)
         return exponent, exponential

@@ -17,6 +17,7 @@ from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
 from neuclip_ds.objectives.temperature import LearnableTemperature
@@ -50,6 +51,7 @@ class SigmoidObjective(Objective):
             scaled = grid.similarity(block).div_(tau)
             against = scaled + bias  # -z times the logit
             grid.positives(against, block).neg_()
+            against.clamp_(min=lowest_exponent(against.dtype))
             grad_logit = against.sigmoid().div_(batch.size)
             grid.positives(grad_logit, block).neg_()
             if block.side == IMAGE:

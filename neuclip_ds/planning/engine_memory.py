@@ -13,8 +13,9 @@ from torch import nn
 from neuclip_ds.engine.zero import Wrapper, ZeroRules
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
-# float32 copies of what an optimizer updates at once: torch goes by single tensors on a CPU, by lists on a GPU
-_SCRATCH = {"cpu": {"adamw": 2, "lamb": 1, "lion": 1, "sgd": 1}, "cuda": {"adamw": 1, "lamb": 1, "lion": 2, "sgd": 1}}
+# float32 copies of what an optimizer updates at once: none in AdamW's fused kernel; torch's others go by single tensors
+# on a CPU, by lists on a GPU
+_SCRATCH = {"cpu": {"adamw": 0, "lamb": 1, "lion": 1, "sgd": 1}, "cuda": {"adamw": 0, "lamb": 1, "lion": 2, "sgd": 1}}
 
 
 class Parameters(NamedTuple):

@@ -26,6 +26,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.openclip_reference import openclip_loss
 
+FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
 EOS = 1  # of tokenizers that this project trains, and of random tokens
 
 
@@ -97,9 +98,20 @@ def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def random_features(rows: int, dim: int, communicator: Communicator) -> Features:
+def random_features(rows: int, dim: int, communicator: Communicator, kind: str = "random") -> Features:
+    """Return this rank's rows of noise; of another of `FEATURES`, with similarities that training may come to."""
     generator = torch.Generator().manual_seed(communicator.rank)
-    image, text = (normalize(torch.randn(rows, dim, generator=generator), dim=1) for _ in range(2))
+    image, text = (torch.randn(rows, dim, generator=generator) for _ in range(2))
+    centre = torch.ones(dim)
+    match kind:
+        case "matched":
+            text += image  # positives of about 0.7
+        case "collapsed":
+            image, text = image + 5 * centre, text + 5 * centre
+        case "opposed":
+            side = torch.randint(0, 2, (rows, 1), generator=generator) * 2 - 1
+            image, text = image + 2 * side * centre, text + 2 * side * centre
+    image, text = normalize(image, dim=1), normalize(text, dim=1)
     index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
     valid = torch.ones(rows, dtype=torch.bool, device=device)
     return Features(image.to(device), text.to(device), index.to(device), valid)

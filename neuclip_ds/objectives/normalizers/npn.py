@@ -49,6 +49,7 @@ from torch.nn import Parameter
 from torch.nn.functional import normalize
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
+from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
@@ -155,12 +156,13 @@ class NpnNormalizer(Normalizer):
         unit = normalize(prototypes.detach(), dim=1)
         exponential = anchors.new_empty((len(anchors), len(unit)))
         total, peak = torch.zeros_like(positive), torch.zeros_like(positive)
+        lowest = lowest_exponent(positive.dtype)
         rows_at_once = max(1, _CPU_BLOCK // max(1, len(unit))) if anchors.device.type == "cpu" else len(anchors)
         for low in range(0, len(anchors) if len(unit) else 0, rows_at_once):
             rows = slice(low, low + rows_at_once)
             block = torch.mm(anchors[rows], unit.T, out=exponential[rows]).div_(tau)  # cos(e_i, W_k) / tau
             peak[rows] = block.amax(dim=1)
-            total[rows] = block.sub_(peak[rows].unsqueeze(1)).exp_().sum(dim=1)
+            total[rows] = block.sub_(peak[rows].unsqueeze(1)).clamp_(min=lowest).exp_().sum(dim=1)
         return _Side(unit, exponential, total, peak - positive / tau)
 
     def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> None:
@@ -183,7 +185,8 @@ class NpnNormalizer(Normalizer):
     def _log_share(self, prediction: _Prediction) -> Tensor:
         """Return (2, B) log of p_ik / exponential_ik, where p_ik = exp(z_ik) / (m (eps + ghat_i)) sums to about 1."""
         log_scale = torch.stack([side.log_scale for side in prediction.sides])
-        return log_scale - prediction.alpha - math.log(self._config.prototypes)
+        share = log_scale - prediction.alpha - math.log(self._config.prototypes)
+        return share.clamp_(min=lowest_exponent(share.dtype))
 
     def _estimate(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step

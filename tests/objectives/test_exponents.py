@@ -1,0 +1,85 @@
+"""No method computes with subnormal numbers, however little most pairs weigh."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from build import VARIANTS, batch, objective, step
+from torch import Tensor
+from torch.nn.functional import normalize
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.section import merge
+
+ROWS, DIM, TAU = 48, 6, 0.01
+TINY = torch.finfo(torch.float32).tiny
+aten = torch.ops.aten
+PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm_.default}
+EXPONENTIALS = {aten.exp.default, aten.exp_.default, aten.sigmoid.default}
+
+
+class Watch(TorchDispatchMode):
+    """Counts the subnormal numbers that matrix products read and exponentials of pairs return.
+
+    Attributes:
+        exponentials: elements that exponentials have returned.
+        subnormal: the subnormal ones by operation.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.exponentials = 0
+        self.subnormal: dict[str, int] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        seen: list[Tensor] = []
+        if func in PRODUCTS:
+            seen = [x for x in args[-2:] if isinstance(x, Tensor)]
+        elif func in EXPONENTIALS and result.ndim == 2 and len(result) > 2:  # of pairs, not of 2 x B anchors
+            seen = [result]
+            self.exponentials += result.numel()
+        elif func is aten.logsumexp.default:
+            seen = [(args[0] - args[0].amax(args[1], keepdim=True)).exp()]
+        found = sum(int(((x != 0) & (x.abs() < TINY)).sum()) for x in seen if x.dtype is torch.float32)
+        if found:
+            self.subnormal[str(func)] = self.subnormal.get(str(func), 0) + found
+        return result
+
+
+def features(kind: str) -> tuple[Tensor, Tensor]:
+    """(rows, dim) images and texts: of unlike partners, of equal ones, or all in two opposite places."""
+    image, text = torch.randn(2, ROWS, DIM, generator=torch.Generator().manual_seed(0))
+    if kind == "matched":
+        text = image + 0.1 * text
+    if kind == "opposed":
+        place = torch.where(torch.arange(ROWS) % 2 == 0, 1.0, -1.0).unsqueeze(1)
+        image, text = place + 0.2 * image, place + 0.2 * text
+    return normalize(image, dim=1), normalize(text, dim=1)
+
+
+@pytest.mark.parametrize("kind", ["random", "matched", "opposed"])
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_product_or_exponential_is_slowed_down(name: str, kind: str) -> None:
+    method, options = VARIANTS[name]
+    options = merge(options, {"temperature": {"initial": TAU}})
+    tried = objective(method, Communicator(), DIM, torch.float32, **options)
+    image, text = features(kind)
+    for number in range(3):
+        with Watch() as watch:
+            found = tried(batch(image, text), step(number))
+        assert watch.exponentials
+        assert not watch.subnormal
+        assert found.image.isfinite().all()
+
+
+def test_a_feature_that_is_not_finite_is_not_hidden() -> None:
+    """Bounds keep NaN, by which the step is skipped."""
+    for name in ("openclip", "isogclr", "siglip", "neuclip"):
+        image, text = features("random")
+        image[3, 2] = torch.nan
+        tried = objective(name, Communicator(), DIM, torch.float32, temperature={"initial": TAU})
+        assert not tried(batch(image, text), step()).image.isfinite().all(), name
