@@ -47,7 +47,7 @@ def test_one_machine(folder, tmp_path):
     assert without_checksums(tmp_path / "m") == list(build_manifest(resolve_shards(str(folder)), 1).shards)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+@pytest.mark.parametrize("ranks", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_mpi_ranks(folder, tmp_path, ranks):
     mpirun = shutil.which("mpirun", path=str(Path(sys.executable).parent)) or "mpirun"
     launcher = (mpirun, "--allow-run-as-root", "--oversubscribe", "-n", str(ranks))

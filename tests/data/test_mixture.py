@@ -42,7 +42,7 @@ def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
     return order.visits(*place).tolist(), order.batch(*place).tolist()
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any),
     st.sampled_from([(16, 4), (12, 1), (24, 24), (20, 5)]),

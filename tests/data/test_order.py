@@ -34,7 +34,7 @@ def settings_of_orders(draw):
     return sizes, streams * lane, draw(st.integers(0, 2**63 - 1)), interleave
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_pad_takes_every_sample_exactly_once(case, epoch):
     sizes, batch_size, seed, interleave = case
@@ -49,7 +49,7 @@ def test_pad_takes_every_sample_exactly_once(case, epoch):
     assert np.all(padding >= (order.steps_per_epoch - 1) * batch_size), "padding is in the last batch only"
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=50, deadline=None)
 @given(settings_of_orders(), st.integers(0, 5))
 def test_drop_has_no_padding_and_no_repeats(case, epoch):
     sizes, batch_size, seed, interleave = case
@@ -62,7 +62,7 @@ def test_drop_has_no_padding_and_no_repeats(case, epoch):
     assert len(set(indices.tolist())) == len(indices) == order.steps_per_epoch * batch_size
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(settings_of_orders(), st.data())
 def test_a_start_anywhere_equals_iterating_there(case, data):
     sizes, batch_size, seed, interleave = case
@@ -173,7 +173,7 @@ def ahead(order: GlobalOrder, epoch: int, step: int, rows: list[slice], epochs: 
     return list(itertools.takewhile(lambda need: need.first < end, order.shards_ahead(epoch, step, rows)))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(settings_of_orders(), st.sampled_from(["pad", "drop"]), st.data())
 def test_shards_ahead_are_those_of_the_batches(case, tail, data):
     sizes, batch_size, seed, interleave = case

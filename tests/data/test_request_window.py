@@ -11,7 +11,7 @@ from neuclip_ds.data.order import GlobalOrder, ShardRequest
 from neuclip_ds.data.request_window import RequestWindow
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 4), st.integers(3, 20), st.integers(1, 12), st.booleans())
 def test_the_window_holds_what_batches_read_and_never_more_than_fits(streams, block, capacity, staggered):
     sizes = np.full(12, 5)

@@ -111,7 +111,7 @@ def pinning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # torch's thread that pins
-@pytest.mark.parametrize("kind", ["training", "pinning", "evaluation"])
+@pytest.mark.parametrize("kind", ["training", pytest.param("pinning", marks=pytest.mark.slow), "evaluation"])
 def test_killed_workers_are_replaced_wherever_the_main_thread_is(kind: str, request: pytest.FixtureRequest) -> None:
     load: Load = request.getfixturevalue("evaluation" if kind == "evaluation" else "training_batches")
     expected = list(load(OPTIONS._replace(workers=0)))

@@ -71,8 +71,8 @@ def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
     }
     option = f"--data.sources={json.dumps(sources)}"
     runs = tmp_path / "runs"
-    for steps in (7, 14):
-        done = train(runs, "", steps, option)
+    for steps, ranks in ((7, 1), (14, 2)):
+        done = train(runs, "", steps, option, ranks=ranks)
         assert done.returncode == 0, done.stderr
     whole = train(tmp_path / "whole", "", 14, option)
     assert whole.returncode == 0, whole.stderr
