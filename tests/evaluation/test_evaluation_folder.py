@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -42,7 +41,7 @@ def test_no_shard_stays_open(tmp_path: Path) -> None:
     folder = numbered(tmp_path, 40, 20)
     kept = [sample for sample in folder.samples() if sample.text("txt") == "3"]
     gc.collect()
-    opened = [os.readlink(path) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+    opened = [str(path.readlink()) for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
     assert len([path for path in opened if path.startswith(str(tmp_path))]) == 1
     assert number(kept.pop()) == 3
 
