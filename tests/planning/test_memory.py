@@ -192,6 +192,7 @@ def test_gpu_memory_is_a_number_of_gigabytes(value: str) -> None:
         parse(["demo", f"--gpu-memory={value}"])
 
 
+@pytest.mark.slow
 def test_vit_h_fits_eight_gpus_of_80_gb() -> None:
     """The job of the TuneCLIP paper: 256 pairs on each of 8 GPUs."""
     config = parse(["vith14_tuneclip"]).config

@@ -146,6 +146,7 @@ def check_collectives(folder: Path, name: str, stage: int) -> None:
     assert {(one["purpose"], one["op"], one["size"]): one["calls"] for one in found["collectives"]} == predicted
 
 
+@pytest.mark.slow
 def test_the_cost_model_is_fitted_to_profiles(folder: Path, tmp_path: Path) -> None:
     done = call("tools/plan.py", "fit", str(folder), "--cores", "2", "--out", str(tmp_path))
     assert done.returncode == 0, done.stderr
