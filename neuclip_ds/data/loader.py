@@ -70,7 +70,7 @@ def _train_batches(order: BatchOrder, rank: int, world_size: int, epoch: int, st
 
     def items(number: int) -> Items:
         epoch, step = divmod(first + number, order.steps_per_epoch)
-        visits, indices = order.visits(epoch, step, rows), order.batch(epoch, step, rows)
+        visits, indices = order.visits(epoch, step, rows)
         return list(zip(visits.tolist(), indices.tolist(), strict=True))
 
     def describe(number: int) -> str:

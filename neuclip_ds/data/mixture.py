@@ -114,13 +114,10 @@ class MixtureOrder:
 
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of a step's rows, by default all B."""
-        return self._rows(epoch, step, rows)[1]
+        return self.visits(epoch, step, rows)[1]
 
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the epoch of its source that each sample of `batch` is visited in."""
-        return self._rows(epoch, step, rows)[0]
-
-    def _rows(self, epoch: int, step: int, rows: slice) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return the epoch of its source that each sample of `batch` is visited in, and `batch`."""
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
         number = epoch * self.steps_per_epoch + step

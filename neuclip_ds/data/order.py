@@ -62,8 +62,8 @@ class BatchOrder(Protocol):
     def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
         """Return the global indices of a step's rows, -1 for empty ones."""
 
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return how often each sample of `batch` has been visited before."""
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return how often each sample of `batch` has been visited before, and `batch`."""
 
     def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
         """Iterate over the shards that these rows of the batches read."""
@@ -164,9 +164,13 @@ class GlobalOrder:
         stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # (b,)
         return self.samples(epoch, stream, step * self._lane + place)
 
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return how often each sample of `batch` has been visited before, by which augmentation and caption differ."""
-        return np.full(len(range(self.batch_size)[rows]), epoch)
+    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Return how often each sample of `batch` has been visited before, by which augmentation and caption differ.
+
+        The second array is `batch`.
+        """
+        indices = self.batch(epoch, step, rows)
+        return np.full(len(indices), epoch), indices
 
     def samples(self, epoch: int, stream: NDArray[np.int64], within: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the global indices at positions within streams, elementwise, -1 beyond a stream's end."""

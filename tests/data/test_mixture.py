@@ -38,8 +38,8 @@ def source_of(index: int) -> int:
 
 
 def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
-    place = divmod(number, order.steps_per_epoch)
-    return order.visits(*place).tolist(), order.batch(*place).tolist()
+    visits, indices = order.visits(*divmod(number, order.steps_per_epoch))
+    return visits.tolist(), indices.tolist()
 
 
 @settings(max_examples=8, deadline=None)
