@@ -12,7 +12,7 @@ and threads. All write a TensorBoard point each --log-every steps; these points'
 Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
 objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
 
-Options of the run, such as --data.decoder=simplejpeg or --model.compile=true (in all programs), are passed on.
+Options of the run, such as --data.decoder=pil or --model.compile=true (in all programs), are passed on.
 
 Examples:
     python tools/benchmark_step.py

@@ -21,6 +21,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import LAYOUT, EvaluationFolder, Sample, read_lines
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -72,14 +73,14 @@ def classify(
     image_set: ZeroShotSet,
     transform: Callable[[bytes], Tensor],
     rules: Sequence[GroupRule] = (),
-    workers: int = 1,
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
     Args:
         transform: encoded image -> (3, H, W) uint8.
         rules: groupings of the samples, as in DataComp's WILDS and fairness sets.
-        workers: threads that decode.
+        loader: of samples.
 
     Returns:
         Counts over the whole set by class, and by group for each of the rules; equal on all ranks.
@@ -92,7 +93,7 @@ def classify(
     by_group = [GroupAccumulator(classes.device) for _ in rules]
     columns = [rule.column for rule in rules]
     prepare = partial(_prepare, image_set=image_set, transform=transform, columns=columns)
-    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, workers):
+    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, loader):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
         table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64, device=scores.device)
@@ -109,14 +110,17 @@ def classify(
 
 
 def zero_shot(
-    encoder: BatchEncoder, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], workers: int = 1
+    encoder: BatchEncoder,
+    image_set: ZeroShotSet,
+    transform: Callable[[bytes], Tensor],
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float]:
     """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
 
     Returns:
         `zero_shot_top1`, `zero_shot_top5` in [0, 1] and `zero_shot_images`, equal on all ranks.
     """
-    counts, _ = classify(encoder, image_set, transform, workers=workers)
+    counts, _ = classify(encoder, image_set, transform, loader=loader)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
         "zero_shot_top5": ratio(counts.top5, counts.support),
