@@ -3,7 +3,8 @@
 Photographs with a longer side of 512 px become random crops of 224 px and tokens, in batches. open_clip's pipeline is
 `open_clip_train.data.get_wds_dataset` with its training transform and tokenizer: webdataset, PIL, float32 batches. Ours
 has uint8 batches and a BPE trained on the captions. WebLoader with our transform and tokenizer compares the loaders
-alone. Each contender runs in a new process, in turns; the median of the turns counts.
+alone. Each contender runs in a new process, in turns; the median of the turns counts. Then the same photographs are
+loaded as an evaluation does, twice with the same processes.
 
 The photographs are mosaics of a data set's images (`--data`), which are enlarged first: real detail, at the size and
 with the bytes that photographs have. Where the data set is absent, they are the demo's scenes with noise.
@@ -21,6 +22,7 @@ import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,12 +38,16 @@ from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.decoders import DECODERS, decode_pil, find_decoder
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import LoaderOptions, train_loader
+from neuclip_ds.data.loader import LoaderOptions, eval_batches, pair_dataset, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.transforms import RandomCrop, train_transform
+from neuclip_ds.data.transforms import EvalTransform, RandomCrop, train_transform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.loading import EvaluationLoader
+from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 
 LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
@@ -63,6 +69,7 @@ class Setting(argparse.Namespace):
     seed: int
     tars: list[str]
     tokenizer: str  # folder
+    evaluation: str  # folder, of the photographs as an evaluation set
 
 
 Loader = Callable[[Setting], Iterator[int]]  # yields the sizes of endless batches
@@ -82,11 +89,10 @@ def write_photographs(setting: Setting, folder: Path) -> list[str]:
     for shard in range(SHARDS):
         with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
             for number in range(shard, setting.samples, SHARDS):
-                photograph = mosaic(draw.choices(tiles, k=6), upright=draw.random() < 0.3)
-                pixels = np.asarray(photograph, np.float32)
-                pixels = pixels + noise.normal(0, grain, pixels.shape) if grain else pixels
+                pixels = np.asarray(mosaic(draw.choices(tiles, k=6), upright=draw.random() < 0.3))
+                grainy = (pixels + noise.normal(0, grain, pixels.shape)).clip(0, 255).astype(np.uint8)
                 out = io.BytesIO()
-                Image.fromarray(pixels.clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=setting.quality)
+                Image.fromarray(grainy).save(out, "JPEG", quality=setting.quality)
                 add(archive, f"{number:08d}.jpg", out.getvalue())
                 add(archive, f"{number:08d}.txt", draw.choice(captions))
     return resolve_shards(str(folder))
@@ -194,6 +200,56 @@ def rate(contender: Loader, setting: Setting) -> float:
     return samples / (time.perf_counter() - began)
 
 
+# evaluation
+
+
+class Passes(NamedTuple):
+    """Samples/s of a rank, its start included."""
+
+    first: float  # starts the processes
+    second: float
+
+
+def evaluation_set(setting: Setting) -> Passes:
+    """Load the photographs as those of an evaluation set."""
+    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=find_decoder(None))
+    prepare = functools.partial(decode, transform=transform)
+
+    def passed(loader: EvaluationLoader) -> int:
+        found = sharded_batches(EvaluationFolder.read(folder), prepare, Communicator(), setting.batch, loader)
+        return sum(len(torch.stack(batch.rows)) for batch in found)
+
+    return two_passes(setting, EvaluationLoader(LoaderOptions(setting.workers, setting.prefetch)), passed)
+
+
+def evaluation_pairs(setting: Setting) -> Passes:
+    """Load the photographs as validation pairs."""
+    manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, setting.prefetch)
+    transform = EvalTransform(CROP, decode=find_decoder(None))
+    pairs = {"val": pair_dataset(manifest, transform, our_tokenizer(setting), 0, options)}
+
+    def passed(loader: EvaluationLoader) -> int:
+        batches = loader.batches("val", eval_batches(manifest, 0, 1, setting.batch))
+        return sum(int(batch.valid.sum()) for batch in batches)
+
+    return two_passes(setting, EvaluationLoader(options, pairs), passed)
+
+
+def two_passes(setting: Setting, loader: EvaluationLoader, passed: Callable[[EvaluationLoader], int]) -> Passes:
+    with closing(loader):
+        seconds = [timed(functools.partial(passed, loader)) for _ in range(2)]
+    return Passes(*(samples / elapsed for elapsed, samples in seconds))
+
+
+def link_evaluation_set(tars: list[str], folder: Path) -> str:
+    """Make an evaluation set of the photographs; return its folder."""
+    (folder / "test").mkdir(parents=True)
+    (folder / "test" / "nshards.txt").write_text(f"{len(tars)}\n")
+    for number, tar in enumerate(tars):
+        (folder / "test" / f"{number}.tar").symlink_to(tar)
+    return str(folder)
+
+
 # where the time goes
 
 
@@ -299,6 +355,7 @@ def run(setting: Setting) -> None:
         photographs = Path(name, "photographs")
         photographs.mkdir()
         setting.tars, setting.tokenizer = write_photographs(setting, photographs), f"{name}/tokenizer"
+        setting.evaluation = link_evaluation_set(setting.tars, Path(name, "set"))
         train_bpe(captions_of(setting), VOCABULARY, CONTEXT).save(setting.tokenizer)
         size = sum(Path(tar).stat().st_size for tar in setting.tars) / setting.samples
         print(
@@ -306,6 +363,7 @@ def run(setting: Setting) -> None:
             f"crops of {CROP} px, {setting.workers} workers, batch {setting.batch}\n"
         )
         print_rates(setting)
+        print_evaluation(setting)
         print_stages(setting)
         print_differences(setting)
 
@@ -325,6 +383,14 @@ def print_rates(setting: Setting) -> None:
         rates = [turn[name] / max(1, setting.workers) for turn in turns]
         ratio = statistics.median(turn["ours"] / turn[name] for turn in turns)
         print(f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - {max(rates):,.0f} | {ratio:.2f} |")
+
+
+def print_evaluation(setting: Setting) -> None:
+    print("\n| evaluation | samples/s a worker, first | again |\n|---|---|---|")
+    for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
+        turns = [alone(work, setting) for _ in range(setting.repeats)]
+        rates = [statistics.median(column) / max(1, setting.workers) for column in zip(*turns, strict=True)]
+        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
 
 
 def print_stages(setting: Setting) -> None:

@@ -158,7 +158,7 @@ class _WorkerFailure(Exception):
 def _start(work: Callable[[Any], Any], jobs: Iterator[Any], options: LoaderOptions) -> _MultiProcessingDataLoaderIter:
     loader: DataLoader[Any] = DataLoader(
         _UserErrorsAsValues(work),
-        batch_sampler=jobs,  # type: ignore[arg-type]  # of what else than lists of indices is no matter to it
+        batch_sampler=jobs,  # whatever they are: the loader only hands them on
         collate_fn=_collate,
         num_workers=options.workers,  # each with one torch thread, torch's default
         prefetch_factor=options.prefetch,
