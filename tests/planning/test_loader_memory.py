@@ -102,7 +102,7 @@ def test_640_images_of_150_kb_on_eight_gpus() -> None:
     evaluated = loader_memory(query(*options, world_size=8, device="cuda"), ranks_of_node=8)
     assert evaluated.shared == 2 * found.shared
     (line,) = found.lines()
-    assert "4.58 GB of pinned memory" in line
+    assert "4.57 GB of pinned memory" in line
     assert "(in a container --shm-size=25g)" in line
     on_cpu = loader_memory(query(*options, "--data.val=", world_size=8), ranks_of_node=8)
     assert (on_cpu.shared, on_cpu.pinned) == (34 * found.shared // 32, 0)
