@@ -27,7 +27,7 @@ from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
-_GPU_BLOCK = 8192  # columns that the objective works on at once
+_GPU_BLOCK = 1 << 26  # bytes of similarities that the objective works on at once, whatever the batch
 _BLOCK_COPIES = 8  # of such a block, in the general form of the pair gradient
 
 
@@ -252,7 +252,7 @@ def _similarities(query: MemoryQuery) -> int:
         kept = 0  # computed again, or needed once
     if query.device == "cpu":
         return kept  # its blocks have a MB
-    return kept + _BLOCK_COPIES * 4 * rows * min(batch, objective.chunk or _GPU_BLOCK)
+    return kept + _BLOCK_COPIES * min(_GPU_BLOCK, 4 * rows * min(batch, objective.chunk or batch))
 
 
 class ObjectiveState(NamedTuple):
