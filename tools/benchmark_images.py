@@ -38,7 +38,7 @@ from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
 from neuclip_ds.data.decoders import DECODERS, decode_pil, find_decoder
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import LoaderOptions, eval_batches, pair_dataset, train_loader
+from neuclip_ds.data.loader import LoaderOptions, eval_jobs, pair_dataset, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
@@ -229,7 +229,7 @@ def evaluation_pairs(setting: Setting) -> Passes:
     pairs = {"val": pair_dataset(manifest, transform, our_tokenizer(setting), 0, options)}
 
     def passed(loader: EvaluationLoader) -> int:
-        batches = loader.batches("val", eval_batches(manifest, 0, 1, setting.batch))
+        batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
         return sum(int(batch.valid.sum()) for batch in batches)
 
     return two_passes(setting, EvaluationLoader(options, pairs), passed)

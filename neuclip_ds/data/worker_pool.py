@@ -34,7 +34,7 @@ class LoaderOptions(NamedTuple):
     """How batches are loaded, which does not change their contents."""
 
     workers: int = 2  # number of loader processes; 0 loads in this process
-    prefetch: int = 4  # batches that each worker prepares ahead
+    prefetch: int = 4  # batches, or parts of them, that each worker prepares ahead
     timeout: float = 300  # seconds to wait for a batch
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from neuclip_ds.data.dataset import Batch, PairDataset
-from neuclip_ds.data.loader import Items, RankBatches
+from neuclip_ds.data.loader import Items, Jobs
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.evaluation.folder import Sample
 from neuclip_ds.evaluation.packing import Packed
@@ -60,10 +60,10 @@ class EvaluationLoader:
         self._workers, self._pairs = options.workers, pairs or {}
         self._pool = WorkerPool(partial(_do, self._pairs), options)
 
-    def batches(self, source: str, batches: RankBatches) -> Iterator[Batch]:
-        """Yield a rank's batches of a source of pairs; raises as `eval_loader` does."""
-        jobs = (_LoadPairs(source, batches.items(number)) for number in range(batches.number))
-        return self._run(jobs, batches.describe, self._pairs[source].folder)
+    def batches(self, source: str, jobs: Jobs) -> Iterator[Batch]:
+        """Yield a rank's batches, or parts of them, of a source of pairs; raises as `eval_loader` does."""
+        pairs = (_LoadPairs(source, jobs.items(number)) for number in range(jobs.number))
+        return self._run(pairs, jobs.describe, self._pairs[source].folder)
 
     def prepared(
         self, prepare: Callable[[Sample], T], groups: Iterable[list[Sample]], folder: Path

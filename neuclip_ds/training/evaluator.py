@@ -7,9 +7,10 @@ from typing import Any
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.decoders import find_decoder
-from neuclip_ds.data.loader import eval_batches, pair_dataset, train_batches
+from neuclip_ds.data.loader import eval_jobs, pair_dataset, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.rank_batch import part_count
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -53,6 +54,8 @@ class Evaluator:
         decode = find_decoder(config.data.decoder)
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash, decode)
         self._rank_batch = config.rank_batch(communicator.world_size)
+        micro = config.micro_batch(communicator.world_size)
+        self._rows = -(-micro // part_count(micro, preprocessing.size))  # that are loaded and encoded at once
         self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
         self._loader = self._start_loader()
 
@@ -68,7 +71,7 @@ class Evaluator:
         """Return results by name, equal on all ranks."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
-        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
+        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows)
         if self._val is not None:
             results.update(retrieval(encode, self._every_sample(_VAL, self._val), self._communicator))
         if self._zero_shot is not None:
@@ -96,8 +99,8 @@ class Evaluator:
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
-        ranks = self._communicator.rank, self._communicator.world_size
-        anchor_batches = self._loader.batches(_ANCHORS, train_batches(order, *ranks, epoch=0, step=0, steps=steps))
+        parts, ranks = -(-self._rank_batch // self._rows), self._ranks
+        anchor_batches = self._loader.batches(_ANCHORS, train_jobs(order, *ranks, 0, 0, steps=steps, parts=parts))
         return normalizer_error(
             encode,
             lambda *rows: objective.log_normalizers(Features(*rows)),
@@ -106,11 +109,16 @@ class Evaluator:
             self._every_sample(_TRAIN, manifest),
             self._communicator,
             anchors,
+            parts=parts,
         )
 
     def _every_sample(self, source: str, manifest: Manifest) -> Iterator[Batch]:
-        ranks = self._communicator.rank, self._communicator.world_size
-        return self._loader.batches(source, eval_batches(manifest, *ranks, self._rank_batch))
+        return self._loader.batches(source, eval_jobs(manifest, *self._ranks, self._rows))
+
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._communicator.rank, self._communicator.world_size
 
     def _start_loader(self) -> EvaluationLoader:
         sources: dict[str, tuple[Manifest, int]] = {}  # with the seeds of their captions

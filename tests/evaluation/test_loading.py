@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
-from neuclip_ds.data.loader import LoaderOptions, eval_batches
+from neuclip_ds.data.loader import LoaderOptions, eval_jobs
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
@@ -58,7 +58,7 @@ def test_sets_and_pairs_share_processes(tmp_path: Path) -> None:
     with closing(EvaluationLoader(OPTIONS, {"val": pairs})) as loader:
         seen = [{pid for batch in load(tmp_path / "labelled", loader) for _, pid in batch.rows} for _ in range(2)]
         for _ in range(2):
-            batches = list(loader.batches("val", eval_batches(manifest, 0, 1, 4)))
+            batches = list(loader.batches("val", eval_jobs(manifest, 0, 1, 4)))
             assert torch.cat([batch.index for batch in batches]).tolist() == [*range(11), -1]
         captions = sharded_batches(
             EvaluationFolder.read(tmp_path / "captioned"), read_captions, Communicator(), 2, loader
