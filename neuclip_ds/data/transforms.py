@@ -66,8 +66,10 @@ class RandomCrop:
             top, left, height, width = RandomResizedCrop.get_params(shape_only, list(self._scale), list(_RATIO))
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
-        box = round(top * down), round(left * across), round(height * down), round(width * across)
-        return _as_tensor(_resize(F.crop(image, *box), [self.image_size, self.image_size]))
+        top, left = round(top * down), round(left * across)
+        height = min(round(height * down), height_now - top)  # rounding up both would go beyond the border
+        width = min(round(width * across), width_now - left)
+        return _as_tensor(_resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size]))
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Image.Image | Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,7 +12,7 @@ from tars import jpeg
 from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
-from neuclip_ds.data.decoders import DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
+from neuclip_ds.data.decoders import Decode, DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
 from neuclip_ds.data.transforms import EvalTransform, train_transform
 
 
@@ -87,6 +88,35 @@ def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
     torch.manual_seed(3)
     expected = reference.functional.pil_to_tensor(random(full)).float()
     assert (transform(data, 3).float() - expected).abs().mean() < 2  # of 255
+
+
+def noisy_photograph(seed: int, width: int, height: int) -> bytes:
+    """A JPEG with detail in every block, of which no scale or kernel makes the same pixels by chance."""
+    generator = np.random.default_rng(seed)
+    smooth = np.asarray(Image.open(io.BytesIO(jpeg(seed, width, height))), dtype=float)
+    noise = generator.normal(0, 25, smooth.shape)
+    out = io.BytesIO()
+    Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("decode", [decode_simplejpeg, decode_torchvision])
+@pytest.mark.parametrize("crop_scale", [0.9, 0.3, 1.0])
+def test_fast_decoders_give_open_clips_pixels_but_for_rounding(decode: Decode, crop_scale: float) -> None:
+    exact, fast = (train_transform(224, crop_scale, one) for one in (decode_pil, decode))
+    for seed in range(3):
+        data = noisy_photograph(seed, 512, 384)
+        difference = (exact(data, seed).int() - fast(data, seed).int()).abs()
+        assert difference.max() <= 2
+        assert difference.float().mean() < 0.05
+
+
+@pytest.mark.parametrize("decode", [decode_pil, decode_simplejpeg])
+def test_a_crop_of_a_scaled_decode_stays_within_the_image(decode: Decode) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (202, 202), "white").save(out, "JPEG")
+    transform = train_transform(64, 0.9, decode)
+    assert all(transform(out.getvalue(), seed).min() > 250 for seed in range(150)), "no row from beyond the border"
 
 
 @pytest.mark.parametrize(
