@@ -2,8 +2,8 @@
 
 PIL reads the header first, whoever decodes, so all agree on what is no image: only the formats that crawls of the web
 hold are tried (an EPS would start Ghostscript), and no more pixels than memory has room for. All use libjpeg-turbo. PIL
-and simplejpeg can decode a large JPEG at 1/2 of its size or less (scaled DCT, much faster; pixels differ slightly from
-a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to PIL.
+and simplejpeg can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT, much faster; pixels differ slightly
+from a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to PIL.
 
 simplejpeg and torchvision give tensors, which `neuclip_ds.data.transforms` resizes several times as fast as PIL its
 images.
@@ -84,10 +84,11 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     header = _read_header(data)
     if header.format not in _JPEG:
         return _decode(header, min_side)
-    # libjpeg-turbo has no vector code for scales between 1/2 and 1: they take longer than the full size
-    scale = {} if min_side is None else {"min_height": min_side, "min_width": min_side, "min_factor": 2}
+    width, height = header.size
+    # as PIL's `draft`: libjpeg-turbo has no vector code for other scales, and between 1/2 and 1 they take longer than 1
+    factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
     try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB", **scale)
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
     except ValueError:
         return _decode(header, min_side)
     return Decoded(torch.from_numpy(pixels).permute(2, 0, 1), header.size)
