@@ -412,7 +412,7 @@ def print_differences(setting: Setting) -> None:
     print("|---|---|---|---|")
     for decoder in DECODERS:
         found = difference(setting, decoder, min(128, setting.samples))
-        print(f"| {decoder} | {found.mean:.2f} | {found.largest:.0f} | {found.typical_largest:.0f} |")
+        print(f"| {decoder} | {found.mean:.3f} | {found.largest:.0f} | {found.typical_largest:.0f} |")
 
 
 if __name__ == "__main__":
