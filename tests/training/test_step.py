@@ -13,6 +13,7 @@ from reference import PlainEngine
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.rank_batch import RankBatch, part_rows
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.optimizers import build_optimizer
@@ -128,6 +129,28 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str) -> None
             assert found_tau == pytest.approx(tau, rel=1e-5)
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("micro", [4, ROWS])
+def test_a_batch_in_parts_is_the_same_step(micro: int) -> None:
+    """Parts of five and six rows, so that micro-batches lie over two of them; the weights have the same bits."""
+    config, found = config_of("fastclip_v3"), []
+    for parts in (1, 3):
+        torch.manual_seed(0)
+        model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        engine = PlainEngine(model, torch.optim.AdamW(model.parameters(), LR))
+        objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
+        step = TrainStep(engine, objective, Communicator(), micro, seed=0)
+        batches = [
+            RankBatch(
+                [Batch(*(column[part_rows(ROWS, parts, part)] for column in data(number)[:4])) for part in range(parts)]
+            )
+            for number in range(2)
+        ]
+        for number, batch in enumerate(step.copies.ahead(iter(batches))):
+            step(batch, place(number))
+        found.append([value.detach() for value in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_bf16_stays_close_to_float32() -> None:
