@@ -45,15 +45,15 @@ def _problems(found: Sequence[Finding]) -> Iterator[str]:
 
 
 def _good(found: Sequence[Finding]) -> Iterator[str]:
-    fine = [one for one in found if one.level == "fine"]
-    for check, message, _ in _merged(one for one in fine if one.message):
-        yield from _wrapped(f"{check}: {message}", "  ", "    ")
-    facts: defaultdict[str, dict[str, None]] = defaultdict(dict)
-    for one in fine:
-        for name, value in one.facts.items():
-            facts[one.check][f"{name}: {value}" if name != one.check else value] = None
-    for check, values in facts.items():
-        yield from _wrapped(f"{check}: {'; '.join(values)}", "  ", "    ")
+    """Yield what is fine, each text once, by check."""
+    texts: defaultdict[str, dict[str, None]] = defaultdict(dict)
+    for one in found:
+        if one.level == "fine":
+            facts = [f"{name} {value}" if name != one.check else value for name, value in one.facts.items()]
+            texts[one.check].update(dict.fromkeys(filter(None, [one.message, ", ".join(facts)])))
+    for check, of_check in texts.items():
+        for line in of_check:
+            yield from _wrapped(f"{check}: {line}", "  ", "    ")
 
 
 def _figures(found: Sequence[Finding]) -> Iterator[str]:

@@ -2,7 +2,8 @@
 
 from typing import NamedTuple
 
-from deepspeed.git_version_info import compatible_ops, installed_ops
+from deepspeed.git_version_info import installed_ops
+from deepspeed.ops.op_builder.all_ops import ALL_OPS
 
 
 class Ops(NamedTuple):
@@ -14,7 +15,14 @@ class Ops(NamedTuple):
 
 
 def list_ops() -> Ops:
-    """Return DeepSpeed's ops for the accelerator that it has chosen."""
-    built = [name for name, is_built in installed_ops.items() if is_built]
-    buildable = [name for name, can_be in compatible_ops.items() if can_be and name not in built]
-    return Ops(built, buildable, [name for name in compatible_ops if name not in (*built, *buildable)])
+    """Return DeepSpeed's ops for the accelerator that it has chosen; some are probed by compiling a line of C."""
+    built = [name for name in ALL_OPS if installed_ops.get(name)]
+    buildable = [name for name, builder in ALL_OPS.items() if name not in built and _can_be_built(builder)]
+    return Ops(built, buildable, [name for name in ALL_OPS if name not in (*built, *buildable)])
+
+
+def _can_be_built(builder: object) -> bool:
+    try:
+        return bool(builder.is_compatible(verbose=False))  # type: ignore[attr-defined]
+    except Exception:  # builders raise errors of every kind where their toolkit is absent
+        return False

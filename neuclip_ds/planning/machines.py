@@ -64,8 +64,9 @@ def find_machine(name: str, network: str) -> Machine:
 
 def data_sheet(device: str) -> dict[str, float] | None:
     """Return the row of machines.yaml whose name has its parts in a device's name; None where there is none."""
-    rows = {name: row for name, row in _known()["machines"].items() if all(p in device.lower() for p in name.split("_"))}
-    return rows[max(rows, key=len)] if rows else None
+    known = _known()["machines"]
+    names = [name for name in known if all(part in device.lower() for part in name.split("_"))]
+    return known[max(names, key=len)] if names else None
 
 
 def _row(known: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
@@ -90,8 +91,8 @@ def _read(path: Path) -> dict[str, Any]:
     if {"compute", "network"} <= parts.keys() or not missing:
         return parts
     raise UserError(
-        f"{path} is no machine: {', '.join(sorted(missing))} missing. `neuclip-ds doctor` writes all of it on two ranks "
-        "or more, `neuclip-ds plan fit` from profiles; or add what machines.yaml has of such a machine."
+        f"{path} is no machine: {', '.join(sorted(missing))} missing. Let `neuclip-ds doctor` write it on two ranks or "
+        "more, or `neuclip-ds plan fit` from profiles; or add what machines.yaml has of such a machine."
     )
 
 

@@ -76,7 +76,7 @@ def _cores(hidden: int) -> Finding:
     cores = len(os.sched_getaffinity(0))
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
     without = f", {hidden} GPUs hidden by DS_ACCELERATOR or CUDA_VISIBLE_DEVICES" if hidden else ", no GPU"
-    return fine(facts={"CPU": f"{cores} cores, {memory:,.0f} GB{without}"})
+    return fine(facts={"devices": f"CPU, {cores} cores, {memory:,.0f} GB{without}"})
 
 
 def _healths(gpus: list[Gpu]) -> Iterator[Finding]:

@@ -35,12 +35,13 @@ class Place(NamedTuple):
 def examine_space(request: Request, communicator: Communicator) -> Iterator[Finding]:
     for place in places(request):
         free = shutil.disk_usage(_existing(place.folder)).free
-        there = f"{place.folder} ({place.name}) has {free / 1e9:,.1f} GB free; {place.purpose} takes "
-        there += f"{place.needed / 1e9:,.1f} GB."
+        there = f"{place.folder} ({place.name}) has {free / 1e9:,.1f} GB free"
+        if place.needed:
+            there += f", {place.purpose} take {place.needed / 1e9:,.2f} GB"
         if free >= place.needed:
-            yield fine(there)
+            yield fine(f"{there}.")
         else:
-            yield (wrong if place.required else warning)(there, place.fix)
+            yield (wrong if place.required else warning)(f"{there}.", place.fix)
 
 
 def examine_speed(request: Request, communicator: Communicator) -> Iterator[Finding]:
@@ -54,7 +55,7 @@ def examine_speed(request: Request, communicator: Communicator) -> Iterator[Find
         if speed < _SLOW:
             seconds = place.needed / speed
             yield warning(
-                f"{place.folder} ({place.name}) is written at {speed / 1e6:.0f} MB/s; {place.purpose} takes "
+                f"{place.folder} ({place.name}) is written at {speed / 1e6:.0f} MB/s, {place.purpose} in "
                 f"{seconds:,.0f} s.",
                 place.fix,
             )
@@ -74,7 +75,7 @@ def places(request: Request) -> list[Place]:
     cached = data.cache_dir is not None or data.cache_local
     fix = "Set data.cache_dir to a folder on a larger or faster local disk, or lower data.cache_gb."
     cache = data.cache_dir or private_folder()
-    found.append(Place("shard cache", cache, data.cache_gb * 1e9 if cached else 0.0, "data.cache_gb", fix, False))
+    found.append(Place("shard cache", cache, data.cache_gb * 1e9 if cached else 0.0, "the shards of data.cache_gb", fix, False))
     return found
 
 

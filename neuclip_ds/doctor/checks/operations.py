@@ -1,9 +1,9 @@
 """DeepSpeed's own ops, and the compiler that builds them and what torch.compile makes."""
 
 import shutil
+import sys
 from collections.abc import Iterator
-
-from torch.utils.cpp_extension import is_ninja_available
+from pathlib import Path
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.doctor.finding import Finding, fine, warning
@@ -23,7 +23,8 @@ def examine(request: Request, communicator: Communicator) -> Iterator[Finding]:
 
 def missing_tools() -> list[str]:
     """Return what is missing to build an op."""
-    found = {"c++": shutil.which("c++") or shutil.which("g++"), "ninja": is_ninja_available()}
+    ninja = shutil.which("ninja") or shutil.which("ninja", path=str(Path(sys.executable).parent))
+    found = {"c++": shutil.which("c++") or shutil.which("g++"), "ninja": ninja}
     return [name for name, there in found.items() if not there]
 
 

@@ -68,10 +68,8 @@ def compare(losses: Mapping[str, Sequence[float]]) -> Iterator[Finding]:
                     f"{tolerance:.0e} is allowed.",
                     "Train with another DeepSpeed file, and report the machine and the versions.",
                 )
-        yield fine(
-            f"{len(names)} DeepSpeed files in {precision} train {STEPS} steps; their losses agree to "
-            f"{max(apart.values()):.0e}."
-        )
+        agreement = f"; their losses agree to {max(apart.values()):.0e}" if len(names) > 1 else ""
+        yield fine(f"{STEPS} steps in {precision} with {', '.join(names)}{agreement}.")
 
 
 def _apart(wanted: Sequence[float], found: Sequence[float]) -> float:
