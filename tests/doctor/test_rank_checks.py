@@ -71,6 +71,20 @@ def test_a_method_that_computes_something_else(monkeypatch: pytest.MonkeyPatch) 
     assert nan.message.startswith("sogclr") and good.message.startswith("1 variants")
 
 
+def test_products_in_tf32_would_show(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its inputs have 10 bits of mantissa: emulated by rounding the features."""
+    pairs = methods._pairs
+
+    def rounded(number: int) -> tuple[Tensor, Tensor, Tensor]:
+        image, text, index = pairs(number)
+        return *((x * 2.0**11).round() / 2.0**11 for x in (image, text)), index
+
+    exact = methods.run(Variant("openclip", "openclip", {}), CPU, torch.float64)
+    monkeypatch.setattr(methods, "_pairs", rounded)
+    coarse = methods.run(Variant("openclip", "openclip", {}), CPU, torch.float64)
+    assert methods._relative(coarse[0].image, exact[0].image) > methods.TOLERANCE
+
+
 def test_a_method_that_the_device_cannot_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(variant: Variant, device: torch.device) -> float:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")

@@ -1,6 +1,7 @@
 """All-reduces over all ranks at several sizes: their sums, and the bandwidth that they reach."""
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 
@@ -32,7 +33,7 @@ def examine(request: Request, communicator: Communicator) -> Iterator[Finding]:
                 "Set NCCL_DEBUG=INFO, try NCCL_P2P_DISABLE=1 and NCCL_IB_DISABLE=1 to find the faulty link.",
             )
         # as many calls on every rank
-        seconds = mean_seconds(lambda values=values: communicator.all_reduce(values, "doctor"), values.device, _CALLS)
+        seconds = mean_seconds(partial(communicator.all_reduce, values, "doctor"), values.device, _CALLS)
         rates[size] = ring_bytes("all_reduce", size, ranks) / seconds / 1e9
         if size == sizes[0]:
             yield fine(figures={CALLS + _WHERE[one_node]: 1 / seconds})

@@ -69,13 +69,13 @@ def places(request: Request) -> list[Place]:
     """
     run, data = request.config.run, request.config.data
     kept = run.keep_checkpoints + 1 + (run.best_metric is not None)  # one more while the oldest is replaced
-    size = _STATE * parameter_count(MemoryQuery(request.config, 1).build())
+    state = _STATE * parameter_count(MemoryQuery(request.config, 1).build())
     other = "Make room there, or choose another --run.folder; run.keep_checkpoints keeps fewer."
-    found = [Place("run folder", run.folder, kept * size, f"{kept} checkpoints", other, True)]
+    found = [Place("run folder", run.folder, kept * state, f"{kept} checkpoints", other, True)]
     cached = data.cache_dir is not None or data.cache_local
     fix = "Set data.cache_dir to a folder on a larger or faster local disk, or lower data.cache_gb."
-    cache = data.cache_dir or private_folder()
-    found.append(Place("shard cache", cache, data.cache_gb * 1e9 if cached else 0.0, "the shards of data.cache_gb", fix, False))
+    cache, size = data.cache_dir or private_folder(), data.cache_gb * 1e9 if cached else 0.0
+    found.append(Place("shard cache", cache, size, "the shards of data.cache_gb", fix, False))
     return found
 
 
