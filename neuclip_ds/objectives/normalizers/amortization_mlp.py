@@ -71,4 +71,4 @@ class AmortizationMlp:
         x = torch.baddbmm(torch.baddbmm(w.down_bias, w.up_shift, w.down), x, w.up_gain.mT * w.down).relu_()
         x = layer_norm(x, x.shape[2:])
         x = torch.addcmul(features + w.down_shift, x, w.down_gain).relu_()
-        return torch.baddbmm(w.out_bias, x, w.out).squeeze(2)
+        return (x * w.out.mT).sum(dim=2) + w.out_bias.squeeze(2)
