@@ -10,7 +10,18 @@ os.environ["HF_HUB_OFFLINE"] = "1"  # no test may reach for the network
 
 HERE = Path(__file__).parent
 # tests share helpers such as `ranks` and `oracle`
-_SHARED = ("evaluation", "models/pretrained", "data", "distributed", "engine", "objectives", "loss", "training", ".")
+_SHARED = (
+    "evaluation",
+    "models/pretrained",
+    "data",
+    "distributed",
+    "engine",
+    "objectives",
+    "loss",
+    "training",
+    "gpu_ready",
+    ".",
+)
 sys.path[:0] = [str(HERE / folder) for folder in _SHARED]
 
 import pytest  # noqa: E402
