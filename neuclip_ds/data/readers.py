@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-_OPEN_SHARDS = 256  # open file descriptors of a worker
+OPEN_SHARDS = 256  # open file descriptors of a worker
 _TABLE_BYTES = 1 << 30  # private memory of a worker's tables
 _MAPPING_BYTES = 1 << 16  # that a mapped table counts for: 16,384 mappings of the 65,530 that Linux allows a process
 _SAMPLE_BYTES = 80  # of a table that is not mapped
@@ -101,7 +101,7 @@ class TarReader:
         self._node_tables = _node_tables(cache)
         self._tables = RecentlyUsed(self._load_table, _TABLE_BYTES, weigh=_weight)
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
-        capacity = _OPEN_SHARDS if cache is None else 1
+        capacity = OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:

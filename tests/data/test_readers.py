@@ -110,7 +110,7 @@ def test_recently_used_keeps_to_its_capacity():
 
 
 def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("neuclip_ds.data.readers._OPEN_SHARDS", 2)
+    monkeypatch.setattr("neuclip_ds.data.readers.OPEN_SHARDS", 2)
     manifest = build_manifest(resolve_shards(str(write_pairs(tmp_path, [1] * 6))), processes=1)
     reader = TarReader(manifest)
     before = len(list(Path("/proc/self/fd").iterdir()))
