@@ -42,7 +42,9 @@ def _train(options: list[str], out: Path, fails: bool) -> None:
     out.write_text(json.dumps([*seen, children()]))
 
 
-@pytest.mark.parametrize("fails", [False, True], ids=["to its end", "that fails"])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(False, id="to its end"), pytest.param(True, id="that fails", marks=pytest.mark.slow)]
+)
 def test_a_run(tmp_path: Path, fails: bool) -> None:
     write_pairs(tmp_path / "val", [9, 17])
     data = write_pairs(tmp_path / "shards", [13, 13])
