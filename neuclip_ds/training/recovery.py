@@ -99,8 +99,7 @@ def _fill_in_blocks(context: RunContext, objective: Objective, block: int) -> No
     kept: list[tuple[Tensor, ...]] = []
     for number, batch in enumerate(context.data.batches(context.communicator, order, 0, 0, steps)):
         image, text = _features(context, batch.image, batch.tokens)
-        device = context.communicator.device
-        kept.append((image, text, batch.index.to(device), batch.valid.to(device)))
+        kept.append((image, text, batch.index, batch.valid))
         if len(kept) == batches_a_block or number + 1 == steps:
             image, text, index, valid = (torch.cat(column) for column in zip(*kept, strict=True))
             objective(Features(image, text, index, valid), Step(number, 0, 0.0, 0.0))

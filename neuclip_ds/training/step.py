@@ -26,12 +26,15 @@ from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
+from neuclip_ds.state.host_copy import HostCopy
 
 
 class StepOutcome(NamedTuple):
     """What one global batch gave; equal on all ranks but for the gradients."""
 
     gradients: FeatureGradients
+    loss: float  # of the global batch
+    tau: float  # the mean where samples have their own
     grad_norm: float  # of the encoders; not finite where the step was skipped
     applied: bool  # False where the step was skipped: all state is as before it
     not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite, over all ranks
@@ -61,11 +64,10 @@ class TrainStep:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = step.lr
         restore = self._restore_point()
-        device = self._communicator.device
+        device, index, valid = self._communicator.device, batch.index, batch.valid
+        gather = self._objective.begin_gather(index, valid)
         image = batch.image.to(device, non_blocking=True)
         tokens = batch.tokens.to(device, non_blocking=True)
-        index, valid = batch.index.to(device), batch.valid.to(device)
-        gather = self._objective.begin_gather(index, valid)
         rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
         if len(rows) == 1:
             self._fix_dropout(step, 0)
@@ -75,6 +77,7 @@ class TrainStep:
             collected = self._first_pass(image, tokens, rows, step, gather)
         with phase_range("objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
+        scalars = HostCopy(torch.stack([gradients.loss, gradients.metrics["tau"]]))  # arrive during the backward pass
         one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
         for number, part in enumerate(rows):
             if len(rows) > 1:
@@ -83,10 +86,11 @@ class TrainStep:
             self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
         with phase_range("optimizer"):
             norm, applied = update_weights(self._engine)
+        loss, tau = scalars.wait().tolist()
         if applied:
-            return StepOutcome(gradients, norm, applied, [])
+            return StepOutcome(gradients, loss, tau, norm, applied, [])
         restore()
-        return StepOutcome(gradients, norm, applied, self._not_finite(collected, batch))
+        return StepOutcome(gradients, loss, tau, norm, applied, self._not_finite(collected, batch))
 
     def _restore_point(self) -> Callable[[], None]:
         """Return what undoes a skipped step in the objective and in batch norm."""

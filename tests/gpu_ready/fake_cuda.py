@@ -72,7 +72,7 @@ class FakeGpu(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default and (self.differentiates or torch.is_grad_enabled()):
-            return _WITHOUT_STREAMS
+            return _WITHOUT_STREAMS if _is_cuda(args[0]) else func(*args, **kwargs)
         if func.namespace != "aten":  # a question about a tensor
             return func(*args, **kwargs)
         if kwargs.get("device") == _WITHOUT_STREAMS:
@@ -98,7 +98,7 @@ class FakeGpu(TorchDispatchMode):
             self._wait(on_gpu)
             self.launches += bool(on_gpu)
             return _DATA_DEPENDENT[op](*args, **kwargs)
-        if op in _INDEXED and on_gpu:
+        if op in _INDEXED:
             args = [args[0], self._plain_indices(args), *args[2:]]
         self._refuse_host_numbers(func, tensors, on_gpu)
         result = func(*args, **kwargs)
@@ -120,22 +120,20 @@ class FakeGpu(TorchDispatchMode):
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
         """Return indices of an indexed tensor with masks written out, all true."""
-        indices = list(args[1])
         values = args[2] if len(args) > 2 else None
         is_fill = values is not None and values.numel() == 1 and not _is_cuda(values)
         plain: list[Tensor | None] = []
-        for index in indices:
-            if index is None:
-                plain.append(index)
-            elif not _is_cuda(index):  # is moved to the device
-                self._wait([args[0]])
-                plain.append(index.to(DEVICE, non_blocking=True))
-            elif index.dtype in (torch.bool, torch.uint8):
-                if not is_fill:  # `x[mask] = number` is a masked_fill
-                    self._wait([index])
-                plain.extend(index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim))
-            else:
-                plain.append(index)
+        for index in args[1]:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            places = [index]
+            if is_mask and isinstance(index, FakeTensor):
+                places = [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+            elif is_mask:
+                with unset_fake_temporarily():
+                    places = list(index.nonzero().unbind(1))
+            if index is not None and _is_cuda(args[0]) and (not _is_cuda(index) or (is_mask and not is_fill)):
+                self._wait(args[:1])  # for the places, or to move them to the device
+            plain.extend(place if place is None else place.to(args[0].fake_device) for place in places)
         return plain
 
     def _refuse_host_numbers(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:

@@ -229,7 +229,7 @@ class NpnNormalizer(Normalizer):
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
         m = self._config.prototypes
-        rows = torch.arange(max(0, batch.size - m), batch.size, device=batch.index.device)
+        rows = torch.arange(max(0, batch.size - m), batch.size, device=batch.image.device)
         places = (self._seen + rows) % m
         mine = (places >= self._partition.start) & (places < self._partition.stop)
         for queue, features in zip(self._queue, (batch.image, batch.text), strict=True):
