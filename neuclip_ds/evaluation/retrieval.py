@@ -42,12 +42,10 @@ def retrieval(
     """
     image, text, valid = _encode_pairs(encode, batches)
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
-    all_pairs = communicator.all_gather(
-        torch.where(valid, pair, PADDING).to(image.device, non_blocking=True), "evaluation"
-    )
+    padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
+    all_pairs = communicator.all_gather(padded, "evaluation")
     rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
-    pair = pair.to(image.device, non_blocking=True).index_select(0, rows)
-    sides = image.index_select(0, rows), text.index_select(0, rows)
+    pair, *sides = (x.index_select(0, rows) for x in (padded, image, text))
     score = inner_products(*sides)
     sums = [image.new_full((), len(rows), dtype=torch.float64)]
     for anchors, candidates in zip(sides, (text, image), strict=True):
