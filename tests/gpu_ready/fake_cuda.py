@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -184,6 +184,21 @@ class _Event:
         self._gpu.wait_for_event(self._recorded)
 
 
+class _Stream:
+    """A CUDA stream, likewise."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def record_event(self) -> _Event:
+        event = _Event(self._gpu)
+        event.record()
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        pass
+
+
 def _is_cuda(tensor: Tensor) -> bool:
     """Tell it without a dispatch, which `Tensor.is_cuda` of a fake tensor is."""
     return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
@@ -239,7 +254,12 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor)))
+        stream = _Stream(gpu)
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: _Event(gpu)))
+        stack.enter_context(patch.object(torch.cuda, "Stream", lambda device: stream))
+        stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", lambda device: stream))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_fake_backward))
         stack.enter_context(gpu)
