@@ -56,9 +56,9 @@ class FeatureGather:
         """Start to gather the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin(rows))
 
-    def features(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Wait for and return (K b, d) image and text features in rank order."""
-        image, text = (self._joined(pieces).to(dtype) for pieces in (self._images, self._texts))
+    def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Wait for and return (K b, d) image and text features in rank order, or (B, d): those of these B rows."""
+        image, text = (self._selected(pieces, rows).to(dtype) for pieces in (self._images, self._texts))
         return image, text
 
     def _begin(self, rows: Tensor) -> Pending:
@@ -67,6 +67,10 @@ class FeatureGather:
             self._prefetch(self.padded_index)
             self._prefetch = None
         return pending
+
+    def _selected(self, pieces: list[Pending], rows: Tensor | None) -> Tensor:
+        whole = self._joined(pieces)
+        return whole if rows is None else whole.index_select(0, rows)
 
     def _joined(self, pieces: list[Pending]) -> Tensor:
         arrived = [piece.wait() for piece in pieces]
@@ -112,7 +116,6 @@ class GatheredFeatures:
             gather.add_text(features.text)
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
-        image, text = gather.features(features.image.dtype)
         self._count = len(features.index)
         start = communicator.rank * self._count  # of this rank's among the K b rows
         valid = self.padded_index >= 0
@@ -124,9 +127,10 @@ class GatheredFeatures:
             rows = valid.nonzero().squeeze(1)
             self.local = slice(*torch.searchsorted(rows, torch.tensor([start, start + self._count])).tolist())
             self.index = self.padded_index[rows]
-            self._rows = rows.to(image.device, non_blocking=True)
-            self._own_rows = (rows[self.local] - start).to(image.device, non_blocking=True)
-        self.image, self.text = self.compact_all(image), self.compact_all(text)
+            self._rows, self._own_rows = (
+                x.to(features.image.device, non_blocking=True) for x in (rows, rows[self.local] - start)
+            )
+        self.image, self.text = gather.features(features.image.dtype, self._rows)
 
     @property
     def size(self) -> int:
