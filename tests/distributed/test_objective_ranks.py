@@ -76,7 +76,7 @@ def test_ranks_equal_one(world_size: int) -> None:
 
 
 def test_traffic_is_counted() -> None:
-    """Two ranks: features are gathered once; the rest is O(B) scalars and networks' gradients, and no B x d gradient."""
+    """Features are gathered once; the rest is O(B) scalars and networks' gradients, and no B x d gradient."""
     ranks = run_ranks(2, train, 1000)
     share, item, apart = ROWS // 2, 8, ("features", "network gradients")
     for name in VARIANTS:
