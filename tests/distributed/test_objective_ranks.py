@@ -36,7 +36,7 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
         built = objective(method, communicator, DIM, **options)
         steps = []
         for number in range(STEPS):
-            rows = [part[mine] for part in global_batch(number)]
+            rows = [part[mine].to(communicator.device) for part in global_batch(number)]
             features = batch(*rows)
             if number % 2:  # as they come from the towers, in pieces of their own
                 gather = built.begin_gather(features.index, features.valid)
@@ -56,8 +56,12 @@ def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_equal_one(world_size: int) -> None:
+    check_ranks(run_ranks(world_size, train, 5))
+
+
+def check_ranks(ranks: list[dict[str, Any]]) -> None:
+    """The ranks' results together are those of one rank on the CPU, and its state is the same on all."""
     one = train(Communicator(), chunk=1000)
-    ranks = run_ranks(world_size, train, 5)
     for name in VARIANTS:
         for number in range(STEPS):
             found = [rank[name]["steps"][number] for rank in ranks]
@@ -76,7 +80,7 @@ def test_ranks_equal_one(world_size: int) -> None:
 
 
 def test_traffic_is_counted() -> None:
-    """Features are gathered once; the rest is O(B) scalars and networks' gradients, and no B x d gradient."""
+    """Two ranks: features are gathered once; the rest is O(B) scalars and the nets' gradients, no B x d gradient."""
     ranks = run_ranks(2, train, 1000)
     share, item, apart = ROWS // 2, 8, ("features", "network gradients")
     for name in VARIANTS:
