@@ -2,7 +2,11 @@
 
 A row holds for one call of its area: how often the host waits for the device, by the file that asks for it, and how
 many operations the call launches. Fewer fail as well: lower the row then. REWRITE_COSTS=1 pytest tests/gpu_ready
-writes what is found.
+writes what is found into the rows of the tests that run; a method without rows must not wait.
+
+Waits that remain are meant: a training step reads the gradient's norm to decide whether it is skipped (engine/update.py;
+DeepSpeed's wrappers around the optimizer read it themselves), an evaluation reads its counts once at its end, and the
+loss with `validate=True` its features' norms.
 """
 
 from __future__ import annotations
