@@ -91,6 +91,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, as the sample store reads them.
+        comm_dtype: precision that the rows have travelled in; they are numbers of it.
     """
 
     def __init__(
@@ -101,7 +102,7 @@ class GatheredFeatures:
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Take a rank's rows; b must be equal on all ranks. The rest is for a `FeatureGather`, where none has begun."""
-        self._communicator = communicator
+        self._communicator, self.comm_dtype = communicator, comm_dtype
         count = len(features.index)
         self._here = slice(communicator.rank * count, (communicator.rank + 1) * count)  # of the K b rows
         gather = features.gather
