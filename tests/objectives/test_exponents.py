@@ -18,7 +18,7 @@ ROWS, DIM, TAU = 48, 6, 0.01
 TINY = torch.finfo(torch.float32).tiny
 aten = torch.ops.aten
 PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm_.default}
-EXPONENTIALS = {aten.exp.default, aten.exp_.default, aten.sigmoid.default}
+EXPONENTIALS = {aten.exp.default, aten.exp_.default, aten.exp2_.default, aten.sigmoid.default}
 
 
 class Watch(TorchDispatchMode):
