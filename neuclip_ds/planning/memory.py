@@ -28,12 +28,7 @@ from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
-<<<<<<< HEAD
 _BLOCK_COPIES = 5  # of a block of similarities: itself, a product of the next, three buffers
-=======
-_GPU_BLOCK = 1 << 26  # bytes of similarities that the objective works on at once, whatever the batch
-_BLOCK_COPIES = 8  # of such a block, in the general form of the pair gradient
->>>>>>> main
 
 
 @dataclass(frozen=True)
@@ -255,13 +250,7 @@ def _similarities(query: MemoryQuery) -> int:
     visits_twice = find_method(objective.method).normalizer is not None
     if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
         kept = 0  # computed again, or needed once
-<<<<<<< HEAD
-    return kept + _BLOCK_COPIES * min(4 * rows * batch, block_bytes(query.device))
-=======
-    if query.device == "cpu":
-        return kept  # its blocks have a MB
-    return kept + _BLOCK_COPIES * min(_GPU_BLOCK, 4 * rows * min(batch, objective.chunk or batch))
->>>>>>> main
+    return kept + _BLOCK_COPIES * min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk or batch))
 
 
 class ObjectiveState(NamedTuple):
