@@ -25,6 +25,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
 from neuclip_ds.objectives.pair_loss import PairLoss
+from neuclip_ds.objectives.product_precision import products_exact_for
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a
@@ -152,6 +153,7 @@ def _log_sum_over_negatives(
     return log_sum, int(communicator.all_reduce(samples.reshape(1), "evaluation"))
 
 
+@products_exact_for(torch.float32)
 def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLoss) -> Tensor:
     """Return l(s_ij - s_ii) / tau_i, (2, chunk, b), of the anchors `part` with (2, b, d) partners: texts, images."""
     features = anchors.features[:, part]

@@ -99,6 +99,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
+        comm_dtype: precision that the rows have travelled in; they are numbers of it.
     """
 
     def __init__(
@@ -109,7 +110,7 @@ class GatheredFeatures:
         prefetch: Callable[[Tensor], None] | None = None,
     ) -> None:
         """Take a rank's rows; b must be equal on all ranks. The rest is for a `FeatureGather`, where none has begun."""
-        self._communicator = communicator
+        self._communicator, self.comm_dtype = communicator, comm_dtype
         gather = features.gather
         if gather is None:
             gather = FeatureGather(features.index, features.valid, communicator, comm_dtype, prefetch)

@@ -145,9 +145,10 @@ def temperatures(method: Any) -> Tensor:
 
 def log_means(method: Any, samples: Tensor) -> Tensor:
     """(2, N) log g within the given samples, NaN for all others."""
-    hinge = getattr(method.pair_loss, "margin", None)
+    loss = method.pair_loss
+    hinge = None if loss.is_identity else (loss.margin, loss.power)
     image, text = (x[samples] for x in FEATURES)
-    exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge and (hinge, 2.0))
+    exponents = oracle.logits(image, text, temperatures(method)[:, samples], hinge)
     result = torch.full((2, N), math.nan, dtype=torch.float64)
     size = len(samples)
     divisor = size if isinstance(method.pair_loss, OverBatch | Hinge) else size - 1
