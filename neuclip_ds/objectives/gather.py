@@ -52,10 +52,13 @@ class FeatureGather:
         """Start to gather the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin(rows))
 
-    def features(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Wait for and return (K b, d) image and text features in rank order."""
-        image, text = (self._joined(pieces).to(dtype) for pieces in (self._images, self._texts))
-        return image, text
+    def take_image(self, dtype: torch.dtype) -> Tensor:
+        """Wait for and return (K b, d) image features in rank order; once, as the pieces are freed."""
+        return self._joined(self._images).to(dtype)
+
+    def take_text(self, dtype: torch.dtype) -> Tensor:
+        """Wait for and return (K b, d) text features in rank order; once, as the pieces are freed."""
+        return self._joined(self._texts).to(dtype)
 
     def _begin(self, rows: Tensor) -> Pending:
         pending = self._communicator.begin_all_gather(rows.detach().to(self._comm_dtype), "features")
@@ -66,6 +69,7 @@ class FeatureGather:
 
     def _joined(self, pieces: list[Pending]) -> Tensor:
         arrived = [piece.wait() for piece in pieces]
+        pieces.clear()
         if len(arrived) == 1:
             return arrived[0]
         ranks = self._communicator.world_size
@@ -110,17 +114,17 @@ class GatheredFeatures:
             gather.add_text(features.text)
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
-        image, text = gather.features(features.image.dtype)
         valid = self.padded_index >= 0
         # one read by the host: whole batches, by far the usual case, then need no compaction
         self._valid = None if bool(valid.all()) else valid
         if self._valid is None:
-            self.local = self._here
-            self.index, self.image, self.text = self.padded_index, image, text
-            return
-        before, count = int(valid[: self._here.start].sum()), int(valid[self._here].sum())
-        self.local = slice(before, before + count)
-        self.index, self.image, self.text = self.padded_index[valid], image[valid], text[valid]
+            self.local, self.index = self._here, self.padded_index
+        else:
+            before, count = int(valid[: self._here.start].sum()), int(valid[self._here].sum())
+            self.local, self.index = slice(before, before + count), self.padded_index[valid]
+        # one side after the other, so that copies of both are never there at once
+        self.image = self.compact_all(gather.take_image(features.image.dtype))
+        self.text = self.compact_all(gather.take_text(features.text.dtype))
 
     @property
     def size(self) -> int:
