@@ -28,6 +28,9 @@ class RunConfig(Section):
     """Folder of all runs; config, log, metrics and checkpoints go to FOLDER/NAME."""
     seed: int = Field(0, ge=0)
     """Seed of weights, data order, augmentation and dropout."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, so that a resumed run on GPUs equals one without interruption bit for bit.
+    They may be slower, and a model with an operation that has none is refused."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` resumes from the run's newest complete checkpoint; `never` refuses a folder that has one."""
     checkpoint_every: int = Field(1000, ge=1)

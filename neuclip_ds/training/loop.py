@@ -254,13 +254,15 @@ class Loop:
         config, number = self.context.config, self.done
         epoch = self.position.at(number).epoch
         lr = self._learning_rate(number, self.total)
-        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress=number / self.total)
-        gradients, norm, applied, not_finite = self._step(batch, place)
         last, every = number + 1 == self.total, config.run.checkpoint_every
+        logs = last or (number + 1) % config.run.log_every == 0
+        progress = number / self.total
+        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress, logs=logs)
+        gradients, norm, applied, not_finite = self._step(batch, place)
         return StepResult(
             step=number + 1,
             last=last,
-            logs=last or (number + 1) % config.run.log_every == 0,
+            logs=logs,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
             saves=last or (applied and (number + 1) // every > self._tried // every),
             batch=batch.host,

@@ -22,7 +22,7 @@ from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.transforms import EvalTransform, train_transform
 from neuclip_ds.errors import UserError
 
-FLICKR = Path("/work/shared/data/flickr8k/train")
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k/train"
 TRANSFORM = train_transform(16, 0.5)
 HERE = LoaderOptions(workers=0)
 

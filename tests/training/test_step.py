@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,6 +24,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.recipe import validate
+from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
@@ -47,8 +49,8 @@ TREE: dict[str, Any] = {
 TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=8)
 
 
-def config_of(method: str, engine: str = "zero0_fp32") -> Config:
-    return validate({**TREE, "objective": {**TREE["objective"], "method": method}, "deepspeed": engine})
+def config_of(method: str, engine: str = "zero0_fp32", **options: Any) -> Config:
+    return validate(merge(TREE, {"objective": {"method": method}, "deepspeed": engine, **options}))
 
 
 def data(number: int) -> Batch:
@@ -92,7 +94,9 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
     return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
 
 
-def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
+def under_deepspeed(
+    communicator: Communicator, method: str, engines: list[str], micro: int, options: Mapping[str, Any] = {}
+) -> list[Any]:
     import deepspeed
 
     from neuclip_ds.distributed.launch import join
@@ -100,9 +104,11 @@ def under_deepspeed(communicator: Communicator, method: str, engines: list[str],
     join()
     results = []
     for name in engines:
-        config = config_of(method, name)
+        config = config_of(method, name, **options)
         torch.manual_seed(0)
         model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        if config.model.compile:
+            model.compile_towers()
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         objective = build_objective(config, Context(16, 100, communicator), torch.float32)
@@ -110,7 +116,7 @@ def under_deepspeed(communicator: Communicator, method: str, engines: list[str],
         for number in range(STEPS):
             step(share(data(number), communicator), place(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            weights = {key: value.detach().float().clone() for key, value in model.named_parameters()}
+            weights = {key: value.detach().float().cpu().clone() for key, value in model.named_parameters()}
         results.append((weights, tau_of(objective)))
     return results
 
