@@ -27,8 +27,9 @@ from neuclip_ds.evaluation import Encode
 from neuclip_ds.objectives.pair_loss import PairLoss
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Image features (b, d), text features (b, d), index (b,) and valid (b,) of this rank's rows of a batch -> for the
-valid rows the log of the method's estimate of g (2, local), -inf where there is none yet, and tau (2, local).
+"""Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a
+batch -> for the valid rows the log of the method's estimate of g (2, local), -inf where there is none yet, and tau
+(2, local).
 
 Direction 0 means image anchors, 1 text anchors. It runs collectives, so all ranks call it equally often.
 """
@@ -110,7 +111,7 @@ def _encode_anchors(
     while whole := list(islice(encoded, parts)):
         image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
         values = image.new_full((len(index), 4), math.nan)
-        values[valid] = torch.cat(estimate(image, text, index, valid)).T.to(values)
+        values[valid] = torch.cat(estimate(image, text, batch.index, batch.valid)).T.to(values)
         all_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))
         all_index.append(communicator.all_gather(torch.where(valid, index, PADDING), "evaluation"))
     if not all_rows:

@@ -80,7 +80,7 @@ def check_ranks(ranks: list[dict[str, Any]]) -> None:
 
 
 def test_traffic_is_counted() -> None:
-    """Two ranks: features are gathered once; the rest is O(B) scalars and networks' gradients, and no B x d gradient."""
+    """Two ranks: features are gathered once; the rest is O(B) scalars and the nets' gradients, no B x d gradient."""
     ranks = run_ranks(2, train, 1000)
     share, item, apart = ROWS // 2, 8, ("features", "network gradients")
     for name in VARIANTS:

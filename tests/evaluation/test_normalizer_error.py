@@ -65,6 +65,8 @@ class SimulatedCommunicator:
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
         return Pending(self.all_gather(x, purpose))
 
+    begin_host_gather = begin_all_gather
+
     def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
         return Pending(self.all_reduce(x, purpose))
 
