@@ -107,11 +107,11 @@ def _encode_anchors(
 ) -> _Anchors:
     """Encode the first `limit` valid rows of the batches, each batch being all ranks' rows in rank order."""
     all_rows, all_index = [], []
-    encoded = (_features(encode, batch) for batch in batches)
+    encoded = ((*_features(encode, batch), batch.index, batch.valid) for batch in batches)
     while whole := list(islice(encoded, parts)):
-        image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
+        image, text, index, valid, *on_host = (torch.cat(column) for column in zip(*whole, strict=True))
         values = image.new_full((len(index), 4), math.nan)
-        values[valid] = torch.cat(estimate(image, text, batch.index, batch.valid)).T.to(values)
+        values[valid] = torch.cat(estimate(image, text, *on_host)).T.to(values)
         all_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))
         all_index.append(communicator.all_gather(torch.where(valid, index, PADDING), "evaluation"))
     if not all_rows:
