@@ -74,6 +74,7 @@ class FeatureGather:
 
     def _joined(self, pieces: list[Pending]) -> Tensor:
         arrived = [piece.wait() for piece in pieces]
+        pieces.clear()
         if len(arrived) == 1:
             return arrived[0]
         ranks = self._communicator.world_size
