@@ -229,6 +229,9 @@ class ModelConfig(Section):
     """Recompute the towers' activations in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile the towers with torch.compile, which needs a C++ compiler; the first steps then take minutes."""
+    matmul_precision: Literal["tf32", "float32"] = "tf32"
+    """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
+    open_clip sets. bf16 towers and the loss do not follow it."""
 
 
 class OptimizerConfig(Section):

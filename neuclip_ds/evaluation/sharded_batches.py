@@ -11,7 +11,6 @@ from contextlib import closing
 from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -49,9 +48,8 @@ def sharded_batches(
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
     """
-    local = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
-    gathered = communicator.all_gather(local, "evaluation")
-    if (gathered != gathered[0]).any():  # ranks with different copies would wait for each other forever
+    copies = set(communicator.gather_objects((folder.bytes, len(folder.shards))))
+    if len(copies) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     prepared = _prepared(folder, prepare, communicator, size, loader)
     with closing(prepared):  # stops workers at once, where the garbage collector may come late

@@ -67,7 +67,7 @@ def winogavil(
         valid = batch.rows[: batch.n_valid]
         indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
         hits = torch.tensor(indices, dtype=torch.float64, device=device)
-        by_size.add(hits, torch.tensor(sizes[: batch.n_valid], device=device))
+        by_size.add(hits, torch.tensor(sizes[: batch.n_valid]))
     by_size.all_reduce(communicator)
     if not by_size.counts.sum():
         raise UserError(f"{folder.path} has no instance; write the set again.")

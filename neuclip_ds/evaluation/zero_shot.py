@@ -96,9 +96,9 @@ def classify(
     for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, loader):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
-        table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64, device=scores.device)
+        table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64)
         labels, *members = table.reshape(batch.n_valid, 1 + len(rules)).unbind(dim=1)
-        top = dict(zip((1, 5), counts.add(scores, labels), strict=True))
+        top = dict(zip((1, 5), counts.add(scores, labels.to(scores.device, non_blocking=True)), strict=True))
         for rule, groups, member in zip(rules, by_group, members, strict=True):
             groups.add(top[rule.top], member)
     counts.all_reduce(encoder.communicator)
@@ -142,8 +142,8 @@ def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
         features = encoder.encode_texts([image_set.prompt(index) for index in local or [0]])[: len(local)]
         if sums is None:
             sums = features.new_zeros((classes, features.shape[1]), dtype=torch.float64)
-        labels = torch.tensor(local, dtype=torch.int64, device=features.device) // templates
-        sums.index_add_(0, labels, features.double())
+        labels = torch.tensor(local, dtype=torch.int64) // templates
+        sums.index_add_(0, labels.to(features.device, non_blocking=True), features.double())
     assert sums is not None  # `read` refuses sets without classes or templates
     return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
 

@@ -14,6 +14,7 @@ from neuclip_ds.objectives.contrastive import PairSimilarities
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
+from neuclip_ds.objectives.product_precision import products_exact_for
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 
 if TYPE_CHECKING:
@@ -55,6 +56,7 @@ class ContrastiveObjective(Objective):
         self._scale, self._config = scale, config
 
     @torch.no_grad()
+    @products_exact_for(torch.float32)
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
         batch.require_pairs(step.number)
@@ -98,6 +100,7 @@ class ContrastiveObjective(Objective):
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
 
     @torch.no_grad()
+    @products_exact_for(torch.float32)
     def log_normalizers(self, features: Features) -> tuple[Tensor, Tensor]:
         """Return the method's current estimates of the normalisers of a batch's anchors; changes no state.
 

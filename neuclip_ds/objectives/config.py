@@ -20,7 +20,8 @@ class _ObjectiveConfig(Section):
     eps: float = Field(1e-14, gt=0)
     """Added to every normaliser (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
     chunk: int | None = Field(None, ge=1)
-    """Columns of the similarity matrix that are computed at once. By default 1024 on a CPU, 8192 on a GPU."""
+    """Columns of the similarity matrix that are computed at once. By default as suits the device; rows are limited so
+    that a block has at most 64 MiB on a GPU, 1 MiB per thread on a CPU."""
     similarity_budget_mb: float = Field(1024, ge=0)
     """Memory per rank, in MB, for keeping similarities between the two passes; larger ones are recomputed."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"

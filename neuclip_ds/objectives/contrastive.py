@@ -24,32 +24,37 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.exponents import lowest_exponent
+from neuclip_ds.objectives.exponents import bounded_exp_, exp_
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 
 
 class PairGradient(NamedTuple):
-    """Gradient of L and what the temperature needs."""
+    """Gradient of L and what the temperature needs.
+
+    `mean_logit` is W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau, (2, local); where all anchors share one tau,
+    this rank's 0-dim share of its sum over all anchors. -tau dL/dtau is its mean over anchors.
+    """
 
     image: Tensor  # (local, d)
     text: Tensor  # (local, d)
-    mean_logit: Tensor  # (2, local): W_i/(B-1) sum_j exp(y_ij) y_ij with y_ij = l(x_ij)/tau; -tau dL/dtau is its mean
+    mean_logit: Tensor
 
 
 class PairSimilarities:
     """The similarities of one batch, visited twice: for the log-mean-exps, then for the gradient.
 
     Between the visits they are kept if they fit into the grid's budget, and computed again if not, so that memory is
-    O(local rows x block) + budget.
+    O(block) + budget. On a GPU the host reads no number of the device.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         """`tau` is 0-dim if all anchors share it, else (2, B)."""
         self.divisor = pair_loss.divisor(grid.size)
         self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
-        factors = tau.ndim == 0 and pair_loss.is_identity
-        self._pairs: _FactoredPairs | _GeneralPairs = _FactoredPairs(grid, tau) if factors else self._general()
+        # whether its exponentials have sufficed is read from the device, which on a GPU would stop the host
+        factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
+        self._pairs: FactoredPairs | GeneralPairs = FactoredPairs(grid, tau) if factors else self._general()
 
     def log_mean_exp(self) -> Tensor:
         """(2, local): log g of this rank's anchors."""
@@ -67,80 +72,91 @@ class PairSimilarities:
             gradient = self._general().gradient(log_share)
         return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
 
-    def _general(self) -> _GeneralPairs:
-        return _GeneralPairs(self._grid, self._pair_loss, self._tau.expand(2, self._grid.size))
+    def _general(self) -> GeneralPairs:
+        return GeneralPairs(self._grid, self._pair_loss, self._tau)
 
 
-class _GeneralPairs:
-    """Any pair loss and temperatures: each pair has an exponential for either of its anchors."""
+class GeneralPairs:
+    """Any pair loss and temperatures: each pair has an exponential for either of its anchors.
+
+    Each anchor's sum is taken relative to its largest term, and a pair's weight is one exponential of a sum of
+    logarithms, so that nothing that counts vanishes or overflows.
+    """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         self._grid, self._pair_loss = grid, pair_loss
-        self._inverse_tau = tau.reciprocal()
-        self._positive = grid.positive.expand(2, -1)
-        self._lowest = lowest_exponent(tau.dtype)
+        self._shared = tau.ndim == 0
+        self._scale = tau.pow(1 / pair_loss.power).expand(2, grid.size)  # that similarities are divided by
+        self._origin = (grid.positive - pair_loss.margin) / self._scale
         self._kept: deque[Tensor] = deque()
 
     def log_sum_exp(self) -> Tensor:
-        result = self._grid.per_anchor(-math.inf)
-        for block in self._grid.blocks():
-            similarity = self._grid.similarity(block)
-            if self._grid.keeps:
+        grid, pair_loss = self._grid, self._pair_loss
+        result = grid.per_anchor(-math.inf)
+        (buffer,) = grid.buffers(1)
+        for block in grid.blocks():
+            similarity = self._similarity(block)
+            if grid.keeps:
                 self._kept.append(similarity)
-            _, logit = self._logits(similarity, block)
-            self._grid.positives(logit[0], block).fill_(-math.inf)
-            row_sums = result[block.side, block.rows]
-            row_sums.copy_(torch.logaddexp(row_sums, self._log_sum(logit[0], 1)))
-            if block.local is not None:
-                self._grid.positives(logit[1], block).fill_(-math.inf)
-                column_sums = result[1 - block.side, block.local]
-                column_sums.copy_(torch.logaddexp(column_sums, self._log_sum(logit[1], 0)))
-        return result
+            out = block.view(buffer)
+            origins, scales = grid.of_anchors(self._origin, block), grid.of_anchors(self._scale, block)
+            for anchors, origin, scale in zip(block.anchors, origins, scales, strict=True):
+                if anchors.local is not None:
+                    exponent = pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
+                    grid.positives(exponent, block).fill_(-math.inf)
+                    sums = result[anchors.side, anchors.local]
+                    torch.logaddexp(sums, _log_sum_exp(exponent, anchors.partners, out), out=sums)
+        return result + pair_loss.offset(self._origin[:, grid.local])
 
     def gradient(self, log_share: Tensor) -> PairGradient:
-        pull, mean_logit = self._grid.per_anchor(0.0), self._grid.per_anchor(0.0)
+        grid, pair_loss = self._grid, self._pair_loss
+        # of exp(l/tau) times the derivative of l/tau by the similarity
+        log_factor = log_share + (pair_loss.power / self._scale).log()
+        pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
+        *outs, spare = grid.buffers(3)
 
         def weight(block: Block) -> Tensor:
-            similarity = self._kept.popleft() if self._kept else self._grid.similarity(block)
-            differences, logits = self._logits(similarity, block)
-            total = torch.zeros_like(similarity)
-            anchors = zip(
-                differences,
-                logits,
-                self._grid.anchors(log_share, block),
-                self._grid.anchors(self._inverse_tau, block),
-                ((block.side, block.rows, 1), (1 - block.side, block.local, 0)),
+            similarity = self._kept.popleft() if self._kept else self._similarity(block)
+            parts, other = [block.view(out) for out in outs], block.view(spare)
+            for anchors, part, origin, scale, factor in zip(
+                block.anchors,
+                parts,
+                *(grid.of_anchors(values, block) for values in (self._origin, self._scale, log_factor)),
                 strict=True,
-            )
-            for difference, logit, share, inverse_tau, (side, where, dim) in anchors:
-                part = (logit + share).clamp_(min=self._lowest).exp_()
-                self._grid.positives(part, block).fill_(0.0)
-                if where is not None:
-                    mean_logit[side, where] += (logit.mul_(part)).sum(dim)
-                slope = self._pair_loss.slope(difference)
-                part.mul_(inverse_tau if slope is None else slope.mul_(inverse_tau))
-                if where is not None:
-                    pull[side, where] += part.sum(dim)
-                total += part
-            return total
+            ):
+                pair_loss.weight(self._scaled(similarity, scale, part), origin, factor, part, other)
+                grid.positives(part, block).fill_(0.0)
+                if anchors.local is not None:
+                    pull[anchors.side, anchors.local] += part.sum(anchors.partners)
+                    if not self._shared:
+                        torch.mul(part, similarity, out=other)
+                        products[anchors.side, anchors.local] += other.sum(anchors.partners)
+            return parts[0].add_(parts[1])
 
-        grads = self._grid.gradient(weight)
-        self._grid.add_positives(grads, -pull.sum(dim=0))
-        return PairGradient(*grads, mean_logit)
+        grads = grid.gradient(weight)
+        # (x + margin) l'(x) = power l(x)
+        about_origin = (pair_loss.margin - grid.positive[grid.local]) * pull
+        mean_logit = grid.weighted_sum(grads) + about_origin.sum() if self._shared else products + about_origin
+        grid.add_positives(grads, -pull.sum(dim=0))
+        return PairGradient(*grads, mean_logit / pair_loss.power)
 
-    def _log_sum(self, logit: Tensor, dim: int) -> Tensor:
-        """Return logsumexp along a dimension; overwrites `logit`."""
-        return logit.clamp_(min=logit.amax(dim, keepdim=True) + self._lowest).logsumexp(dim)
+    def _similarity(self, block: Block) -> Tensor:
+        """Return the similarities of a block, scaled if all anchors share the scale."""
+        similarity = self._grid.similarity(block)
+        return similarity.div_(self._scale[0, 0]) if self._shared else similarity
 
-    def _logits(self, similarity: Tensor, block: Block) -> tuple[list[Tensor], list[Tensor]]:
-        """x = s - s_ii and l(x)/tau for the block's row anchors and for its column anchors."""
-        differences = [similarity - positive for positive in self._grid.anchors(self._positive, block)]
-        inverse_taus = self._grid.anchors(self._inverse_tau, block)
-        logits = [self._pair_loss.value_(x.clone()).mul_(t) for x, t in zip(differences, inverse_taus, strict=True)]
-        return differences, logits
+    def _scaled(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Return what `_similarity` has returned, scaled for the anchors, as it is or in `out`."""
+        return similarity if self._shared else torch.div(similarity, scale, out=out)
 
 
-class _FactoredPairs:
+def _log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf; `out`, also x, is overwritten."""
+    largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
+
+
+class FactoredPairs:
     """l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     The first factor is the same for both anchors of a pair and for both visits, so a pair costs one exponential.
@@ -153,22 +169,19 @@ class _FactoredPairs:
         # a sum of B terms, and a product with the anchor's factor, have room beyond it
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
-        self._shift = (tau.reciprocal() - self._limit).clamp(min=0)
+        self._shift = max(1 / float(tau) - self._limit, 0.0)
         self._log_factor = self._shift - grid.positive / tau  # (B,)
-        self._total, self._moment = grid.per_anchor(0.0), grid.per_anchor(0.0)
+        self._total = grid.per_anchor(0.0)
         self._kept: deque[Tensor] = deque()
 
     def log_sum_exp(self) -> Tensor | None:
         for block in self._grid.blocks():
-            exponent, exponential = self._exponential(block)
+            exponential = self._exponential(block)
             if self._grid.keeps:
                 self._kept.append(exponential)
-            self._total[block.side, block.rows] += exponential.sum(dim=1)
-            moment = exponent.mul_(exponential)
-            self._moment[block.side, block.rows] += moment.sum(dim=1)
-            if block.local is not None:
-                self._total[1 - block.side, block.local] += exponential.sum(dim=0)
-                self._moment[1 - block.side, block.local] += moment.sum(dim=0)
+            for anchors in block.anchors:
+                if anchors.local is not None:
+                    self._total[anchors.side, anchors.local] += exponential.sum(anchors.partners)
         log_total = self._total.log()
         if not bool((log_total > -self._limit).all()):
             self._kept.clear()
@@ -176,30 +189,32 @@ class _FactoredPairs:
         return log_total + self._log_factor[self._grid.local]
 
     def gradient(self, log_share: Tensor) -> PairGradient | None:
+        grid = self._grid
         log_factor = log_share + self._log_factor
         if not bool((log_factor.abs() < 1.1 * self._limit).all()):
             self._kept.clear()
             return None
-        factor = log_factor.exp()  # (2, B)
-        grad_similarity = factor / self._tau
+        factor = log_factor.exp().div_(self._tau)  # (2, B)
+        (buffer,) = grid.buffers(1)
 
         def weight(block: Block) -> Tensor:
-            exponential = self._kept.popleft() if self._kept else self._exponential(block)[1]
-            product = torch.add(*self._grid.anchors(grad_similarity, block)).mul_(exponential)
+            exponential = self._kept.popleft() if self._kept else self._exponential(block)
+            product = torch.add(*grid.of_anchors(factor, block), out=block.view(buffer)).mul_(exponential)
             return torch.threshold_(product, self._tiny, 0.0)
 
-        local = self._grid.local
-        grads = self._grid.gradient(weight)
-        self._grid.add_positives(grads, -(grad_similarity[:, local] * self._total).sum(dim=0))
-        # y = (s_ij/tau - c) + (c - s_ii/tau)
-        mean_logit = factor[:, local] * (self._moment + self._log_factor[local] * self._total)
+        grads = grid.gradient(weight)
+        pull = factor[:, grid.local] * self._total
+        mean_logit = grid.weighted_sum(grads) - (grid.positive[grid.local] * pull).sum()
+        grid.add_positives(grads, -pull.sum(dim=0))
         return PairGradient(*grads, mean_logit)
 
-    def _exponential(self, block: Block) -> tuple[Tensor, Tensor]:
-        """s/tau - c of a block and its exponential, zero for positives."""
-        exponent = self._grid.similarity(block).div_(self._tau).sub_(self._shift)
-        # what would be subnormal becomes zero, which unlike `lowest_exponent` adds nothing to a sum that vanishes
-        torch.threshold_(exponent, math.log(self._tiny), 2 * math.log(self._tiny))
-        exponential = exponent.exp()
+    def _exponential(self, block: Block) -> Tensor:
+        """exp(s/tau - c) of a block, zero for positives."""
+        exponent = self._grid.similarity(block).div_(self._tau)
+        if self._shift:
+            exponent.sub_(self._shift)
+            # what would be subnormal becomes zero, which unlike `lowest_exponent` adds nothing to a sum that vanishes
+            torch.threshold_(exponent, math.log(self._tiny), 2 * math.log(self._tiny))
+        exponential = exp_(exponent)
         self._grid.positives(exponential, block).fill_(0.0)
-        return exponent, exponential
+        return exponential

@@ -11,11 +11,25 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.product_precision import products_exact_for
 
 IMAGE, TEXT = 0, 1
 
-_CPU_COLUMNS, _CPU_ROWS = 1024, 256  # a float32 block of 1 MB: what follows the product finds it in the core's cache
-_GPU_COLUMNS = 8192
+_CPU_BLOCK = 1 << 20  # for each thread: what follows the product finds it in the core's cache
+_GPU_BLOCK = 1 << 26  # 4096 x 4096 float32 keep a GPU busy for longer than it takes to launch the next kernel
+
+
+def block_bytes(device_type: str) -> int:
+    """Return the size of the largest block of similarities on a device, whatever the batch."""
+    return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _GPU_BLOCK
+
+
+class Anchors(NamedTuple):
+    """The anchors along one dimension of a block."""
+
+    side: int
+    local: slice | None  # among this rank's rows, None where they are another rank's
+    partners: int  # dimension along which their partners lie
 
 
 class Block(NamedTuple):
@@ -25,6 +39,16 @@ class Block(NamedTuple):
     rows: slice  # among this rank's rows
     columns: slice  # among the B rows of the batch
     local: slice | None  # the columns among this rank's rows, None where they are another rank's
+
+    @property
+    def anchors(self) -> tuple[Anchors, Anchors]:
+        """The anchors of the rows and of the columns."""
+        return Anchors(self.side, self.rows, 1), Anchors(1 - self.side, self.local, 0)
+
+    def view(self, buffer: Tensor) -> Tensor:
+        """Return the beginning of a flat buffer in the shape of the block."""
+        rows, columns = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start
+        return buffer[: rows * columns].view(rows, columns)
 
 
 class PairGrid:
@@ -38,15 +62,18 @@ class PairGrid:
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
-        """Cut blocks `columns` wide, or as suits the device; `budget` bytes of similarities may be kept."""
+        """Cut blocks at most `columns` wide and of at most `block_bytes`; keep `budget` bytes of similarities."""
         self._features = (batch.image, batch.text)
+        self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
         self.positive = torch.einsum("id,id->i", batch.image, batch.text)
         self._count = self.local.stop - self.local.start
-        self.keeps = self._count * (2 * self.size - self._count) * batch.image.element_size() <= budget
-        on_cpu = batch.image.device.type == "cpu"
-        self._columns = columns or (_CPU_COLUMNS if on_cpu else _GPU_COLUMNS)
-        self._rows = _CPU_ROWS if on_cpu else max(1, self._count)
+        itemsize = batch.image.element_size()
+        self.keeps = self._count * (2 * self.size - self._count) * itemsize <= budget
+        elements = block_bytes(batch.image.device.type) // itemsize
+        square = 1 << (elements.bit_length() - 1) // 2  # columns of a block of at least as many rows
+        self._columns = min(columns or max(square, elements // max(1, self._count)), self.size)
+        self._rows = max(1, elements // self._columns)
 
     def blocks(self) -> Iterator[Block]:
         """Yield local columns once, as image rows x text columns, and columns of other ranks once for each side."""
@@ -64,9 +91,10 @@ class PairGrid:
     def similarity(self, block: Block) -> Tensor:
         """Return the (rows, columns) similarities of a block."""
         rows = self._features[block.side][self.local][block.rows]
-        return rows @ self._features[1 - block.side][block.columns].T
+        with products_exact_for(self._dtype):
+            return rows @ self._features[1 - block.side][block.columns].T
 
-    def anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
+    def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
         """Return values of a block's row anchors (rows, 1) and column anchors (1, columns), out of (2, B)."""
         of_rows = values[block.side, self.local][block.rows]
         return of_rows.unsqueeze(1), values[1 - block.side, block.columns].unsqueeze(0)
@@ -74,6 +102,11 @@ class PairGrid:
     def per_anchor(self, value: float) -> Tensor:
         """Return a (2, local) tensor filled with `value`."""
         return self.positive.new_full((2, self._count), value)
+
+    def buffers(self, count: int) -> list[Tensor]:
+        """Return flat tensors of a block's size: written again and again, they stay in a CPU's cache."""
+        size = min(self._rows, self._count) * self._columns
+        return [self.positive.new_empty(size) for _ in range(count)]
 
     def positives(self, x: Tensor, block: Block) -> Tensor:
         """Return a view of those elements of a block where anchor and partner are one sample."""
@@ -89,11 +122,19 @@ class PairGrid:
         grads = tuple(features.new_zeros((self._count, features.shape[1])) for features in self._features)
         for block in self.blocks():
             grad_similarity = weight(block)
-            grads[block.side][block.rows].addmm_(grad_similarity, self._features[1 - block.side][block.columns])
-            if block.local is not None:
-                rows = self._features[block.side][self.local][block.rows]
-                grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
+            with products_exact_for(self._dtype):
+                grads[block.side][block.rows].addmm_(grad_similarity, self._features[1 - block.side][block.columns])
+                if block.local is not None:
+                    rows = self._features[block.side][self.local][block.rows]
+                    grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
         return grads[IMAGE], grads[TEXT]
+
+    def weighted_sum(self, grads: tuple[Tensor, Tensor]) -> Tensor:
+        """Return the sum over this rank's images and all texts of derivative x similarity, from what `gradient` gave.
+
+        Over all ranks each pair counts once.
+        """
+        return (self._features[IMAGE][self.local] * grads[IMAGE]).sum()
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
         """Add to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""

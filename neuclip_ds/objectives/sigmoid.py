@@ -20,6 +20,7 @@ from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Ste
 from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
+from neuclip_ds.objectives.product_precision import products_exact_for
 from neuclip_ds.objectives.temperature import LearnableTemperature
 
 if TYPE_CHECKING:
@@ -40,28 +41,30 @@ class SigmoidObjective(Objective):
         super().__init__(context, {"": self._logit})
 
     @torch.no_grad()
+    @products_exact_for(torch.float32)
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
         batch = GatheredFeatures(features, self._communicator, self.comm_dtype)
         batch.require_pairs(step.number)
         tau, bias = self._logit.of(batch), self._logit.scalar("bias")
         grid = PairGrid(batch, self._config.chunk, budget=0)
-        sums = grid.positive.new_zeros(3)  # of the loss, its derivative by theta = log(1/tau), and by the bias
+        sums = grid.positive.new_zeros(2)  # of the loss and of the derivatives by the logits
 
-        def grad_similarity(block: Block) -> Tensor:
-            scaled = grid.similarity(block).div_(tau)
-            against = scaled + bias  # -z times the logit
+        def grad_logit(block: Block) -> Tensor:
+            against = torch.add(bias, grid.similarity(block).mul_(1 / tau))  # -z times the logit
             grid.positives(against, block).neg_()
             against.clamp_(min=lowest_exponent(against.dtype))
-            grad_logit = against.sigmoid().div_(batch.size)
-            grid.positives(grad_logit, block).neg_()
+            derivative = against.sigmoid()
+            grid.positives(derivative, block).neg_()
             if block.side == IMAGE:
-                loss = softplus(against).sum() / batch.size
-                sums.add_(torch.stack([loss, (grad_logit * scaled).sum(), grad_logit.sum()]))
-            return grad_logit.div_(tau)
+                sums.add_(torch.stack([softplus(against).sum(), derivative.sum()]))
+            return derivative
 
-        image, text = grid.gradient(grad_similarity)
+        image, text = grads = grid.gradient(grad_logit)
+        for grad in grads:
+            grad.div_(batch.size * tau)
+        sums = torch.cat([sums / batch.size, grid.weighted_sum(grads)[None]])
         square = image.square().sum() + text.square().sum()
-        loss, grad_theta, grad_bias, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
+        loss, grad_bias, grad_theta, square = self._communicator.all_reduce(torch.cat([sums, square[None]]), "scalars")
         if step.learn:
             self._logit.descend(step, theta=grad_theta, bias=grad_bias)
         metrics = {"tau": tau, "bias": bias, "feature_grad_norm": square.sqrt()}

@@ -21,14 +21,14 @@ from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
+from neuclip_ds.objectives.pair_grid import block_bytes
 from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
 from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
-_GPU_BLOCK = 1 << 26  # bytes of similarities that the objective works on at once, whatever the batch
-_BLOCK_COPIES = 8  # of such a block, in the general form of the pair gradient
+_BLOCK_COPIES = 5  # of a block of similarities: itself, a product of the next, three buffers
 
 
 @dataclass(frozen=True)
@@ -250,9 +250,7 @@ def _similarities(query: MemoryQuery) -> int:
     visits_twice = find_method(objective.method).normalizer is not None
     if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
         kept = 0  # computed again, or needed once
-    if query.device == "cpu":
-        return kept  # its blocks have a MB
-    return kept + _BLOCK_COPIES * min(_GPU_BLOCK, 4 * rows * min(batch, objective.chunk or batch))
+    return kept + _BLOCK_COPIES * min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk or batch))
 
 
 class ObjectiveState(NamedTuple):

@@ -9,9 +9,10 @@ import pytest
 import torch
 from build import batch, objective, pairs, relative_error, step
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.contrastive import PairSimilarities
+from neuclip_ds.objectives.contrastive import GeneralPairs, PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import Hinge, PairLoss
@@ -114,10 +115,10 @@ def test_hinge(tau: float, power: float, budget: float) -> None:
     """The pair loss of TuneCLIP under random weights, individual temperatures included."""
     image, text = leaves(19, 6)
     generator = torch.Generator().manual_seed(3)
-    tau_of = tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))
+    tau_of = (tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))).requires_grad_()
     log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
     gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
-    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of)
+    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of.detach())
     log_g = similarities.log_mean_exp()
     found = similarities.gradient(log_weight)
 
@@ -129,7 +130,10 @@ def test_hinge(tau: float, power: float, budget: float) -> None:
         ]
     )
     assert relative_error(log_g, wanted.detach()) < EXACT
-    compare(found, (log_weight.exp() * wanted.exp()).mean(1).sum(), image, text)
+    loss = (log_weight.exp() * wanted.exp()).mean(1).sum()
+    (by_tau,) = torch.autograd.grad(loss, tau_of, retain_graph=True)
+    assert relative_error(found.mean_logit / 19, -tau_of.detach() * by_tau) < EXACT
+    compare(found, loss, image, text)
 
 
 @pytest.mark.parametrize(("negative", "excess"), [(0.1, 0.0), (-0.97, 0.0), (-0.3, 60.0)])
@@ -145,6 +149,40 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):
         assert relative_error(single.double(), double) < 1e-4
+
+
+def placed(kind: str) -> tuple[Tensor, Tensor]:
+    """(24, 6) images and texts: of matching partners, all in one place, or in two opposite ones."""
+    image, text = pairs(24, 6)
+    place = torch.ones(24, 1, dtype=torch.float64)
+    if kind == "opposed":
+        place[::2] = -1
+    shift = 0 if kind == "matched" else 3 * place
+    return normalize(image + shift, dim=1), normalize(text + shift, dim=1)
+
+
+@pytest.mark.parametrize("general", [False, True], ids=["as on a CPU", "as on a GPU"])
+@pytest.mark.parametrize("tau", [0.003, 0.01, 0.07])
+@pytest.mark.parametrize("kind", ["matched", "collapsed", "opposed"])
+def test_one_temperature_in_both_precisions(kind: str, tau: float, general: bool) -> None:
+    image, text = (x.requires_grad_() for x in placed(kind))
+    leaf = torch.tensor(tau, dtype=torch.float64, requires_grad=True)
+    wanted = torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, leaf)])
+    double = leaf.detach()
+    generator = torch.Generator().manual_seed(3)
+    log_weight = torch.randn(2, 24, generator=generator, dtype=torch.float64) - wanted.detach()
+    loss = (log_weight + wanted).exp().mean(1).sum()
+    *by_features, by_tau = torch.autograd.grad(loss, (image, text, leaf))
+    for dtype, limit in ((torch.float64, EXACT), (torch.float32, 1e-6 / tau)):
+        gathered = GatheredFeatures(batch(image.detach().to(dtype), text.detach().to(dtype)), Communicator(), dtype)
+        similarities = PairSimilarities(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype))
+        if general:
+            similarities._pairs = GeneralPairs(similarities._grid, PairLoss(), double.to(dtype))
+        assert relative_error(similarities.log_mean_exp().double(), wanted.detach()) < limit
+        found = similarities.gradient(log_weight.to(dtype))
+        for value, exact in zip((found.image, found.text), by_features, strict=True):
+            assert relative_error(value.double(), exact) < limit
+        assert float(found.mean_logit) / 24 == pytest.approx(float(-double * by_tau), rel=limit)
 
 
 def test_fastclip_identity_at_gamma_one() -> None:

@@ -113,8 +113,8 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
             image, text = image + 2 * side * centre, text + 2 * side * centre
     image, text = normalize(image, dim=1), normalize(text, dim=1)
     index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
-    valid = torch.ones(rows, dtype=torch.bool, device=device)
-    return Features(image.to(device), text.to(device), index.to(device), valid)
+    valid = torch.ones(rows, dtype=torch.bool)
+    return Features(image.to(device), text.to(device), index, valid)
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
