@@ -1,12 +1,13 @@
 # make demo   trains NeuCLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
+# make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
 # make docs   docs/ as pages in build/site
 # make peers  what tools/benchmark_data.py, _streaming and _mixing compare with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check docs peers clean
+.PHONY: demo test test-all test-gpu check docs peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -16,6 +17,9 @@ test: check
 
 test-all: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not soak"
+
+test-gpu: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu --device=cuda
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -38,10 +38,10 @@ def test_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tf32_is_left_as_it_was() -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.backends.cuda.matmul.allow_tf32
     with matmul.tf32():
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == before
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
 def test_every_method_has_a_variant() -> None:
