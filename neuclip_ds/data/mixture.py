@@ -123,7 +123,7 @@ class MixtureOrder:
         number = epoch * self.steps_per_epoch + step
         at = bisect_right(self._begins, number) - 1
         stage, inside = self._stages[at], number - self._begins[at]
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # all arrays (b,) from here on
+        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays (b,) from here on
         block = stage.block(stream, inside)
         source, rank = stage.pattern[block, place], stage.rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)

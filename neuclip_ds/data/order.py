@@ -153,7 +153,7 @@ class GlobalOrder:
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # (b,)
+        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # (b,)
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
