@@ -14,7 +14,6 @@ from neuclip_ds.doctor.request import Request
 from neuclip_ds.doctor.table import CHECKS
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import METHODS
-from neuclip_ds.planning.machines import find_machine
 from neuclip_ds.recipe import parse
 
 
@@ -66,9 +65,9 @@ def test_everything(ranks: int, engines: list[str], tmp_path: Path) -> None:
     assert int(agreement.split()[0]) >= len(METHODS) and (ranks > 1 or not others)
     trained = [one["message"] for one in found["findings"] if one["check"] == "training"]
     assert sum(message.count("zero") for message in trained) == len(engines)
-    path = str(tmp_path / "runs/doctor/machine.json")
-    assert Path(path).is_file()
+    path = tmp_path / "runs/doctor/machine.json"
+    measured = json.loads(path.read_text())["machine"]
+    assert measured.get("link_gb_per_s", 0) > 0 or ranks == 1
     if ranks == 2:
-        assert find_machine(path, "ethernet").network.inner_bandwidth > 0
-        arguments = ["--nodes", "1", "--gpus", "2", "--rows", "8", "--machine", path, "--networks", "ethernet"]
+        arguments = ["--nodes", "1", "--gpus", "2", "--rows", "8", "--machine", str(path), "--networks", "ethernet"]
         assert call("tools/plan.py", "scale", "demo", *arguments, folder=tmp_path).returncode == 0

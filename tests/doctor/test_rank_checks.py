@@ -104,19 +104,18 @@ class Faulty(Communicator):
         return total
 
 
-def reduced(communicator: Communicator, faulty: bool) -> list[Finding]:
+def reduced(communicator: Communicator) -> list[list[Finding]]:
     all_reduce._SIZES["cpu"] = (1 << 10, 2 << 20, 4 << 20)
     all_reduce._CALLS = 2
-    return list(all_reduce.examine(request(), Faulty() if faulty else communicator))
+    return [list(all_reduce.examine(request(), link)) for link in (communicator, Faulty())]
 
 
 def test_all_reduces() -> None:
-    good = run_ranks(2, reduced, False)
+    good, faulty = zip(*run_ranks(2, reduced), strict=True)
     names = {name for finding in good[0] for name in finding.figures}
     middle = "all-reduce of 2 MB, GB/s"
     assert names == {f"{all_reduce.CALLS} of one node", middle, f"{all_reduce.LINK} of one node"}
     assert [finding.level for finding in good[1]] == ["fine", "fine"]
-    faulty = run_ranks(2, reduced, True)
     assert sum(finding.level == "wrong" for finding in faulty[1]) == 3
     assert list(all_reduce.examine(request(), Communicator())) == []
 
