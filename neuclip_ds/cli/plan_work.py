@@ -72,21 +72,21 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         int(arguments.samples), arguments.sample_kb * 1e3, arguments.disk_gb * 1e9, arguments.seen
     )
     methods = arguments.methods or [parse([arguments.recipe, *overrides]).config.objective.method]
+    machines = {network: find_machine(arguments.machine, network) for network in arguments.networks or network_names()}
     model, found = None, []
     towers: dict[int, Towers] = {}  # by micro-batch
-    for network in arguments.networks or network_names():
-        machine = find_machine(arguments.machine, network)
-        for method in methods:
-            for nodes in arguments.nodes:
-                ranks = nodes * arguments.gpus
-                rows = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
-                known = None if method in REFERENCES else method
-                config = parse_for(known, [arguments.recipe, *rows, *overrides])
-                model, micro = model or count_model(config), config.micro_batch(ranks)
-                if micro not in towers:
-                    towers[micro] = count_towers(MemoryQuery(config, ranks))
-                build = REFERENCES.get(method, build_objective)
-                predicted = predict(config, model, towers[micro], machine, nodes, arguments.gpus, around, build)
+    for method in methods:
+        for nodes in arguments.nodes:
+            ranks = nodes * arguments.gpus
+            rows = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
+            known = None if method in REFERENCES else method
+            config = parse_for(known, [arguments.recipe, *rows, *overrides])
+            model, micro = model or count_model(config), config.micro_batch(ranks)
+            if micro not in towers:
+                towers[micro] = count_towers(MemoryQuery(config, ranks))
+            work = step_work(config, model, ranks, REFERENCES.get(method, build_objective))
+            for network, machine in machines.items():
+                predicted = predict(config, model, work, towers[micro], machine, nodes, arguments.gpus, around)
                 found.append({"method": method, "network": network, **predicted._asdict()})
                 print(f"{method}, {network}, {nodes} nodes: {span(predicted.step, 1e3)} ms a step", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)

@@ -62,6 +62,9 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
 
     A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
     the forward pass runs once more for each.
+
+    Raises:
+        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
     """
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
@@ -117,20 +120,15 @@ class Prediction(NamedTuple):
 def predict(
     config: Config,
     model: CountedModel,  # from `count_model`
+    work: Work,  # from `step_work`
     towers: Towers,  # from `count_towers`, of the model and the micro-batch alone
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
-    build: Build = build_objective,
 ) -> Prediction:
-    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `ObjectiveQuery`.
-
-    Raises:
-        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
-    """
+    """Return the cost of a config, whose batch is that of all ranks."""
     ranks = nodes * ranks_per_node
-    work = step_work(config, model, ranks, build)
     times = machine.cases(lambda rates: step_time(work, rates.compute, Cluster(nodes, ranks_per_node, rates.network)))
     speed = Range.of(config.data.batch_size / time.total for time in times)
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]

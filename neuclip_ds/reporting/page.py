@@ -74,8 +74,8 @@ def replace_tables(path: Path, tables: Sequence[Table]) -> None:
     for table in tables:
         before, mark, after = text.partition(f"<!-- {table.title} -->\n\n")
         if mark:
-            rest = dropwhile(lambda line: line.startswith("|"), after.splitlines(keepends=True))
-            text = f"{before}{mark}{_lines(table)}\n{''.join(rest)}"
+            rest = dropwhile(lambda line: line.startswith("|"), after.splitlines())
+            text = "\n".join([before + mark + _lines(table), "", *dropwhile(lambda line: not line, rest), ""])
     if not any(f"<!-- {table.title} -->\n\n" in old for table in tables):
         raise UserError(f"{path} has no line `<!-- {tables[0].title} -->` above a table that could be replaced.")
     path.write_text(text, encoding="utf-8")
