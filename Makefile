@@ -1,5 +1,6 @@
 # make demo   trains NeuCLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
+# make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
 # make docs   docs/ as pages in build/site
 # make scaling  the tables and the figure of docs/explanation/scaling.md, by the cost model
 # make peers  what tools/benchmark_data.py, _streaming and _mixing compare with
@@ -7,7 +8,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all check docs scaling peers clean
+.PHONY: demo test test-all test-gpu check docs scaling peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -17,6 +18,9 @@ test: check
 
 test-all: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not soak"
+
+test-gpu: $(VENV)/.installed-dev
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu --device=cuda
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

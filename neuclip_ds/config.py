@@ -28,6 +28,9 @@ class RunConfig(Section):
     """Folder of all runs; config, log, metrics and checkpoints go to FOLDER/NAME."""
     seed: int = Field(0, ge=0)
     """Seed of weights, data order, augmentation and dropout."""
+    deterministic: bool = False
+    """Use deterministic algorithms only, so that a resumed run on GPUs equals one without interruption bit for bit.
+    They may be slower, and a model with an operation that has none is refused."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` resumes from the run's newest complete checkpoint; `never` refuses a folder that has one."""
     checkpoint_every: int = Field(1000, ge=1)
@@ -109,11 +112,12 @@ class DataConfig(Section):
     batch_size: int = Field(256, ge=2, le=1 << 30)
     """Global batch size over all ranks: the pairs that contrast with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
-    """Pairs that go through the towers at once on a rank. By default the rank's batch; less costs a second pass."""
+    """Pairs that go through the towers at once on a rank. By default the rank's batch; less costs a second pass, and
+    keeps the pixels of the batch in host memory."""
     workers: int = Field(2, ge=0, le=1024)
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: int = Field(4, ge=1, le=1024)
-    """Batches that each worker loads ahead."""
+    """Batches that each worker loads ahead; of a rank's batch with more than 134 MB of pixels, parts of that size."""
     allow_commands: bool = False
     """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)

@@ -1,6 +1,7 @@
 """Processes that start at once: a server that has imported torch and DeepSpeed forks them off.
 
-Each is a fresh process with its own globals, environment and exit code, as a spawned one would be.
+Each is a fresh process with its own globals, environment and exit code, as a spawned one would be. Those for GPUs are
+spawned ones: the server has told DeepSpeed that there are none.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
 _CONTEXT = multiprocessing.get_context("forkserver")
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # variables of a process that shall see no GPU
 
 
 def context() -> ForkServerContext:
@@ -32,11 +35,10 @@ def context() -> ForkServerContext:
     Its `Process` keeps this process's environment of that moment; `fork` gives each its own.
     """
     here = Path(__file__).parent
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), before])
-    _CONTEXT.set_forkserver_preload(["warm"])
-    ensure_running()
-    os.environ["PYTHONPATH"] = before
+    path = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    with patch.dict(os.environ, {"PYTHONPATH": path, **ON_CPU}):
+        _CONTEXT.set_forkserver_preload(["warm"])
+        ensure_running()
     return _CONTEXT
 
 
@@ -44,8 +46,14 @@ def fork(
     work: Callable[..., None], *args: Any, variables: Mapping[str, str], folder: Path | None = None
 ) -> BaseProcess:
     """Start `work(*args)`, a module's function, in a session of its own with these environment variables alone."""
-    process = context().Process(target=_begin, args=(work, args, dict(variables), folder))
-    process.start()
+    task = (work, args, dict(variables), folder)
+    if variables.get("DS_ACCELERATOR", "cpu") == "cpu":
+        process: BaseProcess = context().Process(target=_begin, args=task)
+        process.start()
+    else:
+        process = multiprocessing.get_context("spawn").Process(target=_begin, args=task)
+        with patch.dict(os.environ, dict(variables), clear=True):  # it imports modules before `_begin`
+            process.start()
     return process
 
 

@@ -1,4 +1,4 @@
-"""Runs a function on several real gloo ranks and brings their results back."""
+"""Runs a function on several real ranks, of gloo or on GPUs of NCCL, and brings their results back."""
 
 from __future__ import annotations
 
@@ -14,21 +14,24 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from forks import fork, kill
+from forks import ON_CPU, fork, kill
 
 from neuclip_ds.distributed.communicator import Communicator
 
 _LIMIT = 300.0  # seconds
 
 
-def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """`work(communicator, *args)` on each rank; the ranks' results in rank order. Work must be a module's function.
+def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
+    """`work(communicator, *args)` on each rank; the ranks' results in rank order, on the CPU.
+
+    Work must be a module's function. With device `cuda` each rank has a GPU.
 
     Raises:
         RuntimeError: a rank failed, which ends the others, or took too long.
     """
     # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
     common = {**os.environ, "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
+    common |= ON_CPU if device == "cpu" else {"DS_ACCELERATOR": device}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         try:
@@ -43,7 +46,8 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any) -> list[Any
         if failures or any(process.exitcode for process in processes):
             codes = [process.exitcode for process in processes]
             raise RuntimeError("\n".join([f"the ranks' exit codes are {codes}", *failures]))
-        return [torch.load(Path(folder) / f"{rank}.pt", weights_only=False) for rank in range(world_size)]
+        saved = [Path(folder) / f"{rank}.pt" for rank in range(world_size)]
+        return [torch.load(path, map_location="cpu", weights_only=False) for path in saved]
 
 
 def _join(processes: list[Any]) -> None:
@@ -58,11 +62,15 @@ def _join(processes: list[Any]) -> None:
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
+    backend, device = "gloo", torch.device("cpu")
+    if os.environ["DS_ACCELERATOR"] == "cuda":
+        backend, device = "nccl", torch.device("cuda", rank)
+        torch.cuda.set_device(device)
     dist.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
+        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
     )
     try:
-        torch.save(work(Communicator(), *args), Path(folder) / f"{rank}.pt")
+        torch.save(work(Communicator(device), *args), Path(folder) / f"{rank}.pt")
     except BaseException:
         Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise

@@ -26,6 +26,7 @@ class CountSteps(neuclip_ds.Hook):
     steps = 0
 
     def after_step(self, loop, result) -> None:
+        assert torch.are_deterministic_algorithms_enabled()  # as the run asks for
         self.steps += 1
 
 
@@ -38,8 +39,9 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
     hook = CountSteps()
     where = {"run": {"folder": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
-    found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1})
+    found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1, "run.deterministic": True})
     assert hook.steps == 3
+    assert not torch.are_deterministic_algorithms_enabled()
     return found
 
 

@@ -116,7 +116,7 @@ def options_of(tool: Path) -> set[str]:
 
 TRAIN_OPTIONS = {with_dashes(name) for name in option_names(TrainCommand)} | {"--help"}
 OPTIONS = {tool.name: options_of(tool) for tool in TOOLS} | {"train.py": TRAIN_OPTIONS}
-for tool in ("profile_communication.py", "tune_engine.py", "benchmark_step.py", "plan.py"):
+for tool in ("profile_communication.py", "tune_engine.py", "benchmark_step.py", "plan.py", "doctor.py"):
     OPTIONS[tool] |= TRAIN_OPTIONS  # which they pass on
 
 

@@ -25,6 +25,7 @@ LAYERS: list[set[str]] = [
     {"checkpoint"},
     {"training"},
     {"api", "planning", "reproduction"},
+    {"doctor"},
     {"cli"},
 ]
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}

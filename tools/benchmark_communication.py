@@ -5,7 +5,6 @@
     scalars       images' and texts' statistics, sums one by one, and each kind in one collective
     overlap       texts gathered after the image tower, and while it runs (a product of --tower-ms stands for the tower)
     npn           gradients of replicated prototypes (2 m d, T_u times), and sums over split ones (2B, T_u + 1 times)
-    amorlip       log g gathered in every step, and where the nets are fitted (every T_online = 8 steps)
 
 Only what travels is timed, not what is computed with it. Bytes are those of the ring algorithms. That results are the
 same is held by tests (docs/reference/communication.md names them); for bf16 the difference is printed.
@@ -32,7 +31,7 @@ from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
 
 Work = Callable[[Communicator], object]
-_UPDATES, _PROTOTYPES, _ONLINE = 10, 4096, 8
+_UPDATES, _PROTOTYPES = 10, 4096
 _SUMS = 6  # of loss, temperature and norms
 
 
@@ -85,10 +84,6 @@ def savings(image: Tensor, text: Tensor, world_size: int, tower: Tensor) -> dict
         "npn": (
             lambda c: [c.all_reduce(gradient, "normalizer") for _ in range(_UPDATES)],
             lambda c: [c.all_reduce(sums, "normalizer") for _ in range(_UPDATES + 1)],
-        ),
-        "amorlip": (
-            lambda c: [c.all_gather(values.expand(-1, 2), "normalizer") for _ in range(_ONLINE)],
-            lambda c: c.all_gather(values.expand(-1, 2), "normalizer"),
         ),
     }
 

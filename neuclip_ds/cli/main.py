@@ -18,6 +18,7 @@ COMMANDS = {
     "nearest-captions": "write a page of images with the captions nearest to them",
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
+    "doctor": "examine machines before a run: what is wrong, and the fix",
     "plan": "predict step time, memory and cost of a run on more nodes",
     "simulate-data": "simulate how nodes are supplied with shards",
     "profile": "measure computation, communication and overlap of a training step",

@@ -11,6 +11,7 @@ from typing import NamedTuple
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.disk import best_effort
+from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.errors import UserError
 from neuclip_ds.redaction import redact
 
@@ -71,7 +72,7 @@ class BadSampleLog:
         """Continue from the counts of an interrupted run."""
         self.seen, self.causes = seen, Counter(causes)
 
-    def record(self, batch: Batch) -> None:
+    def record(self, batch: Batch | RankBatch) -> None:
         """Count the samples of this rank's batch and log the bad ones."""
         self._new_steps += 1
         self._new_seen += int((batch.index != PADDING).sum())

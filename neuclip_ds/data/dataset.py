@@ -102,6 +102,7 @@ class PairDataset(Dataset[Batch]):
         known = np.maximum(indices, 0)
         seeds = hash64(self._seed, epochs, known).tolist()
         which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
+        self._reader.announce(indices[indices != PADDING].tolist())
         for row, index in enumerate(indices.tolist()):
             if index == PADDING:
                 continue

@@ -26,6 +26,7 @@ from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import BatchOrder
+from neuclip_ds.data.rank_batch import part_rows
 from neuclip_ds.data.transforms import ImageTransform
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
@@ -42,7 +43,7 @@ class LoaderOptions(NamedTuple):
     """How batches are loaded, which does not change their contents."""
 
     workers: int = 2  # number of loader processes; 0 loads in this process
-    prefetch: int = 4  # batches that each worker prepares ahead
+    prefetch: int = 4  # batches, or parts of them, that each worker prepares ahead
     timeout: float = 300  # seconds to wait for a batch
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
@@ -51,36 +52,37 @@ class LoaderOptions(NamedTuple):
     pin_memory: bool = False  # whether batches are in pinned memory
 
 
-class RankBatches(NamedTuple):
-    """A rank's rows of every batch."""
+class Jobs(NamedTuple):
+    """A rank's rows of every batch, in the portions that a worker loads at a time: whole batches, or parts of them."""
 
-    number: int  # of batches
-    items: Callable[[int], Items]  # the rank's rows of a batch
-    describe: Callable[[int], str]  # name of a batch for messages
+    number: int  # of jobs
+    items: Callable[[int], Items]  # the rows of a job
+    describe: Callable[[int], str]  # name of a job's batch for messages
 
 
-def _train_batches(order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int) -> RankBatches:
-    """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs."""
+def _train_jobs(order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int) -> Jobs:
+    """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs, each in `parts` jobs."""
     if order.batch_size % world_size:
         raise UserError(
             f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
         )
     first, share = epoch * order.steps_per_epoch + step, order.batch_size // world_size
-    rows = slice(rank * share, (rank + 1) * share)
 
     def items(number: int) -> Items:
-        epoch, step = divmod(first + number, order.steps_per_epoch)
-        visits, indices = order.visits(epoch, step, rows)
+        batch, part = divmod(number, parts)
+        epoch, step = divmod(first + batch, order.steps_per_epoch)
+        rows = part_rows(share, parts, part)
+        visits, indices = order.visits(epoch, step, slice(rank * share + rows.start, rank * share + rows.stop))
         return list(zip(visits.tolist(), indices.tolist(), strict=True))
 
     def describe(number: int) -> str:
-        epoch, step = divmod(first + number, order.steps_per_epoch)
+        epoch, step = divmod(first + number // parts, order.steps_per_epoch)
         return f"step {step} of epoch {epoch}"
 
-    return RankBatches(steps, items, describe)
+    return Jobs(steps * parts, items, describe)
 
 
-def _eval_batches(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> RankBatches:
+def _eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
     """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use, in equally many batches."""
     share = -(-manifest.n_used // world_size)
     end = min((rank + 1) * share, manifest.n_used)
@@ -90,7 +92,7 @@ def _eval_batches(manifest: Manifest, rank: int, world_size: int, batch_size: in
         indices = manifest.used(np.arange(start, min(start + batch_size, end))).tolist()
         return [(0, index) for index in indices] + [(0, PADDING)] * (batch_size - len(indices))
 
-    return RankBatches(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")
+    return Jobs(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")
 
 
 def train_loader(
@@ -104,6 +106,7 @@ def train_loader(
     epoch: int = 0,
     step: int = 0,
     steps: int,
+    parts: int = 1,
     options: LoaderOptions = LoaderOptions(),
 ) -> Iterator[Batch]:
     """Iterate over this rank's batches of (B / world_size) rows from `step` of `epoch` on, across epochs.
@@ -111,13 +114,14 @@ def train_loader(
     Args:
         epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
         steps: number of batches.
+        parts: number of consecutive parts that each batch comes in, as `part_rows` cuts it; workers load parts.
 
     Raises:
         UserError: the batch is not divisible by the ranks, a shard has changed, or workers repeatedly die or exceed
             `options.timeout`.
     """
-    batches = _train_batches(order, rank, world_size, epoch, step, steps)
-    return _load(manifest, transform, tokenize, order.seed, batches, options)
+    jobs = _train_jobs(order, rank, world_size, epoch, step, steps, parts)
+    return _load(manifest, transform, tokenize, order.seed, jobs, options)
 
 
 def eval_loader(
@@ -134,7 +138,7 @@ def eval_loader(
 
     All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
     """
-    return _load(manifest, transform, tokenize, 0, _eval_batches(manifest, rank, world_size, batch_size), options)
+    return _load(manifest, transform, tokenize, 0, _eval_jobs(manifest, rank, world_size, batch_size), options)
 
 
 class _UserErrorsAsValues(Dataset[Batch | UserError]):
@@ -159,20 +163,20 @@ def _load(
     transform: ImageTransform,
     tokenize: Tokenize,
     seed: int,
-    batches: RankBatches,
+    jobs: Jobs,
     options: LoaderOptions,
 ) -> Iterator[Batch]:
-    """Iterate over all batches; after a failure, restart the workers at the batch that was due."""
+    """Iterate over the batches of all jobs; after a failure, restart the workers at the job that was due."""
     dataset = PairDataset(
         manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
     )
     number = failures = 0
-    while number < batches.number:
+    while number < jobs.number:
         try:
-            iterator = _start(dataset, map(batches.items, range(number, batches.number)), options)
+            iterator = _start(dataset, map(jobs.items, range(number, jobs.number)), options)
             with _stopping_workers(iterator):
-                while number < batches.number:
-                    waited_for = f"{batches.describe(number)} from {options.workers} loader processes"
+                while number < jobs.number:
+                    waited_for = f"{jobs.describe(number)} from {options.workers} loader processes"
                     yield _next(iterator, f"{waited_for} (shards in {dataset.folder})", options)
                     number, failures = number + 1, 0
         except _WorkerFailure as error:

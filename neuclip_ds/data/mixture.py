@@ -9,14 +9,14 @@ stratified, the pattern is longer and shuffled, so the numbers vary as if rows w
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from heapq import heapify, heappop, heappush
 
 import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.order import BatchOrder, GlobalOrder, ShardRequest
+from neuclip_ds.data.order import BatchOrder, GlobalOrder
+from neuclip_ds.data.shard_requests import ShardRequest, by_first_use
 from neuclip_ds.errors import UserError
 
 _PATTERN = 2  # separates its hash from those of neuclip_ds/data/order.py
@@ -123,7 +123,7 @@ class MixtureOrder:
         number = epoch * self.steps_per_epoch + step
         at = bisect_right(self._begins, number) - 1
         stage, inside = self._stages[at], number - self._begins[at]
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # all arrays (b,) from here on
+        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays (b,) from here on
         block = stage.block(stream, inside)
         source, rank = stage.pattern[block, place], stage.rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
@@ -145,21 +145,8 @@ class MixtureOrder:
         """
         number = epoch * self.steps_per_epoch + step
         streams = np.unique(np.concatenate([np.arange(self.batch_size)[part] // self._lane for part in rows])).tolist()
-        readers = [
-            _StreamCursor(self, which, stream, number) for which in range(len(self._sources)) for stream in streams
-        ]
-        blocks = [(reader.begins, at) for at, reader in enumerate(readers) if reader.begins is not None]
-        heapify(blocks)
-        found: list[ShardRequest] = []
-        while blocks:
-            start, at = heappop(blocks)
-            while found and found[0].first <= start:
-                yield heappop(found)
-            for request in readers[at].take():
-                heappush(found, request)
-            if (begins := readers[at].begins) is not None:
-                heappush(blocks, (begins, at))
-        yield from sorted(found)
+        sources = range(len(self._sources))
+        yield from by_first_use([_SourceBlocks(self, which, at, number) for which in sources for at in streams])
 
     def taken(self, which: int, stream: int, number: int) -> int:
         """Return how many samples the steps before `number` take from a stream of a source."""
@@ -179,8 +166,8 @@ class MixtureOrder:
         return low + _first(lambda steps: self.taken(which, stream, low + steps + 1) > taken, 3 * cycle)
 
 
-class _StreamCursor:
-    """The blocks of a stream of a source that training passes, one after the other."""
+class _SourceBlocks:
+    """The blocks of a stream of a source, over all epochs: `StreamBlocks`."""
 
     def __init__(self, mixture: MixtureOrder, which: int, stream: int, number: int) -> None:
         self._mixture, self._which, self._stream, self._number = mixture, which, stream, number

@@ -10,7 +10,6 @@ shards for one stream at a time, not for all at once.
 """
 
 from collections.abc import Iterator, Sequence
-from heapq import heapify, heappop, heappush
 from typing import Any, Literal, NamedTuple, Protocol
 
 import numpy as np
@@ -18,6 +17,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from neuclip_ds.data.hashing import hash64, mix64
 from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
+from neuclip_ds.data.shard_requests import ShardRequest, by_first_use
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
@@ -33,14 +33,6 @@ class _Layout(NamedTuple):
     shards: NDArray[np.int64]  # shard numbers
     positions: NDArray[np.int64]  # position of each one's first sample
     indices: NDArray[np.int64]  # global index of each one's first sample
-
-
-class ShardRequest(NamedTuple):
-    """A shard from which rows of the batches `first` ... `last` are read; batches are counted across epochs."""
-
-    first: int
-    last: int
-    shard: int
 
 
 class BatchOrder(Protocol):
@@ -161,7 +153,7 @@ class GlobalOrder:
         """
         if not 0 <= step < self.steps_per_epoch:
             raise IndexError(f"step {step} is out of range for an epoch of {self.steps_per_epoch} steps")
-        stream, place = np.divmod(np.arange(self.batch_size)[rows], self._lane)  # (b,)
+        stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # (b,)
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
@@ -200,7 +192,9 @@ class GlobalOrder:
         epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
         streams, wanted = self._wanted(rows)
         while len(streams):  # else these rows are always empty
-            yield from self._epoch_ahead(epoch, step, streams, wanted)
+            begin = step * self._lane
+            numbered = zip(streams.tolist(), wanted, strict=True)
+            yield from by_first_use([_EpochBlocks(self, epoch, begin, *stream) for stream in numbered])
             epoch, step = epoch + 1, 0
 
     def _wanted(self, rows: Sequence[slice]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
@@ -210,39 +204,6 @@ class GlobalOrder:
             wanted.reshape(-1)[part] = True
         read = wanted.any(axis=1) & (wanted.argmax(axis=1) < self.stream_lengths)
         return np.flatnonzero(read), wanted[read]
-
-    def _epoch_ahead(
-        self, epoch: int, step: int, streams: NDArray[np.int64], wanted: NDArray[np.bool_]
-    ) -> Iterator[ShardRequest]:
-        """Iterate over the requests of an epoch from `step` on, in order of their first use."""
-        begin, block = step * self._lane, self.interleave.block
-        numbers = (begin + self._phases[streams]) // block
-        blocks = [(step, row, number) for row, number in enumerate(numbers.tolist())]  # by the step they begin in
-        heapify(blocks)
-        found: list[ShardRequest] = []
-        while blocks:
-            start, row, number = heappop(blocks)
-            while found and found[0].first <= start:
-                yield heappop(found)
-            stream = int(streams[row])
-            for request in self._requests(epoch, begin, stream, number, wanted[row]):
-                heappush(found, request)
-            following = self._block(streams[row], np.int64(number + 1))[0]
-            if following < self.stream_lengths[stream]:
-                heappush(blocks, (int(following) // self._lane, row, number + 1))
-        yield from sorted(found)
-
-    def _requests(
-        self, epoch: int, begin: int, stream: int, number: int, wanted: NDArray[np.bool_]
-    ) -> Iterator[ShardRequest]:
-        """Iterate over the shards of a stream's block, from its position `begin` on.
-
-        `wanted`, (B/S,), tells which of its places in the batch are read.
-        """
-        before, limit = epoch * self.steps_per_epoch, self.steps_per_epoch * self._lane  # `drop` leaves positions out
-        found, end = self.block_shards(epoch, stream, number, begin, limit, wanted)
-        for shard, first in found:
-            yield ShardRequest(before + first // self._lane, before + (end - 1) // self._lane, shard)
 
     def block_at(self, stream: int, within: int) -> int:
         """Return the number of the block that a position within a stream is in."""
@@ -301,6 +262,32 @@ class GlobalOrder:
             ends = np.cumsum(self._sizes[shards])
             self._layouts[epoch] = _Layout(shards, ends - self._sizes[shards], self._starts[shards])
         return self._layouts[epoch]
+
+
+class _EpochBlocks:
+    """The blocks of a stream in an epoch, from the position `begin` on: `StreamBlocks`.
+
+    `wanted`, (B/S,), tells which of the stream's places in a batch are read.
+    """
+
+    def __init__(self, order: GlobalOrder, epoch: int, begin: int, stream: int, wanted: NDArray[np.bool_]) -> None:
+        self._order, self._epoch, self._begin, self._stream, self._wanted = order, epoch, begin, stream, wanted
+        self._lane = len(wanted)
+        self._before = epoch * order.steps_per_epoch  # batches
+        self._number = order.block_at(stream, begin)
+        self.begins: int | None = self._batch(begin)
+
+    def take(self) -> Iterator[ShardRequest]:
+        """Iterate over the shards of the block that is due, and move to the next one."""
+        limit = self._order.steps_per_epoch * self._lane  # `drop` leaves positions out
+        found, end = self._order.block_shards(self._epoch, self._stream, self._number, self._begin, limit, self._wanted)
+        for shard, first in found:
+            yield ShardRequest(self._batch(first), self._batch(end - 1), shard)
+        self._number += 1
+        self.begins = self._batch(end) if end < min(limit, int(self._order.stream_lengths[self._stream])) else None
+
+    def _batch(self, position: int) -> int:
+        return self._before + position // self._lane
 
 
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:

@@ -18,8 +18,8 @@ from typing import NoReturn
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.manifest import Shard
-from neuclip_ds.data.order import ShardRequest
 from neuclip_ds.data.request_window import RequestWindow
+from neuclip_ds.data.shard_requests import ShardRequest
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)

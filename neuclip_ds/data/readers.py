@@ -10,6 +10,7 @@ import os
 import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Generic, NamedTuple, TypeVar
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
-_OPEN_SHARDS = 256  # open file descriptors of a worker
+OPEN_SHARDS = 256  # open file descriptors of a worker
 _TABLE_BYTES = 1 << 30  # private memory of a worker's tables
 _MAPPING_BYTES = 1 << 16  # that a mapped table counts for: 16,384 mappings of the 65,530 that Linux allows a process
 _SAMPLE_BYTES = 80  # of a table that is not mapped
@@ -100,7 +101,7 @@ class TarReader:
         self._node_tables = _node_tables(cache)
         self._tables = RecentlyUsed(self._load_table, _TABLE_BYTES, weigh=_weight)
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
-        capacity = _OPEN_SHARDS if cache is None else 1
+        capacity = OPEN_SHARDS if cache is None else 1
         self._files = RecentlyUsed(self._open, capacity, release=os.close)
 
     def read(self, index: int, with_image: bool = True) -> RawSample:
@@ -124,6 +125,20 @@ class TarReader:
             raise
         image = found.pop(0) if with_image else None
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """Let the disk begin to read samples of shards that are read in place, all at once.
+
+        One after the other, each read would wait for the disk: cold reads were 2 to 4 times slower so.
+        """
+        for index in indices:
+            shard, row = self._manifest.locate(index)
+            if _cache_for(self._manifest.shards[shard].path, self._cache) is not None:
+                continue
+            with suppress(OSError, UserError):  # `read` will tell
+                for offset, size in self._tables.get(shard).extents[row, self._members].tolist():
+                    if size > 0:
+                        os.posix_fadvise(self._files.get(shard), offset, size, os.POSIX_FADV_WILLNEED)
 
     def key(self, index: int) -> str:
         """Return the sample's key: the folder and stem of its members."""
@@ -195,6 +210,9 @@ class WebdatasetReader:
         shard, row = self._manifest.locate(index)
         sample = self._shards.get(shard)[row][1]
         return sample if with_image else sample._replace(image=None)
+
+    def announce(self, indices: Iterable[int]) -> None:
+        """Do nothing: shards are read whole."""
 
     def key(self, index: int) -> str:
         shard, row = self._manifest.locate(index)

@@ -4,7 +4,7 @@ from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from heapq import heappop, heappush
 
-from neuclip_ds.data.order import ShardRequest
+from neuclip_ds.data.shard_requests import ShardRequest
 
 _AHEAD = 0.5  # share of the cache for shards of later batches
 

@@ -72,6 +72,11 @@ class Communicator:
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
+    @property
+    def group(self) -> ProcessGroup | None:
+        """The process group of the ranks; None without one."""
+        return dist.group.WORLD if self._group is None else self._group
+
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
         return self.begin_all_gather(x, purpose).wait()

@@ -51,7 +51,7 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
     """
     names = _launcher(env)
     if names is None:
-        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
+        env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(free_port()))
         return
     if names == _SLURM:
         nodes = env.get("SLURM_STEP_NODELIST", env.get("SLURM_JOB_NODELIST", ""))  # such as gpu[01-04,07],cpu3
@@ -71,7 +71,8 @@ def _launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:
     return next((names for names in _LAUNCHERS if names[0] in env and names[2] in env), None)
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Return a port that nothing listens at on this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

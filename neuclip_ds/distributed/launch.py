@@ -56,11 +56,11 @@ def connected(task: str, folder: Path = Path(), max_outage: float = 0.0) -> Iter
 
 
 def join(max_outage: float = 0.0) -> Communicator:
-    """Join the launcher's process group, or the one that there is; DeepSpeed's engine adopts it."""
+    """Join the launcher's process group, or the one that there is; DeepSpeed's engine shares it."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     if not dist.is_initialized():
-        # bound to its GPU, a rank connects at once, and DeepSpeed's own groups share the connections
+        # bound to its GPU, a rank connects at once
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
         limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)

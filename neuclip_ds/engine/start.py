@@ -13,7 +13,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import zero_stage
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.optimizers import build_optimizer
-from neuclip_ds.engine.zero import placements, skip_unused_kernel
+from neuclip_ds.engine.zero import placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
 
 
@@ -31,7 +31,7 @@ def start_engine(
 ) -> Any:
     """Return the engine, with weights as they are and an optimizer without moments or learning rate yet.
 
-    DeepSpeed's config is from `load_engine_config`. DeepSpeed joins the process group of the communicator's ranks.
+    DeepSpeed's config is from `load_engine_config`. The engine shares the communicator's process group.
     """
     optimizer = build_optimizer(model, config)
     # without ZeRO, DeepSpeed fills a bf16 optimizer's state by a step with zero gradients, which would decay the
@@ -39,6 +39,7 @@ def start_engine(
     for group in optimizer.param_groups:
         group["lr"] = 0.0
     skip_unused_kernel()
+    share_process_group(communicator)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):

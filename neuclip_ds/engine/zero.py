@@ -17,6 +17,8 @@ from neuclip_ds.engine.config import is_bf16, zero_stage
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from neuclip_ds.distributed.communicator import Communicator
+
 # keys of `zero_optimization` that are read here or worth tuning, and what DeepSpeed takes where they are absent
 _DEFAULTS = {
     "reduce_bucket_size": 500_000_000,
@@ -205,6 +207,17 @@ def forget_gradients(engine: Any) -> None:
     if _wrapper_of(engine) is Wrapper.ZERO_1_2:
         gradients = engine.optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))
+
+
+def share_process_group(communicator: Communicator) -> None:
+    """Let the engine use the communicator's process group instead of a copy of it.
+
+    NCCL carries out the collectives of one group in the order of their launch, but those of two groups, such as ZeRO
+    3's fetches of weights and our gathers under the same towers, in any order: ranks that differ in it wait for ever.
+    """
+    import deepspeed.utils.groups
+
+    deepspeed.utils.groups._WORLD_GROUP = communicator.group
 
 
 def skip_unused_kernel() -> None:

@@ -14,6 +14,7 @@ The sums over negatives are taken in the log domain, within and across ranks.
 
 import math
 from collections.abc import Callable, Iterable
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -52,6 +53,7 @@ def normalizer_error(
     communicator: Communicator,
     anchors: int,
     chunk: int = 4096,
+    parts: int = 1,
 ) -> dict[str, float]:
     """Return the errors of the estimates for the first `anchors` valid samples of `anchor_batches`.
 
@@ -62,6 +64,7 @@ def normalizer_error(
         all_batches: every training sample once over all ranks, equally many and equally shaped batches on every rank.
         anchors: A.
         chunk: anchors per block of logits.
+        parts: how many consecutive `anchor_batches` make a batch of the training's size; each is encoded at once.
 
     Returns:
         Equal on all ranks: `normalizer_mse`, the mean over both directions of `normalizer_mse_image` and
@@ -71,7 +74,7 @@ def normalizer_error(
     Raises:
         UserError: fewer than two valid samples.
     """
-    encoded = _encode_anchors(encode, estimate, anchor_batches, communicator, anchors)
+    encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
         raise UserError("The training data has no two readable pairs to contrast; check data.train.")
@@ -94,12 +97,18 @@ def _metrics(log_estimate: Tensor, log_g: Tensor) -> dict[str, float]:
 
 
 def _encode_anchors(
-    encode: Encode, estimate: EstimateNormalizers, batches: Iterable[Batch], communicator: Communicator, limit: int
+    encode: Encode,
+    estimate: EstimateNormalizers,
+    batches: Iterable[Batch],
+    parts: int,
+    communicator: Communicator,
+    limit: int,
 ) -> _Anchors:
     """Encode the first `limit` valid rows of the batches, each batch being all ranks' rows in rank order."""
     all_rows, all_index = [], []
-    for batch in batches:
-        image, text, index, valid = _features(encode, batch)
+    encoded = (_features(encode, batch) for batch in batches)
+    while whole := list(islice(encoded, parts)):
+        image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
         values = image.new_full((len(index), 4), math.nan)
         values[valid] = torch.cat(estimate(image, text, index, valid)).T.to(values)
         all_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))

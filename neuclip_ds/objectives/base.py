@@ -26,6 +26,7 @@ class Step(NamedTuple):
     peak_lr: float  # and its largest value
     progress: float = 0.0  # share of the run that is done, in [0, 1)
     learn: bool = True  # False reports the loss, and leaves normaliser and temperature as they are
+    logs: bool = True  # whether its metrics are read, for which the host waits for the device
 
 
 class FeatureGradients(NamedTuple):
@@ -96,11 +97,11 @@ def load_adam_state(
     adam: torch.optim.Adam, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
 ) -> None:
     """Fill what `adam_state` returned."""
-    adam.state[parameter] = {
-        key.removeprefix(prefix): value.clone() if key == f"{prefix}step" else value.clone().to(parameter)
-        for key, value in state.items()
-        if key.startswith(prefix)
-    }
+    values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}
+    steps = values.pop("step", None)
+    adam.state[parameter] = {key: value.to(parameter) for key, value in values.items()}
+    if steps is not None:  # a fused Adam counts them where it steps, another on the CPU
+        adam.state[parameter]["step"] = steps.to(parameter.device if adam.defaults["fused"] else "cpu")
 
 
 class NormalizerOutput(NamedTuple):

@@ -107,13 +107,12 @@ def _plot_scaling(found: Sequence[Record]) -> Figure:
             nodes, ranks = [one["nodes"] for one in own], [one["ranks"] for one in own]
             slow, fast = ([1e3 * one["step"][end] for one in own] for end in (1, 0))
             (line,) = panels[0][column].plot(nodes, fast, "o-", label=method)
-            panels[0][column].fill_between(nodes, fast, slow, color=line.get_color(), alpha=0.1)
             panels[0][column].plot(nodes, slow, ":", color=line.get_color())
             for end, style in ((1, "o-"), (0, ":")):
                 speeds = [one["samples_per_second"][end] / count for one, count in zip(own, ranks, strict=True)]
                 relative = [speed / speeds[0] for speed in speeds]
                 panels[1][column].plot(nodes, relative, style, color=line.get_color())
-        panels[0][column].set(title=network, xscale="log", yscale="log", ylabel="ms a step (solid: fast end)")
+        panels[0][column].set(title=network, xscale="log", yscale="log", ylabel="ms a step (dotted: slow end)")
         panels[1][column].set(xlabel="nodes", ylabel="efficiency against the fewest nodes", ylim=(0, 1.05))
     panels[0][0].legend()
     return figure

@@ -10,8 +10,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.data.interleave import DataSize
-from neuclip_ds.data.order import BatchOrder, ShardRequest
+from neuclip_ds.data.order import BatchOrder
 from neuclip_ds.data.request_window import RequestWindow
+from neuclip_ds.data.shard_requests import ShardRequest
 
 BANDWIDTH = 1.25e9  # bytes per second that a node fetches, as 10 Gbit/s give; assumed
 RATE = 10_000  # samples per second that a node trains on; assumed

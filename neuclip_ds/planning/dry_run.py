@@ -175,7 +175,8 @@ def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: Mapping[s
     unknown = "" if query.samples else ", u not counted as n is unknown"
     lines = [f"memory     of each rank's {where} in MB, computed{unknown}:", *found.lines()]
     loaders = loader_memory(query, max(nodes.values(), default=local_ranks()))
-    lines.append(f"loaders    {loaders.line()}")
+    first, *others = loaders.lines()
+    lines += [f"loaders    {first}", *(f"           {other}" for other in others)]
     if gpu_memory is None:
         warnings = [] if nodes else shortages(found, loaders, query.device)
         return lines + [f"warning    {warning}" for warning in warnings]

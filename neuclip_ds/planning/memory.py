@@ -2,7 +2,7 @@
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
 and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries)
-is not in it; loader processes have a separate account (loader_memory.py).
+is not in it; loaders have a separate account, of the host's memory (loader_memory.py).
 """
 
 from collections.abc import Iterator, Mapping
@@ -27,7 +27,7 @@ from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
-_GPU_BLOCK = 8192  # columns that the objective works on at once
+_GPU_BLOCK = 1 << 26  # bytes of similarities that the objective works on at once, whatever the batch
 _BLOCK_COPIES = 8  # of such a block, in the general form of the pair gradient
 
 
@@ -37,7 +37,7 @@ class MemoryAccount:
 
     engine: EngineMemory
     activations: Activations
-    batch: int  # pixels and tokens
+    batch: int  # pixels and tokens that are on the device at a time
     features: int  # local and gathered, and their gradients
     similarities: int  # of this rank's rows against the batch, kept and worked on
     objective: int  # u, individual temperatures, NPN or amortisation nets, and the copies of a step that may be skipped
@@ -123,6 +123,21 @@ class MemoryQuery:
     def source(self) -> ModelSource:
         return model_source(self.config.model, locate_model(self.config.model, weights=False))
 
+    @property
+    def rank_batch(self) -> int:
+        """Pairs of the global batch on each rank."""
+        return self.config.rank_batch(self.world_size)
+
+    @property
+    def micro_batch(self) -> int:
+        """Pairs that go through the towers at once on a rank."""
+        return self.config.micro_batch(self.world_size)
+
+    @property
+    def image_size(self) -> int:
+        """Side of the square input, in pixels."""
+        return self.source.preprocessing.size
+
     @cached_property
     def tokenizer(self) -> ModelTokenizer:
         stand_in: Any = StandInTokenizer(self.config.model.text)
@@ -146,8 +161,8 @@ def count_towers(query: MemoryQuery) -> Towers:
     model = query.build()
     parameters = Parameters.of(model)
     dtype = towers_dtype(load_engine_config(query.config, query.world_size))
-    rows, pixels = query.config.micro_batch(query.world_size), query.source.preprocessing.size
-    return Towers(parameters, count_activations(model, rows, pixels, query.tokenizer.context_length, dtype))
+    rows, length = query.micro_batch, query.tokenizer.context_length
+    return Towers(parameters, count_activations(model, rows, query.image_size, length, dtype))
 
 
 def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
@@ -157,14 +172,13 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
         UserError: config or DeepSpeed JSON cannot work.
     """
     config, world_size = query.config, query.world_size
-    rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
-    batch = config.data.batch_size
+    rows, micro, batch = query.rank_batch, query.micro_batch, config.data.batch_size
     engine = load_engine_config(config, world_size)
     state = objective_state(query)
     return MemoryAccount(
         engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
         activations=towers.activations,
-        batch=rows * (3 * query.source.preprocessing.size**2 + 8 * query.tokenizer.context_length),
+        batch=_inputs(query),
         # local ones and gradients in float32, and gathered ones in float32 and as sent
         features=2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, engine).itemsize) * batch),
         similarities=_similarities(query),
@@ -199,14 +213,19 @@ def advice(query: MemoryQuery, gigabytes: float) -> str:
 
 
 def _remedies(query: MemoryQuery) -> Iterator[dict[str, Any]]:
-    """Yield options to change: checkpointing first, which costs a third, then ever smaller micro-batches too."""
-    recompute = {"model.activation_checkpointing": True}
-    if not query.config.model.activation_checkpointing:
+    """Yield options to change: checkpointing first, then ever smaller micro-batches without and with it.
+
+    Checkpointing and a second pass take a third more time each.
+    """
+    recompute = {} if query.config.model.activation_checkpointing else {"model.activation_checkpointing": True}
+    if recompute:
         yield recompute
-    rows = query.config.micro_batch(query.world_size)
+    rows = query.micro_batch
     while rows > 1:
         rows = max(size for size in range(1, rows // 2 + 1) if rows % size == 0)
-        yield {**recompute, "data.micro_batch": rows}
+        yield {"data.micro_batch": rows}
+        if recompute:
+            yield {**recompute, "data.micro_batch": rows}
 
 
 def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
@@ -215,6 +234,12 @@ def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
         *sections, key = name.split(".")
         setattr(reduce(getattr, sections, config), key, value)
     return replace(query, config=config)
+
+
+def _inputs(query: MemoryQuery) -> int:
+    """Return bytes of pixels and tokens: on a GPU those of a micro-batch and of the next one, else of the batch."""
+    rows = 2 * query.micro_batch if query.device == "cuda" else query.rank_batch
+    return rows * (3 * query.image_size**2 + 8 * query.tokenizer.context_length)
 
 
 def _similarities(query: MemoryQuery) -> int:
@@ -227,7 +252,7 @@ def _similarities(query: MemoryQuery) -> int:
         kept = 0  # computed again, or needed once
     if query.device == "cpu":
         return kept  # its blocks have a MB
-    return kept + _BLOCK_COPIES * 4 * rows * min(batch, objective.chunk or _GPU_BLOCK)
+    return kept + _BLOCK_COPIES * min(_GPU_BLOCK, 4 * rows * min(batch, objective.chunk or batch))
 
 
 class ObjectiveState(NamedTuple):

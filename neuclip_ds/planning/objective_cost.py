@@ -1,11 +1,13 @@
 """The cost of an objective for a rank at any size: its collectives and its floating-point operations.
 
 Nothing here knows a method. The objective itself runs on a few rows of a `SimulatedRank`, at several sizes, and what it
-sends and computes is carried over: the size of a collective is bilinear in rows and width, the operations are a
-polynomial of low degree in rows, width and prototypes. So a new method needs no line here.
+sends and computes is carried over: the size of a collective is linear in rows and quadratic in width, as a network's
+weights are; the operations are a polynomial of low degree in rows, width and prototypes. So a new method needs no line
+here.
 """
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -85,16 +87,20 @@ class ObjectiveQuery(NamedTuple):
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
     """Return the collectives of an average step."""
-    low_rows, low_dim = 2 * query.micro_batches, _DIM
-    corners = [_run(query._replace(rows=r, dim=d))[0] for r in (low_rows, 2 * low_rows) for d in (low_dim, 2 * low_dim)]
-    by_rows, by_dim = query.rows / low_rows - 1, query.dim / low_dim - 1
+    rows, dims = (2 * query.micro_batches, 4 * query.micro_batches), (_DIM, 2 * _DIM, 3 * _DIM)
+    weights = [a * b for a in _lagrange(rows, query.rows) for b in _lagrange(dims, query.dim)]
+    runs = [_run(query._replace(rows=r, dim=d))[0] for r in rows for d in dims]
     found: Counter[tuple[str, str, int]] = Counter()
-    for low, wide, tall, large in zip(*corners, strict=True):
-        both = large.size - wide.size - tall.size + low.size
-        size = low.size + by_rows * (tall.size - low.size) + by_dim * (wide.size - low.size) + by_rows * by_dim * both
-        found[low.purpose, low.op, round(size)] += 1
+    for calls in zip(*runs, strict=True):
+        size = sum(weight * call.size for weight, call in zip(weights, calls, strict=True))
+        found[calls[0].purpose, calls[0].op, round(size)] += 1
     steps = query.config.objective.section(AmortizedConfig).online_every
     return [Call(*call, count / steps) for call, count in found.items()]
+
+
+def _lagrange(points: Sequence[int], x: float) -> list[float]:
+    """Return the weights of the values at `points` in the value at x of the polynomial through them."""
+    return [math.prod((x - other) / (point - other) for other in points if other != point) for point in points]
 
 
 def objective_work(query: ObjectiveQuery) -> ObjectiveWork:

@@ -57,6 +57,15 @@ def thread_of(event: Event) -> Thread:
     return event.get("pid"), event.get("tid")
 
 
+def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
+    """Return the host's calls that have started work of a GPU, by their correlation number."""
+    return {
+        event["args"]["correlation"]: event
+        for event in events
+        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
+    }
+
+
 def is_nccl_kernel(event: Event) -> bool:
     return event.get("cat") == "kernel" and event["name"].startswith("nccl")
 
@@ -117,11 +126,7 @@ def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size:
             if described is not None:
                 described.dtype = described.dtype or event["args"].get("dtype", "")
                 described.group = int(event["args"].get("Group size", described.group))
-    started = {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
+    started = launching_calls(events)
     unmatched = []
     for kernel in sorted(filter(is_nccl_kernel, events), key=lambda event: event["ts"]):
         call = started.get(kernel.get("args", {}).get("correlation"), kernel)

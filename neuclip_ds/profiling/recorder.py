@@ -28,8 +28,8 @@ TRACE, BREAKDOWN = "trace.json.gz", "breakdown.json"
 class Recorder:
     """Profiler of `steps` steps after the first `after` ones; with steps = 0 it does nothing.
 
-    The profiler starts one step early, as its start slows down that step. On a GPU each profiled step ends with a
-    synchronisation, so that its kernels run within it.
+    The profiler starts one step early, as its start slows down that step. On a GPU each profiled step begins and
+    ends with a synchronisation, so that its kernels, and no others, run within it.
     """
 
     def __init__(
@@ -76,13 +76,17 @@ class Recorder:
         if self._done < self._first:
             yield
         else:
+            self._synchronize()
             with step_range():
                 yield
-                if self._on_gpu:
-                    torch.cuda.synchronize()
+                self._synchronize()
         self._done += 1
         if self._done == self._end:
             self._finish()
+
+    def _synchronize(self) -> None:
+        if self._on_gpu:
+            torch.cuda.synchronize()
 
     def _finish(self) -> None:
         """Stop, read the trace of each rank, and write the breakdown over ranks."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.distributed.ranges import PHASE, PURPOSE, STEP
+from neuclip_ds.distributed.ranges import PURPOSE, STEP
 from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.launches import (
@@ -27,6 +27,7 @@ from neuclip_ds.profiling.launches import (
     span_of,
     thread_of,
 )
+from neuclip_ds.profiling.phases import executed_phases, host_phases
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class StepTrace(NamedTuple):
     window: Interval
     computation: list[Interval]  # disjoint, within the window
     collectives: list[Collective]
-    phases: dict[str, float]  # name -> seconds
+    phases: dict[str, float]  # name -> seconds, on a GPU of its work
 
 
 def read_trace(path: Path) -> list[StepTrace]:
@@ -72,8 +73,7 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
-    phases = [(span_of(e), e["name"].removeprefix(PHASE)) for e in annotations if e["name"].startswith(PHASE)]
-    timeline, purposes = Timeline(phases), _timelines(annotations)
+    timeline, purposes = Timeline(host_phases(events)), _timelines(annotations)  # a launch is a moment of the host
 
     def describe(launch: Launch) -> Collective:
         moment, named = launch.span[0], purposes.get(launch.thread)
@@ -84,17 +84,18 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
         sent = ring_bytes(launch.op, size, launch.group)
         return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
 
-    launches = find_launches(events, world_size)
+    launches, phases = find_launches(events, world_size), executed_phases(events)
     computation = union(map(_seconds, _computing(events)))
     steps = []
     for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
         inside = [describe(launch) for launch in launches if window[0] <= launch.span[0] <= window[1]]
-        durations: defaultdict[str, float] = defaultdict(float)
+        spans: defaultdict[str, list[Interval]] = defaultdict(list)
         for span, name in phases:
             if window[0] <= span[0] <= window[1]:
-                durations[name] += length([_seconds(span)])
+                spans[name].append(_seconds(span))
         within = intersection(computation, [_seconds(window)])
-        steps.append(StepTrace(_seconds(window), within, inside, dict(durations)))
+        durations = {name: length(union(parts)) for name, parts in spans.items()}
+        steps.append(StepTrace(_seconds(window), within, inside, durations))
     return steps
 
 

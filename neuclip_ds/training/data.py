@@ -8,13 +8,14 @@ from typing import NamedTuple
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.cache import ShardCache, private_folder
-from neuclip_ds.data.dataset import Batch, iter_captions
+from neuclip_ds.data.dataset import iter_captions
 from neuclip_ds.data.decoders import find_decoder
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.file_systems import shared_file_system
 from neuclip_ds.data.loader import LoaderOptions, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import BatchOrder
+from neuclip_ds.data.rank_batch import RankBatch, join_parts, part_count
 from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
@@ -43,9 +44,10 @@ class TrainingData(NamedTuple):
 
     def batches(
         self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
-    ) -> Iterator[Batch]:
+    ) -> Iterator[RankBatch]:
         """Yield a rank's next `steps` batches from a place in an order."""
-        return train_loader(
+        parts = part_count(order.batch_size // communicator.world_size, self.transform.image_size)
+        loaded = train_loader(
             self.manifest,
             order,
             self.transform,
@@ -55,8 +57,10 @@ class TrainingData(NamedTuple):
             epoch=epoch,
             step=step,
             steps=steps,
+            parts=parts,
             options=self.loading,
         )
+        return join_parts(loaded, parts)
 
 
 def open_training_data(

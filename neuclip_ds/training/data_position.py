@@ -12,7 +12,8 @@ from numpy.typing import NDArray
 
 from neuclip_ds.config import BudgetConfig
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import BatchOrder, ShardRequest
+from neuclip_ds.data.order import BatchOrder
+from neuclip_ds.data.shard_requests import ShardRequest
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)

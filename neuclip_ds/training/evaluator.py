@@ -7,6 +7,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import eval_loader, train_loader
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.rank_batch import part_count
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -43,6 +44,8 @@ class Evaluator:
         self._manifest, self._tokenizer, self._interleave = data.manifest, data.tokenizer, data.order.interleave
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
         self._rank_batch = config.rank_batch(communicator.world_size)
+        micro = config.micro_batch(communicator.world_size)
+        self._rows = -(-micro // part_count(micro, preprocessing.size))  # that are loaded and encoded at once
         self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
 
     def check(self, objective: Objective) -> None:
@@ -57,7 +60,7 @@ class Evaluator:
         """Return results by name, equal on all ranks."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
-        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rank_batch)
+        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows)
         workers = self._config.data.workers
         if self._val is not None:
             results.update(retrieval(encode, self._every_sample(self._val), self._communicator))
@@ -82,8 +85,9 @@ class Evaluator:
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
+        parts = -(-self._rank_batch // self._rows)
         anchor_batches = train_loader(
-            manifest, order, self._transform, self._tokenizer, steps=steps, **self._share(manifest)
+            manifest, order, self._transform, self._tokenizer, steps=steps, parts=parts, **self._share(manifest)
         )
         return normalizer_error(
             encode,
@@ -93,11 +97,12 @@ class Evaluator:
             self._every_sample(manifest),
             self._communicator,
             anchors,
+            parts=parts,
         )
 
     def _every_sample(self, manifest: Manifest) -> Any:
         share = self._share(manifest)
-        return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rank_batch, **share)
+        return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rows, **share)
 
     def _share(self, manifest: Manifest) -> dict[str, Any]:
         """Return the arguments of a loader that are this rank's."""

@@ -17,14 +17,15 @@ import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import BudgetConfig, Config
-from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.disk import explain_disk
+from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
 from neuclip_ds.training.data import TrainingData
 from neuclip_ds.training.data_position import DataPosition, resume
+from neuclip_ds.training.device_batches import DeviceBatch
 from neuclip_ds.training.hooks import Evaluate, Hook, standard_hooks
 from neuclip_ds.training.hooks.replicas import compare_replicas
 from neuclip_ds.training.step import TrainStep
@@ -61,7 +62,7 @@ class StepResult:
     last: bool  # whether it is the run's last
     logs: bool  # whether metrics are logged after it
     saves: bool  # whether a checkpoint is saved after it
-    batch: Batch  # this rank's samples
+    batch: RankBatch  # this rank's samples, whose pixels have been released
     gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
     lr: float  # of the encoders
     grad_norm: float  # of the encoders; not finite where the step was skipped
@@ -179,7 +180,7 @@ class Loop:
                     hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
-            batches = self._batches()
+            batches = self._step.copies.ahead(self._batches())
             rate = SlidingRate()
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
@@ -188,7 +189,7 @@ class Loop:
                 batch = next(batches)
                 waited = time.perf_counter() - began
                 for hook in every_hook:
-                    hook.on_batch(self, batch)
+                    hook.on_batch(self, batch.host)
                 result = self._train_on(batch, began, waited, rate)
                 self.done += 1
                 for hook in every_hook:
@@ -202,7 +203,7 @@ class Loop:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
 
-    def _batches(self) -> Iterator[Batch]:
+    def _batches(self) -> Iterator[RankBatch]:
         for place, steps in self.position.parts(self.done, self.total):
             yield from self.context.data.batches(self.context.communicator, *place, steps)
 
@@ -249,20 +250,22 @@ class Loop:
         self._failed_at = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
-    def _train_on(self, batch: Batch, began: float, waited: float, rate: SlidingRate) -> StepResult:
+    def _train_on(self, batch: DeviceBatch, began: float, waited: float, rate: SlidingRate) -> StepResult:
         config, number = self.context.config, self.done
         epoch = self.position.at(number).epoch
         lr = self._learning_rate(number, self.total)
-        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress=number / self.total)
-        gradients, norm, applied, not_finite = self._step(batch, place)
         last, every = number + 1 == self.total, config.run.checkpoint_every
+        logs = last or (number + 1) % config.run.log_every == 0
+        progress = number / self.total
+        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress, logs=logs)
+        gradients, norm, applied, not_finite = self._step(batch, place)
         return StepResult(
             step=number + 1,
             last=last,
-            logs=last or (number + 1) % config.run.log_every == 0,
+            logs=logs,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
             saves=last or (applied and (number + 1) // every > self._tried // every),
-            batch=batch,
+            batch=batch.host,
             gradients=gradients,
             lr=lr,
             grad_norm=norm,

@@ -25,6 +25,7 @@ from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
+from neuclip_ds.training.device_batches import DeviceBatches
 from neuclip_ds.training.loop import Loop, RunContext
 
 log = logging.getLogger(__name__)
@@ -96,23 +97,17 @@ def _fill_in_blocks(context: RunContext, objective: Objective, block: int) -> No
     steps = order.steps_per_epoch
     log.info("filling u from %d batches at a time, %d batches in all", batches_a_block, steps)
     context.engine.eval()
+    copies = DeviceBatches(context.communicator.device, context.micro_batch)
     kept: list[tuple[Tensor, ...]] = []
-    for number, batch in enumerate(context.data.batches(context.communicator, order, 0, 0, steps)):
-        image, text = _features(context, batch.image, batch.tokens)
-        device = context.communicator.device
-        kept.append((image, text, batch.index.to(device), batch.valid.to(device)))
+    loaded = context.data.batches(context.communicator, order, 0, 0, steps)
+    for number, batch in enumerate(copies.ahead(loaded)):
+        features = [context.engine(*micro_batch) for micro_batch in batch.micro_batches(passes=1)]
+        images, texts = zip(*features, strict=True)
+        kept.append((torch.cat(images), torch.cat(texts), *batch.index_and_valid()))
         if len(kept) == batches_a_block or number + 1 == steps:
             image, text, index, valid = (torch.cat(column) for column in zip(*kept, strict=True))
             objective(Features(image, text, index, valid), Step(number, 0, 0.0, 0.0))
             kept.clear()
-
-
-def _features(context: RunContext, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (b, d) float32 features of a rank's batch, by micro-batches."""
-    device, size = context.communicator.device, context.micro_batch
-    parts = zip(image.split(size), tokens.split(size), strict=True)
-    images, texts = zip(*(context.engine(pixels.to(device), part.to(device)) for pixels, part in parts), strict=True)
-    return torch.cat(images), torch.cat(texts)
 
 
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:

@@ -6,19 +6,21 @@ in closed form; the factor K cancels DeepSpeed's mean over ranks.
 A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
 whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes
 draw the same dropout, and batch-norm statistics change in the second only, so the result is that of one large pass.
+The device holds the pixels of two micro-batches at a time (device_batches.py).
 
 A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
 finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
 by then, so its state, and the statistics of batch norm, are restored.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.engine.update import update_weights
@@ -26,6 +28,7 @@ from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
+from neuclip_ds.training.device_batches import DeviceBatch, DeviceBatches
 
 
 class StepOutcome(NamedTuple):
@@ -38,7 +41,11 @@ class StepOutcome(NamedTuple):
 
 
 class TrainStep:
-    """Run batches through engine, objective and optimizers."""
+    """Run batches through engine, objective and optimizers.
+
+    Attributes:
+        copies: brings batches to the device, before their step where it is given the batches to come.
+    """
 
     def __init__(
         self, engine: Any, objective: Objective, communicator: Communicator, micro_batch: int, seed: int
@@ -51,42 +58,42 @@ class TrainStep:
             seed: of dropout.
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
-        self._micro_batch, self._seed = micro_batch, seed
+        self.copies, self._seed = DeviceBatches(communicator.device, micro_batch), seed
         self._statistics = running_statistics(engine.module)
 
-    def __call__(self, batch: Batch, step: Step) -> StepOutcome:
+    def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
         """Update encoders, temperature and normaliser by one global batch, or skip it where it is not finite."""
+        if isinstance(batch, Batch):
+            batch = self.copies.begin(RankBatch([batch]))
         if not self._engine.module.training:  # train() visits every module
             self._engine.train()
         for group in self._engine.optimizer.param_groups:
             group["lr"] = step.lr
         restore = self._restore_point()
-        device = self._communicator.device
-        image = batch.image.to(device, non_blocking=True)
-        tokens = batch.tokens.to(device, non_blocking=True)
-        index, valid = batch.index.to(device), batch.valid.to(device)
+        index, valid = batch.index_and_valid()
         gather = self._objective.begin_gather(index, valid)
-        rows = [slice(low, low + self._micro_batch) for low in range(0, len(index), self._micro_batch)]
+        rows = batch.rows
+        micro_batches = batch.micro_batches(passes=1 if len(rows) == 1 else 2)
         if len(rows) == 1:
             self._fix_dropout(step, 0)
-            features = self._forward(image, tokens, gather)
+            features = self._forward(*next(micro_batches), gather)
             collected = features[0].detach(), features[1].detach()
         else:
-            collected = self._first_pass(image, tokens, rows, step, gather)
+            collected = self._first_pass(micro_batches, len(rows), step, gather)
         with phase_range("objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
         one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
         for number, part in enumerate(rows):
             if len(rows) > 1:
                 self._fix_dropout(step, number)
-                features = self._forward(image[part], tokens[part])
+                features = self._forward(*next(micro_batches))
             self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
         with phase_range("optimizer"):
             norm, applied = update_weights(self._engine)
         if applied:
             return StepOutcome(gradients, norm, applied, [])
         restore()
-        return StepOutcome(gradients, norm, applied, self._not_finite(collected, batch))
+        return StepOutcome(gradients, norm, applied, self._not_finite(collected, batch.host))
 
     def _restore_point(self) -> Callable[[], None]:
         """Return what undoes a skipped step in the objective and in batch norm."""
@@ -110,14 +117,14 @@ class TrainStep:
         return features
 
     def _first_pass(
-        self, image: Tensor, tokens: Tensor, rows: list[slice], step: Step, gather: FeatureGather | None
+        self, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int, step: Step, gather: FeatureGather | None
     ) -> tuple[Tensor, Tensor]:
-        """Return (b, d) image and text features of the whole batch, without a graph."""
+        """Return (b, d) image and text features of `count` micro-batches, the whole batch, without a graph."""
         features = []
         with torch.no_grad(), kept_statistics(self._engine.module):
-            for number, part in enumerate(rows):
+            for number in range(count):
                 self._fix_dropout(step, number)
-                features.append(self._forward(image[part], tokens[part], gather))
+                features.append(self._forward(*next(micro_batches), gather))
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 
@@ -144,7 +151,7 @@ class TrainStep:
             torch.cuda.manual_seed(seed)
 
     @torch.no_grad()
-    def _not_finite(self, features: tuple[Tensor, Tensor], batch: Batch) -> list[int]:
+    def _not_finite(self, features: tuple[Tensor, Tensor], batch: RankBatch) -> list[int]:
         """Return the indices of samples with (b, d) features that are not finite, over all ranks."""
         finite = torch.stack([side.isfinite().all(dim=1) for side in features]).all(dim=0).cpu()
         found = self._communicator.gather_objects(batch.index[batch.valid & ~finite].tolist())

@@ -16,6 +16,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.dual_encoder import parameter_count
@@ -63,7 +64,11 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.folder / str(config.run.name)
     max_outage = config.data.max_outage
-    with raising_interrupted(), connected(dump(config), config.run.folder, max_outage) as communicator:
+    with (
+        raising_interrupted(),
+        connected(dump(config), config.run.folder, max_outage) as communicator,
+        deterministic_algorithms(config.run.deterministic),
+    ):
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
             trainer = build(config, communicator, folder, staged)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.transforms import EvalTransform, train_transform
 from neuclip_ds.errors import UserError
 
-FLICKR = Path("/work/shared/data/flickr8k/train")
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k/train"
 TRANSFORM = train_transform(16, 0.5)
 HERE = LoaderOptions(workers=0)
 
@@ -47,6 +48,10 @@ def assert_same(actual: list[Batch], expected: list[Batch]) -> None:
         assert ours.bad == theirs.bad
 
 
+def joined(parts: Sequence[Batch]) -> Batch:
+    return Batch(*(torch.cat(column) for column in zip(*(part[:4] for part in parts), strict=True)))
+
+
 def load(
     manifest: Manifest,
     order: GlobalOrder,
@@ -57,13 +62,14 @@ def load(
     world_size: int = 1,
     epoch: int = 0,
     step: int = 0,
+    parts: int = 1,
     **options,
 ) -> list[Batch]:
     steps = total_steps - epoch * order.steps_per_epoch - step
     chosen = LoaderOptions(**{"workers": 0, **options})
-    ranks = {"rank": rank, "world_size": world_size}
+    share = {"rank": rank, "world_size": world_size, "parts": parts}
     batches = train_loader(
-        manifest, order, transform, tokenize, epoch=epoch, step=step, steps=steps, options=chosen, **ranks
+        manifest, order, transform, tokenize, epoch=epoch, step=step, steps=steps, options=chosen, **share
     )
     return list(batches)
 
@@ -112,12 +118,18 @@ def test_workers_do_not_change_the_batches(manifest, uninterrupted, workers):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_rank_slices_join_to_the_global_batches(manifest, uninterrupted, world):
     ranks = [load(manifest, order_of(manifest), rank=rank, world_size=world) for rank in range(world)]
-    fields = ("image", "tokens", "index", "valid")
-    joined = [
-        Batch(*(torch.cat([getattr(part, field) for part in parts]) for field in fields))
-        for parts in zip(*ranks, strict=True)
-    ]
-    assert_same(joined, uninterrupted)
+    assert_same([joined(parts) for parts in zip(*ranks, strict=True)], uninterrupted)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_parts_join_to_the_batches(manifest, uninterrupted, workers, tmp_path):
+    """Also where a worker dies at a part in the middle of a batch."""
+    deadly = (15,) if workers else ()
+    failing = Fails(tmp_path, deadly=deadly, stuck=())
+    options = {"workers": workers, "prefetch": 2, "restarts": 1, "transform": failing}
+    parts = load(manifest, order_of(manifest), parts=3, epoch=1, step=2, **options)
+    assert [len(part.index) for part in parts[:3]] == [2, 3, 3]
+    assert_same([joined(parts[low : low + 3]) for low in range(0, len(parts), 3)], uninterrupted[7:])
 
 
 def test_webdataset_reader_gives_the_same_batches(manifest, uninterrupted):

@@ -215,3 +215,18 @@ def test_shards_ahead_of_a_huge_set_begin_at_once():
     assert needs[0].first == steps
     first_batch = set((order.batch(5, 200_000, slice(64, 128)) // 10_000).tolist())
     assert {need.shard for need in needs if need.first == steps} == first_batch
+
+
+@pytest.mark.parametrize("epoch", [0, 3])
+def test_first_need_of_any_epoch_takes_one_block(epoch, monkeypatch):
+    order = order_of([100] * 200, 64, 0, 8, 250)
+    computed = []
+    block_shards = order.block_shards
+
+    def counted(*block):
+        computed.append(block)
+        return block_shards(*block)
+
+    monkeypatch.setattr(order, "block_shards", counted)
+    next(order.shards_ahead(epoch, 0, [slice(0, 64)]))
+    assert len(computed) == 1

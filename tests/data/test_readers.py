@@ -14,7 +14,7 @@ from neuclip_ds.data.readers import RecentlyUsed, TarReader, WebdatasetReader
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
 
-FLICKR = Path("/work/shared/data/flickr8k/val")
+FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k/val"
 
 
 def test_both_readers_agree_on_incomplete_and_odd_samples(tmp_path):
@@ -78,6 +78,24 @@ def test_an_open_file_that_fails_is_opened_anew(tmp_path):
     assert reader.read(0) == pair
 
 
+def test_samples_are_announced_by_their_extents(tmp_path, monkeypatch):
+    write_tar(tmp_path / "0.tar", [("a.jpg", b"1" * 700), ("a.txt", b"22"), ("b.txt", b"333")])
+    reader = TarReader(build_manifest(resolve_shards(str(tmp_path)), processes=1))
+    advised = []
+    monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, size, advice: advised.append((offset, size, advice)))
+    reader.announce([0, 1])
+    assert advised == [(offset, size, os.POSIX_FADV_WILLNEED) for offset, size in ((512, 700), (2048, 2), (3072, 3))]
+
+
+def test_announcing_leaves_errors_to_the_read(tmp_path):
+    write_pairs(tmp_path, [3])
+    reader = TarReader(build_manifest(resolve_shards(str(tmp_path)), processes=1))
+    (tmp_path / "00000.tar").unlink()
+    reader.announce([0, 1, 2])
+    with pytest.raises(FileNotFoundError):
+        reader.read(0)
+
+
 def test_recently_used_keeps_to_its_capacity():
     loaded, released = [], []
     cache = RecentlyUsed(lambda shard: loaded.append(shard) or shard, 5, weigh=lambda v: v, release=released.append)
@@ -92,7 +110,7 @@ def test_recently_used_keeps_to_its_capacity():
 
 
 def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr("neuclip_ds.data.readers._OPEN_SHARDS", 2)
+    monkeypatch.setattr("neuclip_ds.data.readers.OPEN_SHARDS", 2)
     manifest = build_manifest(resolve_shards(str(write_pairs(tmp_path, [1] * 6))), processes=1)
     reader = TarReader(manifest)
     before = len(list(Path("/proc/self/fd").iterdir()))

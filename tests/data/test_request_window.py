@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.order import GlobalOrder, ShardRequest
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.request_window import RequestWindow
+from neuclip_ds.data.shard_requests import ShardRequest
 
 
 @settings(max_examples=25, deadline=None)

@@ -169,10 +169,10 @@ def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str
                 for group in engine.optimizer.param_groups:
                     group["lr"] = learning_rate(step)
                 before = communicator.traffic["optimizer"].calls
-                engine.backward(loss_of(engine, tokens(step)[rows]))
+                engine.backward(loss_of(engine, tokens(step)[rows].to(communicator.device)))
                 engine.step()
             with deepspeed.zero.GatheredParameters(list(net.parameters())):
-                weights = [p.detach().float().clone() for p in net.parameters()]
+                weights = [p.detach().float().cpu().clone() for p in net.parameters()]
             results[name, engine_name] = weights, communicator.traffic["optimizer"].calls - before
     return results
 

@@ -108,10 +108,10 @@ def test_a_loss_that_evaluates_first_can_be_trained(name: str) -> None:
 
 
 @pytest.mark.gpu
-def test_index_and_mask_may_be_on_the_host() -> None:
+def test_index_and_mask_may_be_on_the_host(device: str) -> None:
     image, text, index = (x.detach() for x in features(0))
     valid = torch.ones(ROWS, dtype=torch.bool)
-    found = loss_of("fastclip_v3")(image.cuda(), text.cuda(), index, valid)
+    found = loss_of("fastclip_v3")(image.to(device), text.to(device), index, valid)
     assert torch.allclose(found.cpu(), loss_of("fastclip_v3")(image, text, index, valid))
 
 

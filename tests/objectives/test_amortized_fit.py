@@ -117,7 +117,7 @@ def test_fitting_gradients(name: Any, c: float, off: float) -> None:
     log_lambda = (log_target + off + apart[1]).requires_grad_()
     loss = of_both(name, log_lambda, log_target, image @ text.T / 0.1, c, l2=0.1)
     (wanted,) = torch.autograd.grad(loss, log_lambda)
-    found, peak = fit_gradient(log_lambda.detach(), log_target, log_total, AmortizedConfig(loss=name))
+    found, peak = fit_gradient(log_lambda.detach(), log_target, log_total, 11, AmortizedConfig(loss=name))
     assert relative_error(found * peak.exp(), wanted) < EXACT
 
 
@@ -158,9 +158,9 @@ def test_fitting_in_float32_where_a_net_is_off_by_e_to_the_200(name: str, gap: f
     method = amorlip(loss=name, dtype=torch.float32, start="released_code", lr=0.1, updates=20)
     normalizer, level = method._normalizer, torch.full((2, 8), gap)
     features = torch.stack([x.float() for x in pairs(8, DIM)])
-    normalizer._draw(0, features, level)
+    normalizer._draw(0, features, level, 8)
     before = MLP(normalizer._target, features)
-    normalizer._fit(features, level, level)
+    normalizer._fit(features, level, level, 8)
     after = MLP(normalizer._online.detach(), features)
     assert torch.isfinite(normalizer._online).all()
     assert ((after - before) * math.copysign(1, gap) > 0.5).all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from types import SimpleNamespace
 
 import oracle
 import pytest
@@ -10,6 +11,10 @@ import torch
 from build import batch, objective, pairs, relative_error, step
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.base import Context
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
 
 
 @pytest.mark.parametrize("separate", [False, True])
@@ -119,3 +124,75 @@ def test_a_runaway_is_said_in_words(caplog: pytest.LogCaptureFixture) -> None:
     said = [record.getMessage() for record in caplog.records if "lost the normaliser" in record.getMessage()]
     assert len(said) == 1
     assert "objective.npn.lr" in said[0]
+
+
+def test_health_is_read_in_steps_that_log_alone(caplog: pytest.LogCaptureFixture) -> None:
+    method = objective("neuclip", Communicator(), 4, npn={"prototypes": 8, "updates": 0})
+    image, text = pairs(8, 4, likeness=3.0)
+    method(batch(image, -image), step(0))
+    with caplog.at_level(logging.WARNING):
+        method(batch(image, text), step(1)._replace(logs=False))
+        assert not caplog.records
+        method(batch(image, text), step(2))
+    assert "step 2" in caplog.text
+
+
+class OneOf(Communicator):
+    """A rank of several that sends nothing."""
+
+    def __init__(self, rank: int, world_size: int) -> None:
+        super().__init__()
+        self.rank, self.world_size = rank, world_size
+
+
+@pytest.mark.parametrize("sizes", [(3, 4, 5, 2, 6, 1, 7), (9, 2, 16, 3), (20, 7, 7, 7)])
+@pytest.mark.parametrize("world_size", [1, 3, 5])
+def test_each_rank_queues_the_last_samples_of_its_places(sizes: tuple[int, ...], world_size: int) -> None:
+    """Sample number i has place i mod m; batches smaller and larger than m and than a rank's places."""
+    m, dim = 7, 2
+    config = NpnConfig(prototypes=m)
+    ranks = [NpnNormalizer(config, 1e-14, Context(dim, 100, OneOf(r, world_size))) for r in range(world_size)]
+    wanted, seen = torch.zeros(m), 0
+    for size in sizes:
+        numbers = torch.arange(seen, seen + size, dtype=torch.float32)
+        for number in numbers:
+            wanted[int(number) % m] = number
+        rows = SimpleNamespace(image=numbers.unsqueeze(1).expand(-1, dim), text=-numbers.unsqueeze(1).expand(-1, dim))
+        rows.size = size
+        for rank in ranks:
+            rank._enqueue(rows)  # type: ignore[arg-type]
+        seen += size
+        tables = [rank.row_tables()["npn"].tensors for rank in ranks]
+        assert torch.equal(torch.cat([table["queue_image"] for table in tables])[:, 0], wanted)
+        assert torch.equal(torch.cat([table["queue_text"] for table in tables])[:, 0], -wanted)
+
+
+def test_a_rank_without_prototypes_takes_part() -> None:
+    """Two prototypes over three ranks: the third adds nothing to the sums, and no number that is not finite."""
+    normalizer = NpnNormalizer(NpnConfig(prototypes=2, alpha_grad="full"), 1e-14, Context(4, 100, OneOf(2, 3)))
+    image, text = (x.float() for x in pairs(5, 4))
+    side = normalizer._side(image, normalizer._prototypes[0].detach(), torch.tensor(0.01))
+    assert side.share.shape == (5, 0)
+    assert not (side.log_sum.double() - (1 - (image * text).sum(1)) / 0.01).exp().any()
+    assert side.log_sum.isfinite().all()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("goal", ["unified", "separate"])
+def test_the_updates_are_one_graph(goal: str) -> None:
+    """No branch of the loop depends on a number of the device: it can be compiled, or captured in a CUDA graph."""
+    size, dim = 8, 4
+    npn = {"prototypes": size, "updates": 3, "lr": 0.1, "objective": goal}
+    captured, eager = (objective("neuclip", Communicator(), dim, npn=npn) for _ in range(2))
+    for method in (captured, eager):
+        method(batch(*pairs(size, dim)), step(0))
+        method(batch(*pairs(size, dim, seed=1)), step(1))
+    rows = GatheredFeatures(batch(*pairs(size, dim, seed=2)), Communicator(), torch.float64)
+    log_target, tau = torch.randn(2, size, dtype=torch.float64), torch.tensor(0.07, dtype=torch.float64)
+    positive = (rows.image * rows.text).sum(dim=1)
+    graph = torch.compile(captured._normalizer._fit, backend="eager", fullgraph=True)
+    graph(rows, positive, log_target, tau)
+    eager._normalizer._fit(rows, positive, log_target, tau)
+    tables = [method.row_tables()["npn"].tensors for method in (captured, eager)]
+    for key, wanted in tables[1].items():
+        torch.testing.assert_close(tables[0][key], wanted, rtol=1e-12, atol=1e-14, msg=key)

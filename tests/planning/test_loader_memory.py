@@ -28,8 +28,8 @@ SIDE, TOKENS, WORKERS, PREFETCH = 96, 40, 2, 3
 LIMIT = 60.0  # seconds
 
 
-def query(*options: str, world_size: int = 2) -> MemoryQuery:
-    return MemoryQuery(parse(["demo", "--data.zero_shot=", *options]).config, world_size)
+def query(*options: str, world_size: int = 2, device: str = "cpu") -> MemoryQuery:
+    return MemoryQuery(parse(["demo", "--data.zero_shot=", *options]).config, world_size, device=device)
 
 
 def small(world_size: int = 2) -> MemoryQuery:
@@ -87,22 +87,46 @@ def test_two_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
     assert predicted.shared_of_node == 2 * predicted.shared
 
 
+PIXELS = 3 * 224**2  # bytes of an image of 224 pixels
+LARGE = ["--model.vision.image_size=224", "--data.workers=8", "--data.prefetch=4"]
+
+
 def test_640_images_of_150_kb_on_eight_gpus() -> None:
-    options = ["--data.batch_size=5120", "--model.vision.image_size=224", "--data.workers=8", "--data.prefetch=4"]
-    found = loader_memory(query(*options, "--data.val=", world_size=8), ranks_of_node=8)
-    assert found.shared == pytest.approx(34 * 640 * 3 * 224**2, rel=0.01)
-    assert found.shared_of_node / 1e9 == pytest.approx(26.2, abs=0.3)
-    assert found.advice == "--shm-size=27g"
-    assert found.private > 8 * 640 * 3 * 224**2
-    evaluated = loader_memory(query(*options, world_size=8), ranks_of_node=8)
-    assert evaluated.shared == pytest.approx(66 / 34 * found.shared)
-    assert "(in a container --shm-size=27g)" in found.line()
+    options = [*LARGE, "--data.batch_size=5120"]
+    found = loader_memory(query(*options, "--data.val=", world_size=8, device="cuda"), ranks_of_node=8)
+    assert found.shared == pytest.approx(32 * 640 * PIXELS, rel=0.01)
+    assert found.shared_of_node / 1e9 == pytest.approx(24.7, abs=0.3)
+    assert found.advice == "--shm-size=25g"
+    assert found.private > 8 * 640 * PIXELS
+    assert found.pinned == pytest.approx(34 * 2**27, rel=0.01), "96 MB take a block of 128 MB"
+    evaluated = loader_memory(query(*options, world_size=8, device="cuda"), ranks_of_node=8)
+    assert evaluated.shared == 2 * found.shared
+    (line,) = found.lines()
+    assert "4.57 GB of pinned memory" in line
+    assert "(in a container --shm-size=25g)" in line
+    on_cpu = loader_memory(query(*options, "--data.val=", world_size=8), ranks_of_node=8)
+    assert (on_cpu.shared, on_cpu.pinned) == (34 * found.shared // 32, 0)
+
+
+def test_a_large_batch_is_loaded_in_parts_and_held_once() -> None:
+    """524,288 images of a rank: 79 GB pinned, and what is ready is bounded by parts of 134 MB."""
+    options = [*LARGE, "--data.batch_size=4194304", "--data.micro_batch=2048"]
+    found = loader_memory(query(*options, world_size=8, device="cuda"), ranks_of_node=8)
+    batch = 524_288 * PIXELS
+    assert found.shared < 2 * 32 * 140e6
+    assert batch < found.pinned < batch + 10e9
+    assert 600e9 < found.of_node < 850e9
+    assert found.lines()[1] == "at most 5% of a batch is loaded while a step runs; data.prefetch raises it"
+    one_pass = loader_memory(query(*LARGE, "--data.batch_size=4194304", world_size=8, device="cuda"), ranks_of_node=8)
+    assert one_pass.pinned > 2 * batch
 
 
 def test_without_loader_processes_nothing_is_shared() -> None:
     found = loader_memory(query("--data.workers=0"), ranks_of_node=8)
     assert found.of_node == 0
-    assert found.line().startswith("none, ")
+    assert found.lines() == ["none, batches are loaded in the training process (data.workers=0)"]
+    pinned = loader_memory(query("--data.workers=0", device="cuda"), ranks_of_node=8)
+    assert pinned.of_node == 8 * pinned.pinned > 0
 
 
 def test_a_machine_with_less_shared_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from torch import nn
+from torch.nn.functional import normalize
 from torch.profiler import ProfilerActivity, profile
 
 from neuclip_ds.config import Config, OptimizerConfig
@@ -19,6 +20,9 @@ from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import model_source
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.objectives.gather import Features
 from neuclip_ds.planning.activations import count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
 from neuclip_ds.planning.memory import (
@@ -29,6 +33,7 @@ from neuclip_ds.planning.memory import (
     count_towers,
     smallest_that_fits,
 )
+from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
@@ -156,12 +161,42 @@ def test_a_part_follows_what_it_belongs_to() -> None:
     smaller = query("--objective.method=fastclip_v3", "--data.batch_size=64", "--data.micro_batch=8")
     parts = account(smaller, count_towers(smaller))
     assert parts.activations.alone < 0.4 * found.activations.alone
-    assert (parts.batch, parts.features, parts.similarities) == (found.batch, found.features, found.similarities)
+    assert parts.similarities == found.similarities
+    assert parts.batch == found.batch / 4, "the pixels of two micro-batches"
     many = account(replace(base, samples=10**9), towers)
     assert many.objective_host == pytest.approx(4e9, rel=0.01), "a store beyond 2 GB lies on the host"
     assert many.objective < 1000
     individual = account(query("--objective.method=fastclip_v2"), towers)
     assert individual.objective == pytest.approx((8 + 28) * 1000 / 2, abs=100)
+
+
+@pytest.mark.parametrize("bad", [False, True])
+def test_features_of_a_large_batch_are_those_of_a_real_gather(bad: bool) -> None:
+    """Rank 0 of eight gathers four micro-batches in bf16; with a bad row, a copy without it is made as well."""
+    rows, ranks = 1024, 8
+    options = [f"--data.batch_size={ranks * rows}", f"--data.micro_batch={rows // 4}", "--model.embed_dim=256"]
+    options += ["--objective.method=openclip", "--objective.comm_dtype=bfloat16", "--objective.similarity_budget_mb=0"]
+    asked = query(*options, world_size=ranks, device="cpu")
+    expected = account(asked, count_towers(asked)).features
+    communicator = SimulatedRank(ranks)
+    objective = build_objective(asked.config, Context(256, 10**6, communicator), torch.bfloat16)
+    index, valid = torch.arange(rows), torch.ones(rows, dtype=torch.bool)
+    valid[7] = not bad
+
+    def work() -> None:
+        gather = objective.begin_gather(index, valid)
+        pieces = []
+        for _ in range(4):
+            image, text = (normalize(torch.ones(rows // 4, 256), dim=1) for _ in range(2))
+            gather.add_text(text)
+            gather.add_image(image)
+            pieces.append((image, text))
+        image, text = (torch.cat(side) for side in zip(*pieces, strict=True))
+        pieces.clear()
+        objective(Features(image, text, index, valid, gather), Step(0, 0, 0.1, 0.1))
+
+    work()
+    assert allocated_peak(work) == pytest.approx(expected, rel=0.15)
 
 
 def test_every_stage_of_zero_takes_less_from_the_device() -> None:

@@ -17,6 +17,8 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import STEP
 from neuclip_ds.engine.config import read_engine_file
 from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
+from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.planning.cost_model import from_json
 from neuclip_ds.planning.openclip_reference import REFERENCES
 from neuclip_ds.planning.scaling import count_model, step_work
@@ -47,7 +49,12 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
         "temperature": 2 * VALUE,
         "scalars": ALL_REDUCE * 6 * FLOAT,
     },
-    "amorlip": {"features": FEATURES, "normalizer": 2 * VALUE, "scalars": ALL_REDUCE * 9 * FLOAT},
+    "amorlip": {
+        "features": FEATURES,
+        "normalizer": 2 * VALUE,
+        "network gradients": AmortizedConfig().updates * ALL_REDUCE * AmortizationMlp(DIM, DIM).size * FLOAT,
+        "scalars": ALL_REDUCE * 9 * FLOAT,
+    },
     "neuclip": {
         "features": FEATURES,
         "normalizer": 2 * VALUE + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE,

@@ -64,13 +64,18 @@ def final_state(run: Path) -> dict[str, object]:
     return state | counters
 
 
-def compare(shards: Path, runs: Path, *options: str) -> None:
+def whole_and_broken(shards: Path, runs: Path, *options: str) -> tuple[dict[str, object], dict[str, object]]:
+    """Return what a run leaves that is never interrupted, and one that is killed twice."""
     complete(command(shards, runs, "whole", *options))
     broken_off = command(shards, runs, "broken", *options)
     for steps in (6, 10):
         kill_after(broken_off, runs / "broken" / "metrics.jsonl", steps)
     complete(broken_off)
-    whole, broken = final_state(runs / "whole"), final_state(runs / "broken")
+    return final_state(runs / "whole"), final_state(runs / "broken")
+
+
+def compare(shards: Path, runs: Path, *options: str) -> None:
+    whole, broken = whole_and_broken(shards, runs, *options)
     assert len(whole["metrics"]) == 15  # type: ignore[arg-type]
     assert whole.keys() == broken.keys()
     assert sum(isinstance(value, bytes) for value in whole.values()) > 3 * 30, "weights and both moments"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from reference import PlainEngine
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.rank_batch import RankBatch, part_rows
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.optimizers import build_optimizer
@@ -22,6 +24,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.recipe import validate
+from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 16, 5, 1e-3
@@ -46,8 +49,8 @@ TREE: dict[str, Any] = {
 TOKENS = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=8)
 
 
-def config_of(method: str, engine: str = "zero0_fp32") -> Config:
-    return validate({**TREE, "objective": {**TREE["objective"], "method": method}, "deepspeed": engine})
+def config_of(method: str, engine: str = "zero0_fp32", **options: Any) -> Config:
+    return validate(merge(TREE, {"objective": {"method": method}, "deepspeed": engine, **options}))
 
 
 def data(number: int) -> Batch:
@@ -91,7 +94,9 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
     return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
 
 
-def under_deepspeed(communicator: Communicator, method: str, engines: list[str], micro: int) -> list[Any]:
+def under_deepspeed(
+    communicator: Communicator, method: str, engines: list[str], micro: int, options: Mapping[str, Any] = {}
+) -> list[Any]:
     import deepspeed
 
     from neuclip_ds.distributed.launch import join
@@ -99,9 +104,11 @@ def under_deepspeed(communicator: Communicator, method: str, engines: list[str],
     join()
     results = []
     for name in engines:
-        config = config_of(method, name)
+        config = config_of(method, name, **options)
         torch.manual_seed(0)
         model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        if config.model.compile:
+            model.compile_towers()
         engine_config = load_engine_config(config, communicator.world_size)
         engine = start_engine(model, config.optimizer, engine_config, communicator)
         objective = build_objective(config, Context(16, 100, communicator), torch.float32)
@@ -109,7 +116,7 @@ def under_deepspeed(communicator: Communicator, method: str, engines: list[str],
         for number in range(STEPS):
             step(share(data(number), communicator), place(number))
         with deepspeed.zero.GatheredParameters(list(model.parameters())):
-            weights = {key: value.detach().float().clone() for key, value in model.named_parameters()}
+            weights = {key: value.detach().float().cpu().clone() for key, value in model.named_parameters()}
         results.append((weights, tau_of(objective)))
     return results
 
@@ -128,6 +135,28 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str) -> None
             assert found_tau == pytest.approx(tau, rel=1e-5)
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
+
+
+@pytest.mark.parametrize("micro", [4, ROWS])
+def test_a_batch_in_parts_is_the_same_step(micro: int) -> None:
+    """Parts of five and six rows, so that micro-batches lie over two of them; the weights have the same bits."""
+    config, found = config_of("fastclip_v3"), []
+    for parts in (1, 3):
+        torch.manual_seed(0)
+        model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+        engine = PlainEngine(model, torch.optim.AdamW(model.parameters(), LR))
+        objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
+        step = TrainStep(engine, objective, Communicator(), micro, seed=0)
+        batches = [
+            RankBatch(
+                [Batch(*(column[part_rows(ROWS, parts, part)] for column in data(number)[:4])) for part in range(parts)]
+            )
+            for number in range(2)
+        ]
+        for number, batch in enumerate(step.copies.ahead(iter(batches))):
+            step(batch, place(number))
+        found.append([value.detach() for value in model.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def test_bf16_stays_close_to_float32() -> None:

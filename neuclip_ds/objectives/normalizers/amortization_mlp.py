@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn.functional import layer_norm, relu
+from torch.nn.functional import layer_norm
 
 
 class Weights(NamedTuple):
@@ -63,10 +63,12 @@ class AmortizationMlp:
         return flat
 
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
-        """(2, B, d) image and text features -> (2, B) log lambda."""
+        """(2, rows, d) image and text features -> (2, rows) log lambda."""
         w = self.weights(flat)
-        x = relu(torch.baddbmm(w.up_bias, features, w.up))
-        x = layer_norm(x, x.shape[2:]) * w.up_gain + w.up_shift
-        x = relu(torch.baddbmm(w.down_bias, x, w.down))
-        x = layer_norm(x, x.shape[2:]) * w.down_gain + w.down_shift
-        return torch.baddbmm(w.out_bias, relu(x + features), w.out).squeeze(2)
+        x = torch.baddbmm(w.up_bias, features, w.up).relu_()
+        x = layer_norm(x, x.shape[2:])
+        # gain and shift become part of the layer behind them: a pass over its weights, not over the rows
+        x = torch.baddbmm(torch.baddbmm(w.down_bias, w.up_shift, w.down), x, w.up_gain.mT * w.down).relu_()
+        x = layer_norm(x, x.shape[2:])
+        x = torch.addcmul(features + w.down_shift, x, w.down_gain).relu_()
+        return (x * w.out.mT).sum(dim=2) + w.out_bias.squeeze(2)

@@ -15,9 +15,8 @@ so log w_i = L s_ii - log lambda_i in the common gradient. That weight moves wit
 it constant; the rest is C_i/lambda_i - 1 for each direction, along the partner. The order in a step is online net,
 target net, stage II.
 
-Every rank fits the nets to all B gathered rows, the same bits on each rank, so the nets stay equal without
-communication. Splitting the rows would all-reduce every weight in every update (4 MB at d = 512). The cost is about
-0.1 TFLOP per step at B = 5120, d = 512 and three updates.
+Each rank fits the nets to its own rows. The gradient of an update is summed over ranks (4 MB at d = 512), with the same
+bits on each, so the nets stay equal. Of the anchors only log w travels.
 """
 
 import math
@@ -26,9 +25,10 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import softplus
+from torch.nn.functional import pad, softplus
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
+from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
@@ -52,27 +52,32 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 
 
 def fit_gradient(
-    log_lambda: Tensor, log_target: Tensor, log_total: Tensor, config: AmortizedConfig
+    log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, config: AmortizedConfig
 ) -> tuple[Tensor, Tensor]:
     """Return the derivative of the amortisation loss, summed over both directions, by log lambda.
 
     Args:
-        log_lambda, log_target, log_total: (2, B) log of lambda, Z and C.
+        log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
+        size: B, which the loss is divided by, or by its square.
         config: which loss.
 
     Returns:
-        x (2, B) and p (0-dim, at least 0): the derivative is exp(p) x, which need not be representable.
+        x (2, rows) and p (0-dim, at least 0): the derivative is exp(p) x, which need not be representable.
     """
     gap = log_lambda - log_target
-    size = gap.shape[1]
     squared = gap * (2 / size)
     slope = _DIVERGENCE_SLOPES.get(config.loss)
     if slope is None:
         return squared, gap.new_zeros(())
     log_ratio = log_total - log_lambda
-    peak = log_ratio.max().clamp(min=0)
-    divergence = (log_ratio - peak).exp() * slope(gap) / size**2
-    return divergence + config.divergence_l2 * (-peak).exp() * squared, peak
+    peak = pad(log_ratio.flatten(), (0, 1)).max()
+    divergence = _bounded_exp(log_ratio - peak) * slope(gap) / size**2
+    return divergence + config.divergence_l2 * _bounded_exp(-peak) * squared, peak
+
+
+def _bounded_exp(x: Tensor) -> Tensor:
+    """exp(x) of x <= 0; never subnormal."""
+    return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
 class AmortizedNormalizer(Normalizer):
@@ -80,6 +85,7 @@ class AmortizedNormalizer(Normalizer):
 
     def __init__(self, config: AmortizedConfig, context: Context) -> None:
         self._config, self._own_optimizer = config, context.own_optimizers
+        self._communicator = context.communicator
         self._log_positive_weight = math.log(config.positive_weight) if config.positive_weight else -math.inf
         self._mlp = AmortizationMlp(context.dim, max(1, int(config.width * context.dim)))
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
@@ -96,77 +102,80 @@ class AmortizedNormalizer(Normalizer):
         starts = step.learn and step.epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
-        fits = step.learn and (starts or self._steps % self._config.online_every == 0)
-        # only a fit and the released code's stage II ask for log C and log Z of the other ranks' anchors
-        everyone = fits or self._config.stage2 == "combined" or not step.learn
-        rows, log_g = (slice(None), batch.gather(log_g, "normalizer")) if everyone else (batch.local, log_g)
-        log_total = self._log_total(log_g, positive[rows], batch.size)
-        log_target = self._log_target(log_total, features[:, rows], step.epoch if step.learn else self._epoch)
+        log_total = self._log_total(log_g, positive, batch.size)
+        log_target = self._log_target(log_total, features, step.epoch if step.learn else self._epoch)
         if starts:
-            self._draw(step.epoch, features, log_target)
-        if fits:
-            self._fit(features, log_target, log_total)
+            self._draw(step.epoch, features, log_target, batch.size)
         if step.learn:
+            if self._steps % self._config.online_every == 0:
+                self._fit(features, log_target, log_total, batch.size)
             if self._steps % self._config.target_every == 0:
                 self._target.lerp_(self._online.detach(), 1 - self._config.ema)
             self._steps += 1
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
-        local = batch.local if everyone else slice(None)
-        error = (predicted[:, batch.local] - log_target[:, local]).square()
         log_lambda = predicted if drawn and self._config.stage2 == "ema" else log_target
-        return self._estimate(batch, positive, tau, log_total[:, local], log_lambda, error)
+        error = (predicted - log_target).square()
+        return self._estimate(batch, positive, tau, log_total, log_lambda, error)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
-        features, positive = features[:, batch.local], positive[batch.local]
         if self._config.stage2 == "ema":
             return self._mlp(self._target, features) - positive
         return self._log_target(self._log_total(log_g, positive, batch.size), features, self._epoch) - positive
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """(2, B, d) features and (B,) L s_ii."""
-        positive = torch.einsum("id,id->i", batch.image, batch.text)
-        return torch.stack([batch.image, batch.text]), positive / tau
+        """(2, local, d) features and (local,) L s_ii."""
+        image, text = batch.image[batch.local], batch.text[batch.local]
+        return torch.stack([image, text]), torch.einsum("id,id->i", image, text) / tau
 
     def _log_total(self, log_g: Tensor, positive: Tensor, size: int) -> Tensor:
-        """(2, rows) log C of some of the batch's `size` anchors."""
+        """(2, local) log C of anchors of a batch of `size`."""
         own_pair = positive + self._log_positive_weight - math.log(size - 1)
         negatives = log_g + positive
         return torch.logaddexp(negatives, own_pair.expand_as(negatives))
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
-        """(2, rows) log Z."""
+        """(2, local) log Z."""
         if self._previous is None or not (weight := previous_weight(epoch, self._config)):
             return log_total
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
-    def _draw(self, epoch: int, features: Tensor, log_target: Tensor) -> None:
+    def _draw(self, epoch: int, features: Tensor, log_target: Tensor, size: int) -> None:
         """New nets, but for their level a function of the epoch alone, and a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
         if self._config.start == "batch_mean":
-            level = (log_target - self._mlp(self._target, features)).mean(dim=1)
+            gap = (log_target - self._mlp(self._target, features)).sum(dim=1)
+            level = self._communicator.all_reduce(gap, "normalizer") / size
             self._mlp.weights(self._target).out_bias.add_(level.view(2, 1, 1))
         self._online.data.copy_(self._target)
         self._adam = self._new_adam()
         self._epoch, self._steps = epoch, 0
 
     def _new_adam(self) -> torch.optim.Adam:
-        return torch.optim.Adam([self._online], lr=self._config.lr)
+        return torch.optim.Adam([self._online], lr=self._config.lr, fused=True)
 
-    def _fit(self, features: Tensor, log_target: Tensor, log_total: Tensor) -> None:
+    def _fit(self, features: Tensor, log_target: Tensor, log_total: Tensor, size: int) -> None:
         for _ in range(self._config.updates if self._own_optimizer else 1):
             with torch.enable_grad():
                 log_lambda = self._mlp(self._online, features)
-            by_output, peak = fit_gradient(log_lambda.detach(), log_target, log_total, self._config)
+            by_output, peak = fit_gradient(log_lambda.detach(), log_target, log_total, size, self._config)
             (gradient,) = torch.autograd.grad(log_lambda, self._online, by_output)
+            gradient, peak = self._sum_over_ranks(gradient, peak)
             self._online.grad = gradient * self._log_scale(gradient, peak).exp()
             if self._own_optimizer:
                 self._adam.step()
+
+    def _sum_over_ranks(self, gradient: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+        """Sum gradients that each rank has divided by exp(peak) of its own rows; return the sum and its peak."""
+        if self._config.loss in _DIVERGENCE_SLOPES:
+            highest = self._communicator.all_gather(peak.view(1), "network gradients").max()
+            gradient, peak = gradient * _bounded_exp(peak - highest), highest
+        return self._communicator.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
         """log of the factor for a gradient that was divided by exp(peak): exp(peak), or less where it is clipped.
@@ -182,18 +191,18 @@ class AmortizedNormalizer(Normalizer):
         batch: GatheredFeatures,
         positive: Tensor,
         tau: Tensor,
-        own_total: Tensor,
+        log_total: Tensor,
         log_lambda: Tensor,
-        own_error: Tensor,
+        error: Tensor,
     ) -> NormalizerOutput:
-        own_positive, own_log_lambda = positive[batch.local], log_lambda[:, batch.local]
-        own_ratio = (own_total - own_log_lambda).exp()  # C/lambda
-        metrics = {"amortization_ratio": own_ratio, "amortization_error": own_error, "log_lambda": own_log_lambda}
-        along_partner = (own_ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
+        ratio = (log_total - log_lambda).exp()  # C/lambda
+        metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
+        along_partner = (ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
         feature_grad = (along_partner * batch.text[batch.local], along_partner * batch.image[batch.local])
         # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
-        tau_term = own_positive * (1 - own_ratio)
-        return NormalizerOutput(positive - log_lambda, own_ratio - own_positive, tau_term, {}, feature_grad, metrics)
+        tau_term = positive * (1 - ratio)
+        log_weight = batch.gather(positive - log_lambda, "normalizer")
+        return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def parameters(self) -> dict[str, Parameter]:
         return {"online": self._online}

@@ -13,7 +13,7 @@ Eq. 11 and 12. Encoders, temperature and network minimize one objective; over a 
 whose minimum over alpha_i is alpha_i = log(eps + g_i), where the bracket is log(eps + g_i). With
 
     r_i  = 1 - (eps + g_i) / (eps + ghat_i) = 1 - exp(log(eps + g_i) - alpha_i)
-    p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_share`
+    p_ik = exp(z_ik) / (m (eps + ghat_i))                                                   `_log_mass`
 
 its derivatives are, e_i being the anchor and t_i its partner:
 
@@ -40,13 +40,12 @@ all-reduce for the maximum.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.nn.functional import normalize
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.exponents import lowest_exponent
@@ -56,22 +55,27 @@ from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
 
-_CPU_BLOCK = 2**18  # elements worked on at once: what follows the product finds them in the core's cache
+# Elements worked on at once: on a CPU what follows a product finds them in the core's cache, on a GPU what is computed
+# in between stays small.
+_CPU_BLOCK, _GPU_BLOCK = 2**20, 2**26
+_ADAGRAD_EPS = 1e-10  # torch's
+_LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
 class _Side(NamedTuple):
-    """One direction's anchors against this rank's prototypes: exp(z_ik) = exponential_ik exp(log_scale_i)."""
+    """One direction's anchors against this rank's prototypes: exp(cos(e_i, W_k)/tau) = share_ik exp(log_sum_i)."""
 
     unit: Tensor  # (local prototypes, d): W_k / |W_k|
-    exponential: Tensor  # (B, local prototypes), at most 1
-    total: Tensor  # (B,) sums of the exponential's rows
-    log_scale: Tensor  # (B,): the largest z_ik of the row
+    norm: Tensor  # (local prototypes, 1): |W_k|
+    share: Tensor  # (B, local prototypes): rows sum to one
+    log_sum: Tensor  # (B,)
 
 
 class _Prediction(NamedTuple):
     """Prediction for all anchors; direction 0 reads W1, direction 1 W2."""
 
     alpha: Tensor  # (2, B)
+    log_sum: Tensor  # (2, B): log of the sum of exp(z_ik) over this rank's prototypes
     sides: tuple[_Side, _Side]
 
 
@@ -92,9 +96,8 @@ class NpnNormalizer(Normalizer):
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
         self._health = NpnHealth(config.lr)
-        self._adagrad = torch.optim.Adagrad(
-            self._prototypes, lr=config.lr, initial_accumulator_value=config.initial_accumulator
-        )
+        # AdaGrad's sums of squared gradients
+        self._accumulators = [torch.full_like(empty, config.initial_accumulator) for _ in (IMAGE, TEXT)]
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; `order=simultaneous` is Algorithm 3."""
@@ -132,8 +135,9 @@ class NpnNormalizer(Normalizer):
             return
         for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
             prototype.copy_(queue)
-            if self._config.reset_accumulator:
-                self._adagrad.state[prototype]["sum"].fill_(self._config.initial_accumulator)
+        if self._config.reset_accumulator:
+            for accumulator in self._accumulators:
+                accumulator.fill_(self._config.initial_accumulator)
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
@@ -144,26 +148,27 @@ class NpnNormalizer(Normalizer):
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
         """Eq. 10: alpha_i = log(eps + 1/m sum_k exp(z_ik)), the sum over all ranks' prototypes."""
         anchors = (batch.image, batch.text)
-        sides = [self._side(e, w, positive, tau) for e, w in zip(anchors, self._prototypes, strict=True)]
+        image, text = (self._side(e, w.detach(), tau) for e, w in zip(anchors, self._prototypes, strict=True))
+        log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
-        partial = torch.stack([side.total.double().log() + side.log_scale.double() - ceiling for side in sides]).exp()
-        total = self._communicator.all_reduce(partial, "normalizer")
+        total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")
         log_ghat = total.log() + ceiling - math.log(self._config.prototypes)  # log 1/m sum_k exp(z_ik)
-        return _Prediction(log_eps_plus(log_ghat.to(positive.dtype), self._eps), (sides[IMAGE], sides[TEXT]))
+        return _Prediction(log_eps_plus(log_ghat.to(positive.dtype), self._eps), log_sum, (image, text))
 
-    def _side(self, anchors: Tensor, prototypes: Tensor, positive: Tensor, tau: Tensor) -> _Side:
-        """exp(z_ik), z_ik = (cos(e_i, W_k) - s_ii)/tau, of one direction, relative to each row's largest."""
-        unit = normalize(prototypes.detach(), dim=1)
-        exponential = anchors.new_empty((len(anchors), len(unit)))
-        total, peak = torch.zeros_like(positive), torch.zeros_like(positive)
-        lowest = lowest_exponent(positive.dtype)
-        rows_at_once = max(1, _CPU_BLOCK // max(1, len(unit))) if anchors.device.type == "cpu" else len(anchors)
-        for low in range(0, len(anchors) if len(unit) else 0, rows_at_once):
-            rows = slice(low, low + rows_at_once)
-            block = torch.mm(anchors[rows], unit.T, out=exponential[rows]).div_(tau)  # cos(e_i, W_k) / tau
-            peak[rows] = block.amax(dim=1)
-            total[rows] = block.sub_(peak[rows].unsqueeze(1)).clamp_(min=lowest).exp_().sum(dim=1)
-        return _Side(unit, exponential, total, peak - positive / tau)
+    def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
+        """exp(cos(e_i, W_k)/tau) of one direction, relative to each row's sum."""
+        norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=1e-12)
+        unit = prototypes / norm
+        cold = unit / tau  # a pass over the prototypes instead of one over the logits
+        share = anchors.new_empty((len(anchors), len(unit)))
+        log_sum = anchors.new_full((len(anchors),), _LOG_NOTHING)
+        lowest = lowest_exponent(anchors.dtype)
+        for rows in _blocks(len(anchors) if len(unit) else 0, anchors, len(unit)):
+            logit = torch.mm(anchors[rows], cold.T)
+            logit.clamp_(min=logit.amax(dim=1, keepdim=True) + lowest)
+            block = torch.softmax(logit, dim=1, out=share[rows])
+            log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i of any k
+        return _Side(unit, norm, share, log_sum)
 
     def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> None:
         """Take one AdaGrad step on dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
@@ -173,20 +178,22 @@ class NpnNormalizer(Normalizer):
         """
         error = prediction.alpha - log_target
         residual = 2 / tau * error if self._config.objective == "separate" else 1 - error.neg().exp()  # (2, B) r_i
-        weights = self._log_share(prediction).exp_().mul_(residual).div_(batch.size)
+        weights = self._log_mass(prediction).exp_().mul_(residual).div_(batch.size)
         for number, anchors in enumerate((batch.image, batch.text)):
-            side, prototype = prediction.sides[number], self._prototypes[number]
-            pull = side.exponential.T @ (weights[number].unsqueeze(1) * anchors)  # V_k / B
-            along = (pull * side.unit).sum(dim=1, keepdim=True)  # its component along W_k
-            prototype.grad = (pull - along * side.unit).div_(prototype.detach().norm(dim=1, keepdim=True))
-        if self._own_optimizer:
-            self._adagrad.step()
+            gradients = _gradients(prediction.sides[number], weights[number].unsqueeze(1) * anchors)
+            prototype, accumulator = self._prototypes[number], self._accumulators[number]
+            if self._own_optimizer:
+                for columns, gradient in gradients:
+                    _adagrad(prototype[columns], accumulator[columns], gradient, self._config.lr)
+            else:
+                prototype.grad = torch.empty_like(prototype)
+                for columns, gradient in gradients:
+                    prototype.grad[columns] = gradient
 
-    def _log_share(self, prediction: _Prediction) -> Tensor:
-        """Return (2, B) log of p_ik / exponential_ik, where p_ik = exp(z_ik) / (m (eps + ghat_i)) sums to about 1."""
-        log_scale = torch.stack([side.log_scale for side in prediction.sides])
-        share = log_scale - prediction.alpha - math.log(self._config.prototypes)
-        return share.clamp_(min=lowest_exponent(share.dtype))
+    def _log_mass(self, prediction: _Prediction) -> Tensor:
+        """Return (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
+        mass = prediction.log_sum - prediction.alpha - math.log(self._config.prototypes)
+        return mass.clamp_(min=lowest_exponent(mass.dtype))
 
     def _estimate(
         self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
@@ -205,14 +212,12 @@ class NpnNormalizer(Normalizer):
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
         """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau."""
-        sides, share = prediction.sides, self._log_share(prediction).exp_()
-        drawn = torch.stack([side.exponential @ side.unit for side in sides]) * share.unsqueeze(2)
+        sides, mass = prediction.sides, self._log_mass(prediction).exp_()
+        drawn = torch.stack([side.share @ side.unit for side in sides]) * mass.unsqueeze(2)
         # sum_k p_ik W_k/|W_k|
         image_drawn, text_drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").unbind(dim=1)
-        total = torch.stack([side.total for side in sides])
-        log_scale = torch.stack([side.log_scale for side in sides])
-        logit = torch.stack([torch.xlogy(side.exponential, side.exponential).sum(dim=1) for side in sides])
-        moments = torch.stack([share * total, share * (logit + log_scale * total)], dim=1)  # sums of p_ik, p_ik z_ik
+        log_share = torch.stack([torch.xlogy(side.share, side.share).sum(dim=1) for side in sides])  # their mean
+        moments = torch.stack([mass, mass * (log_share + prediction.log_sum)], dim=1)  # sums of p_ik, p_ik z_ik
         mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
         residual = residual[:, batch.local]
         pull = (residual * mass).sum(dim=0).unsqueeze(1)  # both directions' alpha_i fall with s_ii
@@ -228,13 +233,15 @@ class NpnNormalizer(Normalizer):
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
-        m = self._config.prototypes
-        rows = torch.arange(max(0, batch.size - m), batch.size, device=batch.index.device)
-        places = (self._seen + rows) % m
-        mine = (places >= self._partition.start) & (places < self._partition.stop)
-        for queue, features in zip(self._queue, (batch.image, batch.text), strict=True):
-            queue[places[mine] - self._partition.start] = features[rows[mine]]
-        self._seen += batch.size
+        m, end = self._config.prototypes, self._seen + batch.size
+        begin = max(self._seen, end - m)  # of the samples that stay; sample number i of the run has place i mod m
+        for lap in (begin // m * m, begin // m * m + m):
+            low, high = max(begin, lap + self._partition.start), min(end, lap + self._partition.stop)
+            if low < high:
+                places = slice(low - lap - self._partition.start, high - lap - self._partition.start)
+                for queue, features in zip(self._queue, (batch.image, batch.text), strict=True):
+                    queue[places] = features[low - self._seen : high - self._seen]
+        self._seen = end
 
     def replicated_state(self) -> dict[str, Tensor]:
         return {"seen": torch.tensor(self._seen), "drawn": torch.tensor(self._drawn)}
@@ -244,9 +251,10 @@ class NpnNormalizer(Normalizer):
 
     def row_tables(self) -> dict[str, RowTable]:
         tensors = {}
-        for name, prototype, queue in zip(("w1", "w2"), self._prototypes, self._queue, strict=True):
+        parts = zip(("w1", "w2"), self._prototypes, self._accumulators, self._queue, strict=True)
+        for name, prototype, accumulator, queue in parts:
             tensors[name] = prototype.detach()
-            tensors[f"{name}_accumulator"] = self._adagrad.state[prototype]["sum"]
+            tensors[f"{name}_accumulator"] = accumulator
             tensors["queue_image" if name == "w1" else "queue_text"] = queue
         return {"npn": RowTable(self._partition, tensors)}
 
@@ -254,5 +262,26 @@ class NpnNormalizer(Normalizer):
         return dict(zip(("w1", "w2"), self._prototypes, strict=True))
 
 
+def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """Yield dJ/dW_k block by block of prototypes; `weighted` (B, d) is r_i p_ik e_i / (B share_ik)."""
+    for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
+        unit = side.unit[columns]
+        pull = side.share[:, columns].T @ weighted  # V_k / B
+        along = (pull * unit).sum(dim=1, keepdim=True)  # its component along W_k
+        yield columns, pull.addcmul_(along, unit, value=-1).div_(side.norm[columns])
+
+
+def _adagrad(parameter: Tensor, accumulator: Tensor, gradient: Tensor, lr: float) -> None:
+    """Take AdaGrad's step in place; the accumulator holds the sum of squared gradients."""
+    accumulator.addcmul_(gradient, gradient)
+    parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
+
+
+def _blocks(count: int, like: Tensor, width: int) -> Iterator[slice]:
+    """Cut `count` rows of `width` elements into blocks for the device of a tensor."""
+    at_once = max(1, (_CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK) // max(1, width))
+    return (slice(low, min(low + at_once, count)) for low in range(0, count, at_once))
+
+
 def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
-    return torch.logaddexp(log_x, log_x.new_tensor(math.log(eps)))
+    return torch.logaddexp(log_x, log_x.new_full((), math.log(eps)))

@@ -14,15 +14,20 @@ _FOUND = 1.5  # well inside, so that a mean at the limit does not log again and 
 
 
 class NpnHealth:
-    """Logs once when the prediction loses the normaliser, and again when it has recovered."""
+    """Logs once when the prediction loses the normaliser, and again when it has recovered, as steps with logs show."""
 
     def __init__(self, lr: float) -> None:
         self._lr = lr
         self._healthy = True
 
     def watch(self, ratio: Tensor, step: Step) -> dict[str, Tensor]:
-        """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat), and log a change of health."""
-        mean = float(ratio.mean())
+        """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat); log a change of health in a step that logs."""
+        metrics = {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max()}
+        if step.logs:
+            self._report(float(metrics["npn_ratio_mean"]), step)
+        return metrics
+
+    def _report(self, mean: float, step: Step) -> None:
         off = max(mean, 1 / mean) if mean > 0 else float("inf")
         if math.isnan(mean):
             pass  # the step is skipped, for another reason
@@ -36,4 +41,3 @@ class NpnHealth:
         elif not self._healthy and off <= _FOUND:
             log.info("step %d: the NPN follows the batch normaliser again (mean ratio %.3g)", step.number, mean)
             self._healthy = True
-        return {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max()}

@@ -3,7 +3,7 @@
     alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortisation MLP of AmorLIP, one for each direction
 
 fitted to the same objective as the prototypes, by Adam. The last bias starts at the batch's mean, so that the first
-predictions have the right level. Every rank fits the nets to all B gathered rows: the same bits on each.
+predictions have the right level. Each rank fits the nets to its own rows; their gradient is summed over ranks.
 """
 
 from collections.abc import Mapping
@@ -32,42 +32,48 @@ class MlpNpnNormalizer(Normalizer):
                 "objective.npn.alpha_grad=full is the prototypes' gradient; objective.npn.network=mlp takes stop."
             )
         self._config, self._eps, self._own_optimizer = config, eps, context.own_optimizers
+        self._communicator = context.communicator
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = Parameter(flat)
-        self._adam = torch.optim.Adam([self._weights], lr=self._config.mlp_lr)
+        self._adam = torch.optim.Adam([self._weights], lr=self._config.mlp_lr, fused=True)
         self._started = False
         self._health = NpnHealth(self._config.mlp_lr)
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
-        features = torch.stack([batch.image, batch.text])
-        positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
+        log_target = log_eps_plus(log_g, self._eps)  # log(eps + g), (2, local)
+        features, positive = self._inputs(batch, tau)
         if not self._started and step.learn:
-            level = (log_target + positive - self._mlp(self._weights.detach(), features)).mean(dim=1)
+            gap = (log_target + positive - self._mlp(self._weights.detach(), features)).sum(dim=1)
+            level = self._communicator.all_reduce(gap, "normalizer") / batch.size
             self._mlp.weights(self._weights.detach()).out_bias.add_(level.view(2, 1, 1))
             self._started = True
         if step.learn and self._config.order == "alternating":
-            self._fit(features, positive, log_target, tau)
+            self._fit(features, positive, log_target, tau, batch.size)
         alpha = self._predict(features, positive) if self._started else log_target
         if step.learn and self._config.order == "simultaneous":
-            self._fit(features, positive, log_target, tau)
+            self._fit(features, positive, log_target, tau, batch.size)
         ratio = (log_target - alpha).exp()
+        value = ratio + alpha - 1
+        alpha, ratio = batch.gather(torch.cat([alpha, ratio]), "normalizer").split(2)
         metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        value = (ratio + alpha - 1)[:, batch.local]
         return NormalizerOutput(-alpha, value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._started:
             return log_eps_plus(log_g, self._eps)
-        positive = torch.einsum("id,id->i", batch.image, batch.text) / tau
-        return self._predict(torch.stack([batch.image, batch.text]), positive)[:, batch.local]
+        return self._predict(*self._inputs(batch, tau))
+
+    def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
+        """(2, local, d) features and (local,) s_ii / tau."""
+        image, text = batch.image[batch.local], batch.text[batch.local]
+        return torch.stack([image, text]), torch.einsum("id,id->i", image, text) / tau
 
     def _predict(self, features: Tensor, positive: Tensor) -> Tensor:
-        """(2, B) alpha."""
+        """(2, local) alpha."""
         return log_eps_plus(self._mlp(self._weights.detach(), features) - positive, self._eps)
 
-    def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
+    def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
         for _ in range(self._config.updates if self._own_optimizer else 1):
             with torch.enable_grad():
@@ -75,7 +81,8 @@ class MlpNpnNormalizer(Normalizer):
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)
             error = alpha.detach() - log_target
             grad_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
-            (self._weights.grad,) = torch.autograd.grad(alpha, self._weights, grad_alpha / features.shape[1])
+            (gradient,) = torch.autograd.grad(alpha, self._weights, grad_alpha / size)
+            self._weights.grad = self._communicator.all_reduce(gradient, "network gradients")
             if self._own_optimizer:
                 self._adam.step()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.rank_batch import RankBatch
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
@@ -29,7 +29,7 @@ class Hook:
     def before_step(self, loop: Loop) -> None:
         """Run before the next batch is waited for."""
 
-    def on_batch(self, loop: Loop, batch: Batch) -> None:
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         """Run when the batch has come, before it is trained on."""
 
     def after_step(self, loop: Loop, result: StepResult) -> None:

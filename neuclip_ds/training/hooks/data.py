@@ -6,9 +6,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from neuclip_ds.data.bad_samples import BadSampleLog
-from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.reporting.sample_log import SampleLog, drop_samples_beyond
 from neuclip_ds.training.hooks.base import Hook
 
@@ -53,7 +53,7 @@ class ListBadSamples(Hook):
             loop.folder, context.config.data.max_bad_fraction, writes=context.communicator.rank == 0
         )
 
-    def on_batch(self, loop: Loop, batch: Batch) -> None:
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self.log.record(batch)
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
@@ -85,5 +85,5 @@ class LogSamples(Hook):
         communicator.on_rank_zero(drop)
         self._log = loop.resources.enter_context(communicator.on_every_rank(open_log))
 
-    def on_batch(self, loop: Loop, batch: Batch) -> None:
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._log.write(loop.done + 1, batch.index.tolist())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.errors import RollBack, TrainingDiverged
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.health import SampleLookup, StepHealth
@@ -30,7 +30,7 @@ class WatchHealth(Hook):
         )
         self._step = loop.done
 
-    def on_batch(self, loop: Loop, batch: Batch) -> None:
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._step = loop.done + 1
 
     def after_step(self, loop: Loop, result: StepResult) -> None:

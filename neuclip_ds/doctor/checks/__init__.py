@@ -1,0 +1,1 @@
+"""The checks, one a file; each has a function of a `Request` and a `Communicator` that yields findings."""

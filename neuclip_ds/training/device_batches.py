@@ -1,0 +1,121 @@
+"""Batches on their way to the device, copied while the towers compute.
+
+On a GPU copies run in a side stream, from pinned memory, so that neither the host nor the computation waits for them. A
+batch of one micro-batch is copied while the step before it runs. The pixels of a larger batch stay on the host, and
+each micro-batch is copied while the one before it is computed, in either pass. On a CPU nothing is copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.data.rank_batch import RankBatch
+
+
+class Arriving(NamedTuple):
+    """Two tensors on the device that a side stream may still be filling."""
+
+    tensors: tuple[Tensor, Tensor]
+    done: torch.cuda.Event | None  # None where there is no side stream
+
+    def wait(self) -> tuple[Tensor, Tensor]:
+        """Return them; the current stream, not the host, waits for the copies."""
+        if self.done is not None:
+            stream = torch.cuda.current_stream(self.tensors[0].device)
+            stream.wait_event(self.done)
+            for tensor in self.tensors:
+                tensor.record_stream(stream)  # the side stream may reuse the memory only after the current one
+        return self.tensors
+
+
+class DeviceBatches:
+    """Copy batches to a device.
+
+    Attributes:
+        micro_batch: rows that go through the towers at once.
+    """
+
+    def __init__(self, device: torch.device, micro_batch: int) -> None:
+        self._device, self.micro_batch = device, micro_batch
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def begin(self, batch: RankBatch) -> DeviceBatch:
+        """Start to copy a batch."""
+        return DeviceBatch(batch, self)
+
+    def ahead(self, batches: Iterator[RankBatch]) -> Iterator[DeviceBatch]:
+        """Iterate over batches, on a GPU each after the copy of the next has begun.
+
+        Of batches that are larger than a micro-batch one is taken at a time, as the host keeps their pixels. An error
+        in getting a batch is raised when its turn comes.
+        """
+        begun = map(self.begin, batches)
+        batch = next(begun, None)
+        while batch is not None:
+            following = failure = None
+            if self._stream is not None and len(batch.rows) == 1:
+                try:
+                    following = next(begun, None)
+                except Exception as error:
+                    failure = error
+            yield batch
+            if failure is not None:
+                raise failure
+            batch = following or next(begun, None)
+
+    def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> Arriving:
+        """Start to copy two tensors, which come in consecutive pieces of rows."""
+        with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+            first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
+            return Arriving((first, second), None if self._stream is None else self._stream.record_event())
+
+    def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
+        first = pieces[0]
+        if len(pieces) == 1:
+            return first.to(self._device, non_blocking=True)
+        whole = first.new_empty((sum(map(len, pieces)), *first.shape[1:]), device=self._device)
+        for part, piece in zip(whole.split([len(piece) for piece in pieces]), pieces, strict=True):
+            part.copy_(piece, non_blocking=True)
+        return whole
+
+
+class DeviceBatch:
+    """A batch of b rows whose micro-batches arrive on the device one after the other.
+
+    Attributes:
+        host: the batch on the host.
+        rows: the rows of each micro-batch.
+    """
+
+    def __init__(self, host: RankBatch, copies: DeviceBatches) -> None:
+        self.host, self._copies = host, copies
+        self.rows = [slice(low, low + copies.micro_batch) for low in range(0, len(host), copies.micro_batch)]
+        self._marks = copies.copy([(host.index, host.valid)])
+        self._following: Arriving | None = self._begin(0)
+
+    def index_and_valid(self) -> tuple[Tensor, Tensor]:
+        """Return int64 (b,) global indices and bool (b,) validity on the device."""
+        return self._marks.wait()
+
+    def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over, and once only.
+
+        The last pass frees them on the host as they are used.
+        """
+        visits = list(range(len(self.rows))) * passes
+        for visit, number in enumerate(visits):
+            arriving = self._following
+            assert arriving is not None
+            more = visit + 1 < len(visits)
+            self._following = self._begin(visits[visit + 1]) if more else None
+            if visit >= len(visits) - len(self.rows):
+                self.host.release(self.rows[number].stop)
+            yield arriving.wait()
+
+    def _begin(self, number: int) -> Arriving:
+        return self._copies.copy(self.host.pieces(self.rows[number]))

@@ -1,0 +1,62 @@
+"""Every method's objective step on a GPU that is not there: no mixed devices, and waits and launches of the table."""
+
+from __future__ import annotations
+
+import costs
+import pytest
+import torch
+from build import SAMPLES, VARIANTS
+from fake_cuda import DEVICE, fake_cuda
+from simulated_rank import RANKS, GpuRank
+
+from neuclip_ds.config import Config
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Objective, Step
+from neuclip_ds.objectives.gather import Features
+
+ROWS, DIM = 12, 6
+WARM_UP = 4  # steps: NeuCLIP has drawn its prototypes, AmorLIP its nets; the next step restarts neither, and fits
+
+
+def objective_of(name: str, rank: GpuRank) -> Objective:
+    method, options = VARIANTS[name]
+    config = Config.model_validate({"objective": {"method": method, **options}})
+    return build_objective(config, Context(DIM, SAMPLES, rank), torch.bfloat16)
+
+
+def run_step(objective: Objective, number: int, valid: torch.Tensor) -> None:
+    """Run a step as the trainer does: the towers give float32 features, the texts first."""
+    index = torch.arange(ROWS).to(DEVICE, non_blocking=True)
+    image, text = torch.empty(2, ROWS, DIM, device=DEVICE)
+    objective.restore_point()
+    gather = objective.begin_gather(index, valid)
+    assert gather is not None
+    gather.add_text(text)
+    gather.add_image(image)
+    found = objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3, logs=False))
+    assert all(x.device == DEVICE for x in (found.image, found.text, found.loss, *found.metrics.values()))
+
+
+@pytest.mark.parametrize("world_size", RANKS)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_step(name: str, world_size: int) -> None:
+    with fake_cuda() as gpu:
+        objective = objective_of(name, GpuRank(world_size))
+        valid = torch.ones(ROWS, dtype=torch.bool).to(DEVICE, non_blocking=True)
+        for number in range(WARM_UP):
+            run_step(objective, number, valid)
+        gpu.reset()
+        run_step(objective, WARM_UP, valid)
+    costs.check("objective step", name, world_size, gpu)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_skipped_step_is_undone(name: str) -> None:
+    with fake_cuda():
+        objective = objective_of(name, GpuRank(8))
+        valid = torch.ones(ROWS, dtype=torch.bool).to(DEVICE, non_blocking=True)
+        run_step(objective, 0, valid)
+        restore = objective.restore_point()
+        run_step(objective, 1, valid)
+        restore()
+        run_step(objective, 2, valid)

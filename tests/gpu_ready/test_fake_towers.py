@@ -1,0 +1,78 @@
+"""Both towers and the whole training step around an objective, in float32 and bf16."""
+
+from __future__ import annotations
+
+import copy
+from types import SimpleNamespace
+from typing import Any
+
+import costs
+import pytest
+import torch
+from fake_cuda import DEVICE, fake_cuda
+from reference import PlainEngine
+from simulated_rank import RANKS, GpuRank
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.training.step import TrainStep
+
+ROWS, SIDE, LENGTH = 8, 16, 8
+TREE: dict[str, Any] = {
+    "objective": {"method": "openclip"},
+    "model": {
+        "vision": {
+            "name": "vit_tiny_patch16_224",
+            "image_size": SIDE,
+            "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+        },
+        "text": {"width": 32, "layers": 1, "heads": 2, "context_length": LENGTH, "vocab_size": 300},
+        "embed_dim": 16,
+    },
+}
+CONFIG = Config.model_validate(TREE)
+TOKENIZER: Any = SimpleNamespace(vocab_size=300, bos_id=0, eos_id=1, pad_id=1, context_length=LENGTH)
+
+
+@pytest.fixture(scope="module")
+def towers() -> DualEncoder:
+    return build_dual_encoder(CONFIG.model, TOKENIZER)
+
+
+def batch() -> Batch:
+    image = torch.zeros(ROWS, 3, SIDE, SIDE, dtype=torch.uint8)
+    tokens = torch.ones(ROWS, LENGTH, dtype=torch.int64)
+    return Batch(image, tokens, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_forward_and_backward(towers: DualEncoder, dtype: torch.dtype) -> None:
+    with fake_cuda() as gpu:
+        model = copy.deepcopy(towers).to(DEVICE, dtype)
+        image, tokens = (x.to(DEVICE, non_blocking=True) for x in batch()[:2])
+        gpu.reset()
+        features = model(image, tokens)
+        assert {x.dtype for x in features} == {torch.float32}
+        torch.autograd.backward(features, [torch.ones_like(x) for x in features])
+        costs.check("towers", str(dtype).removeprefix("torch."), 1, gpu)
+        assert all(p.grad is not None and p.grad.device == DEVICE for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize("micro", [ROWS, ROWS // 2])
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_training_step(towers: DualEncoder, micro: int, world_size: int) -> None:
+    """From the loader's batch to the new weights, in one pass and in two."""
+    with fake_cuda() as gpu:
+        model, rank = copy.deepcopy(towers).to(DEVICE), GpuRank(world_size)
+        engine = PlainEngine(model, build_optimizer(model, CONFIG.optimizer))
+        objective = build_objective(CONFIG, Context(16, 100, rank), torch.float32)
+        step = TrainStep(engine, objective, rank, micro, seed=0)
+        for number in range(2):
+            gpu.reset()
+            outcome = step(batch(), Step(number, 0, 1e-3, 1e-3))
+        costs.check("training step", "one pass" if micro == ROWS else "two passes", world_size, gpu)
+    assert outcome.applied

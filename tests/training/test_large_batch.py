@@ -1,0 +1,79 @@
+"""One step on 65,536 pairs with real loaders and towers on a CPU: the memory of all processes stays within 8 GB."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import pytest
+from small_runs import TINY, start
+from tars import jpeg, write_tar
+
+PAIRS, SHARDS, PICTURES = 65_536, 16, 256
+
+
+def write_shards(folder: Path) -> Path:
+    """Shards of few different pictures, so that they are written in seconds."""
+    folder.mkdir()
+    pictures = [jpeg(number) for number in range(PICTURES)]
+    for shard in range(SHARDS):
+        numbers = range(shard * PAIRS // SHARDS, (shard + 1) * PAIRS // SHARDS)
+        pairs = ((number, pictures[number % PICTURES]) for number in numbers)
+        members = ((f"{n:06d}.{kind}", data) for n, image in pairs for kind, data in _members(n, image))
+        write_tar(folder / f"{shard:05d}.tar", members)
+    return folder
+
+
+def _members(number: int, image: bytes) -> list[tuple[str, bytes]]:
+    return [("jpg", image), ("txt", f"picture {number % PICTURES}, number {number}".encode())]
+
+
+@contextmanager
+def peak_memory(pid: int) -> Iterator[list[int]]:
+    """Yields the largest sum so far of a process and its children, shared pages counted once (PSS), in bytes."""
+    peak, over = [0], threading.Event()
+
+    def watch() -> None:
+        while not over.wait(0.2):
+            with suppress(psutil.Error):
+                processes = [psutil.Process(pid), *psutil.Process(pid).children(recursive=True)]
+                peak[0] = max(peak[0], sum(one.memory_full_info().pss for one in processes))
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        over.set()
+        thread.join()
+
+
+@pytest.mark.slow
+def test_65536_pairs_in_a_step_within_8_gb(tmp_path: Path) -> None:
+    options = [
+        *TINY,
+        "--objective.method=openclip",
+        f"--data.train={write_shards(tmp_path / 'shards')}",
+        f"--data.batch_size={PAIRS}",
+        "--data.micro_batch=1024",
+        "--data.workers=2",
+        "--model.vision.image_size=32",
+        f"--run.folder={tmp_path}",
+        "--run.name=run",
+        "--run.log_every=1",
+        "--budget.steps=1",
+    ]
+    (program,) = start("train.py", *options)
+    with peak_memory(program.pid) as peak:
+        done = program.wait(timeout=1200)
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    (line,) = [line for line in lines if "loss" in line]
+    print(f"peak {peak[0] / 1e9:.2f} GB, loss {line['loss']:.4f}")
+    assert line["skipped_steps"] == 0
+    assert 0 < line["loss"] < 14  # log B is 11.1
+    assert 0.2e9 < peak[0] < 8e9
