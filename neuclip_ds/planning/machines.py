@@ -5,7 +5,7 @@ machine therefore has two ends, and all that is predicted of it is a range too. 
 has fitted to profiled steps, or one in which `neuclip-ds doctor` has written what it measured, in the place of a data
 sheet:
 
-    {"machine": a row as in machines.yaml, "network": likewise, if measured, "reached": over what is assumed at both ends}
+    {"machine": a row as in machines.yaml, "network": likewise, if measured, "reached": over both ends}
 """
 
 from __future__ import annotations

@@ -19,9 +19,11 @@ def test_the_published_rows_are_read_and_add_up() -> None:
     assert by_name["NeuCLIP, Table 5", "ViT-B/16", "neuclip", 1].total == pytest.approx(0.94441)
     last = by_name["FastCLIP, Table 22", "ViT-B/16 on cluster 2", "openclip_reference", 8]
     assert last.parts == pytest.approx((0.43366, 0.36986, 0.12379)) and last.assumed == ("machine", "rows")
+    for recipe in {step.recipe for step in found}:
+        assert parse_for(None, [recipe])
+    for machine, network in {(step.machine, step.network) for step in found}:
+        assert find_machine(machine, network)
     for step in found:
-        parse_for(None, [step.recipe])
-        find_machine(step.machine, step.network)
         if step.parts:
             computation, communication, exposed = step.parts
             assert exposed < communication and 0.02 < step.total - computation - exposed < 0.15, step
