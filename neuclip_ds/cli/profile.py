@@ -78,6 +78,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
 def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run one rank of one combination."""
     from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.engine.deterministic import deterministic_algorithms
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.planning.openclip_reference import REFERENCES
     from neuclip_ds.planning.synthetic_profile import first_prediction, run_synthetic_profile
@@ -88,5 +89,5 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     ours += [f"--run.profile_steps={arguments.steps}"]
     config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     config.run.profile_after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
-    with connected(dump(config), arguments.out) as communicator:
+    with connected(dump(config), arguments.out) as communicator, deterministic_algorithms(config.run.deterministic):
         run_synthetic_profile(config, communicator, arguments.out, name, REFERENCES.get(name, build_objective))

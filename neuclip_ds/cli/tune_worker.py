@@ -11,6 +11,7 @@ from neuclip_ds.checkpoint.engine_state import save_engine
 from neuclip_ds.cli.tune_deepspeed import END, START, TIMES
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.launch import connected
+from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.planning.synthetic_profile import SyntheticSteps
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.recipe import dump
@@ -22,7 +23,7 @@ _PROFILED = 2
 def measure_start(folder: Path, config: Config, timed: int) -> None:
     """Time steps; save the weights and a profile in the first round, the base's weights in the second as well."""
     first_round, base = folder.name == "0", folder.parent.name == "00"
-    with connected(dump(config), folder) as communicator:
+    with connected(dump(config), folder) as communicator, deterministic_algorithms(config.run.deterministic):
         steps, on_gpu = SyntheticSteps(config, communicator), communicator.device.type == "cuda"
 
         def save(name: str) -> None:

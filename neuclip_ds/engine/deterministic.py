@@ -51,11 +51,12 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
 
 
 def _modes() -> tuple[int, bool, bool, bool]:
-    cudnn, fill = torch.backends.cudnn, torch.utils.deterministic.fill_uninitialized_memory
+    cudnn, memory = torch.backends.cudnn, torch.utils.deterministic
+    fill = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     return torch.get_deterministic_debug_mode(), cudnn.deterministic, cudnn.benchmark, fill
 
 
 def _set_modes(mode: int, deterministic: bool, benchmark: bool, fill: bool) -> None:
     torch.set_deterministic_debug_mode(mode)
     torch.backends.cudnn.deterministic, torch.backends.cudnn.benchmark = deterministic, benchmark
-    torch.utils.deterministic.fill_uninitialized_memory = fill
+    torch.utils.deterministic.fill_uninitialized_memory = fill  # type: ignore[attr-defined]

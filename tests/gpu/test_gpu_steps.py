@@ -62,12 +62,12 @@ def test_compiled_towers(device: str) -> None:
 
 
 @pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-4), ("bf16", 0.03)])
-def test_every_optimizer(precision: str, atol: float, device: str) -> None:
+def test_every_optimizer(precision: str, atol: float, ranks: int, device: str) -> None:
     stages = [f"zero{stage}_{precision}" for stage in range(4)]
-    (results,) = run_ranks(1, test_optimizers.under_zero, stages, device=device)
-    for (name, engine), (found, _) in results.items():
-        for value, wanted in zip(found, test_optimizers.plain(name), strict=True):
-            torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=f"{name} {engine}")
+    for results in run_ranks(ranks, test_optimizers.under_zero, stages, device=device):
+        for (name, engine), (found, _) in results.items():
+            for value, wanted in zip(found, test_optimizers.plain(name), strict=True):
+                torch.testing.assert_close(value, wanted, rtol=0, atol=atol, msg=f"{name} {engine}")
 
 
 def test_a_gradient_that_overflows_is_skipped(device: str) -> None:

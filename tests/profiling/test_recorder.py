@@ -54,3 +54,14 @@ def test_a_folder_that_cannot_be_created(tmp_path: Path, caplog: pytest.LogCaptu
     (tmp_path / "file").touch()
     run(tmp_path / "file" / "profile", total=4, steps=2, after=1)
     assert "could not be written" in caplog.text
+
+
+def test_a_gpu_does_nothing_else_in_a_profiled_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: calls.append("wait"))
+    with Recorder(tmp_path, Communicator("cuda"), steps=2, after=1) as recorder:
+        for number in range(4):
+            with recorder.step():
+                calls.append(number)
+    assert calls == [0, "wait", 1, "wait", "wait", 2, "wait", 3]

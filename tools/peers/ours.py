@@ -21,6 +21,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -47,7 +48,7 @@ def main() -> None:
 def random_steps(arguments: argparse.Namespace) -> None:
     """Run the steps of a run on one random batch, which leaves loading out."""
     config = validate(load_recipe(str(arguments.config)))
-    with connected(dump(config)) as communicator:
+    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         steps = SyntheticSteps(config, communicator, config.optimizer.lr)
         batch = steps.batch(0)
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
@@ -60,7 +61,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
 def objectives(arguments: argparse.Namespace) -> None:
     """Measure the objective of every method."""
     config = validate(load_recipe(str(arguments.config)))
-    with connected(dump(config)) as communicator:
+    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         found = {}
         for method in arguments.objective:
             config.objective.method = method
