@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,10 @@ def test_the_page_has_the_errors_that_the_command_prints(tmp_path: Path) -> None
     assert page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
     tables = (tmp_path / "published.md").read_text().split("## ")[1:]
     assert len(tables) == 3 and all(f"<!-- {table.splitlines()[0]} -->" in page.read_text() for table in tables)
+    cells = re.findall(r"([\d,]+): ([\d,]+) - ([\d,]+) \(", tables[0])
+    times = [[int(number.replace(",", "")) for number in cell] for cell in cells]
+    outside = [published for published, low, high in times if not low <= published <= high]
+    assert len(times) == 68 and outside == [529], "NeuCLIP's with RN50, as the page has it"
 
 
 def test_mistakes_are_named(tmp_path: Path) -> None:
