@@ -69,5 +69,6 @@ def test_everything(ranks: int, engines: list[str], tmp_path: Path) -> None:
     measured = json.loads(path.read_text())["machine"]
     assert measured.get("link_gb_per_s", 0) > 0 or ranks == 1
     if ranks == 2:
+        assert find_machine(str(path), "ethernet").fast.network.inner_bandwidth > 0
         arguments = ["--nodes", "1", "--gpus", "2", "--rows", "8", "--machine", str(path), "--networks", "ethernet"]
         assert call("tools/plan.py", "scale", "demo", *arguments, folder=tmp_path).returncode == 0
