@@ -2,12 +2,13 @@
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
 # make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
 # make docs   docs/ as pages in build/site
+# make scaling  the tables and the figure of docs/explanation/scaling.md, by the cost model
 # make peers  what tools/benchmark_data.py, _streaming and _mixing compare with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-gpu check docs peers clean
+.PHONY: demo test test-all test-gpu check docs scaling peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -38,6 +39,13 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
+
+SCALING := docs/explanation/scaling.md
+scaling: $(VENV)/.installed
+	$(BIN)/python tools/plan.py published --page $(SCALING)
+	$(BIN)/python tools/plan.py scale dfn192m_neuclip --methods openclip_reference openclip fastclip_v3 amorlip neuclip \
+		--nodes 1 8 64 --gpus 8 --rows 640 --page $(SCALING)
+	cp runs/scaling/scale.png docs/figures/scaling.png
 
 # MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
 peers: $(VENV)/.installed-dev

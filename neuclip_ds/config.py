@@ -127,8 +127,9 @@ class DataConfig(Section):
     """Restarts in a row of loader processes that were killed or hang; then the run stops with a message."""
     captions: list[str] = Field(["txt"])
     """Where captions are: txt, txt:lines (one per line), json:KEY (a string or a list). One of several is drawn."""
-    decoder: Literal["pil", "torchvision", "simplejpeg"] = "pil"
-    """Library that decodes JPEGs for training; simplejpeg is the fastest where it is installed."""
+    decoder: Literal["simplejpeg", "pil", "torchvision"] | None = None
+    """Library that decodes JPEGs. By default simplejpeg, the fastest; pil gives open_clip's pixels. A run keeps its
+    decoder when it resumes; those of earlier versions had pil."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
     files, which only you can write to."""

@@ -12,13 +12,14 @@ and threads. All write a TensorBoard point each --log-every steps; these points'
 Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
 objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
 
-Options of the run, such as --data.decoder=simplejpeg or --model.compile=true (in all programs), are passed on.
+With --compile, ours and plain DDP also run with their towers under torch.compile, in the same turns. Options of the
+run, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed on to all programs.
 
 Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
-    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 \\
-        --model.compile=true
+    python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
+    python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
 """
 
 import argparse
@@ -115,6 +116,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, help="of each rank (cores / ranks)")
     parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="bf16 is autocast in the peers")
     parser.add_argument("--zero", type=int, choices=range(4), default=1, help="stage here; peers replicate (1)")
+    parser.add_argument("--compile", action="store_true", help="measure ours and plain DDP with compiled towers too")
     parser.add_argument("--share-model", default="models/vitb16", help="recipe of the part shares (models/vitb16)")
     parser.add_argument("--share-rows", type=int, default=16, help="pairs of its real steps (16)")
     parser.add_argument("--share-steps", type=int, default=2, help="of these after the first (2)")
@@ -164,7 +166,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
         found[ranks] = speeds
     kind = "one random batch" if source == RANDOM else f"shards, {arguments.workers} loader processes a rank"
     print(f"\n{arguments.recipe}, {arguments.rows} pairs a rank, {kind}\n")
-    print("\n".join(table(found, [ours(method) for method in arguments.methods], absent)), flush=True)
+    print("\n".join(table(found, [ours(*variant) for variant in variants(arguments)], absent)), flush=True)
     print_sizes(arguments.out, setting)
 
 
@@ -179,8 +181,21 @@ def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, in
     return arguments.out / "tokenizer", tokenizer.vocab_size
 
 
-def ours(method: str) -> str:
-    return f"here: {method}"
+def ours(method: str, compiled: bool = False) -> str:
+    return f"here: {as_variant(method, compiled)}"
+
+
+def as_variant(name: str, compiled: bool) -> str:
+    return f"{name}, compiled" if compiled else name
+
+
+def variants(arguments: argparse.Namespace) -> list[tuple[str, bool]]:
+    """Return our programs: methods, and whether the towers are compiled."""
+    return [(method, compiled) for method in arguments.methods for compiled in towers_of(arguments)]
+
+
+def towers_of(arguments: argparse.Namespace) -> list[bool]:
+    return [False, True] if arguments.compile else [False]
 
 
 def programs(setting: Setting) -> list[Program]:
@@ -188,19 +203,25 @@ def programs(setting: Setting) -> list[Program]:
     asked = setting.arguments
     steps = asked.steps + asked.log_every  # a point of open_clip's comes a step late
     alike = ["--random"] if setting.source == RANDOM else []
+    towers = {False: (), True: ("--model.compile=true",)}
     listed = []
-    for method in asked.methods:
+    for method, compiled in variants(asked):
         # NeuCLIP's network predicts before anything counts
         predicts = first_prediction(setting.config(method))
         warmup = max(asked.warmup, math.ceil(predicts / asked.log_every) * asked.log_every)
-        path = setting.write(ours(method), warmup + steps, method)
-        listed.append(Program(ours(method), PEERS / "ours.py", (path, *alike), "loss", warmup))
-    path = setting.write("peers", asked.warmup + steps, asked.methods[0])
-    theirs = (path, *alike, *(["--bf16"] if asked.precision == "bf16" else []))
-    listed.append(Program("plain DDP", PEERS / "plain_ddp.py", theirs, "loss", asked.warmup))
+        name = ours(method, compiled)
+        path = setting.write(name, warmup + steps, method, *towers[compiled])
+        listed.append(Program(name, PEERS / "ours.py", (path, *alike), "loss", warmup))
+    of_peers = (*alike, *(["--bf16"] if asked.precision == "bf16" else []))
+    for compiled in towers_of(asked):
+        name = as_variant("plain DDP", compiled)
+        path = setting.write(name, asked.warmup + steps, asked.methods[0], *towers[compiled])
+        listed.append(Program(name, PEERS / "plain_ddp.py", (path, *of_peers), "loss", asked.warmup))
     missing = [name for name in ("open_clip_train", "pandas") if importlib.util.find_spec(name) is None]
     absent = f"pip install open_clip_torch pandas (no {' and no '.join(missing)})" if missing else ""
-    listed.append(Program("open_clip", PEERS / "open_clip_program.py", theirs, "train/loss", asked.warmup, absent))
+    path = setting.write("open_clip", asked.warmup + steps, asked.methods[0])
+    script = PEERS / "open_clip_program.py"
+    listed.append(Program("open_clip", script, (path, *of_peers), "train/loss", asked.warmup, absent))
     return listed
 
 

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.program import Parser
-from neuclip_ds.engine.config import FOLDER
+from neuclip_ds.engine.config import FOLDER, read_engine_file
 from neuclip_ds.recipe import parse
 
 ENGINES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -39,6 +39,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options, overrides = parser.parse_with_overrides(arguments)
     config = parse([options.recipe, *overrides]).config
+    for engine in options.engines:
+        read_engine_file(engine)
     accelerator = os.environ.get("DS_ACCELERATOR")
     if not options.worker:  # the processes that measure have the GPUs
         os.environ["DS_ACCELERATOR"] = "cpu"

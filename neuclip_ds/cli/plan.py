@@ -5,15 +5,20 @@
                          measured against predicted times; --out receives machine.json, fit.md and fit.png
     scale RECIPE         tables of step time, communication, memory per rank, traffic of u, checkpoint, loading and GPU
                          hours for --nodes x --gpus, methods and networks; --out receives scale.md, .json and .png
+    published            holds the model against the step times that papers report, and prints its errors and the rates
+                         that these times imply; --out receives published.md
 
-A machine is a name in neuclip_ds/planning/machines.yaml, whose rates are partly assumed, or a fitted machine.json.
-Options of the run, such as --model.embed-dim=512, are passed on.
+A machine is a name in neuclip_ds/planning/machines.yaml, whose rates are ranges, from what published codes reached to
+what is aimed at, or a fitted machine.json. Predictions for the former are ranges too: low - high. --page puts the
+tables into a Markdown page, each in place of the one below the line `<!-- its title -->`. Options of the run, such as
+--model.embed-dim=512, are passed on.
 
 Examples:
   neuclip-ds profile --methods openclip neuclip --world-sizes 1 2 4 --rows 64 --recipe miniature --out runs/cost/64
   neuclip-ds plan fit runs/cost --cores 2 --out runs/cost
   neuclip-ds plan scale dfn192m_neuclip --methods openclip_reference openclip neuclip --nodes 1 8 64 --rows 640 \\
     --machine h100 --networks infiniband ethernet --samples 1e9 --out runs/scaling
+  neuclip-ds plan published
 """
 
 from collections.abc import Sequence
@@ -42,12 +47,19 @@ def main(arguments: Sequence[str]) -> None:
     scaling.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
     scaling.add_argument("--disk-gb", type=float, default=1, help="GB per second that a node writes")
     scaling.add_argument("--out", type=Path, default=Path("runs/scaling"), help="folder for the results")
+    comparing = commands.add_parser("published", help="hold the cost model against published times")
+    comparing.add_argument("--out", type=Path, default=Path("runs/published"), help="folder for the results")
+    for command in (fitting, scaling, comparing):
+        command.add_argument("--page", type=Path, help="Markdown page whose tables to replace")
     options, overrides = parser.parse_with_overrides(arguments)
-    if options.command == "fit" and overrides:
-        fitting.error(f"unknown option {overrides[0]}")
-    from neuclip_ds.cli.plan_work import fit_profiles, scale  # torch takes seconds to import
+    if options.command != "scale" and overrides:
+        commands.choices[options.command].error(f"unknown option {overrides[0]}")
+    from neuclip_ds.cli.plan_work import fit_profiles, hold_against_published, scale  # torch takes seconds to import
 
-    if options.command == "fit":
-        fit_profiles(options.folders, options.cores, options.out)
-    else:
-        scale(options, overrides)
+    match options.command:
+        case "fit":
+            fit_profiles(options.folders, options.cores, options.out, options.page)
+        case "scale":
+            scale(options, overrides)
+        case "published":
+            hold_against_published(options.out, options.page)

@@ -1,4 +1,4 @@
-"""`neuclip-ds plan`: the cost model fitted to profiled steps, and what a recipe costs on more nodes."""
+"""`neuclip-ds plan`: the cost model fitted to profiled steps, held against published ones, and what a recipe costs."""
 
 import argparse
 import json
@@ -10,17 +10,19 @@ from typing import Any
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_model import Call, Cluster, Observation, fit, step_time, to_json
-from neuclip_ds.planning.cost_report import Fitted, write_fit, write_scaling
+from neuclip_ds.planning.cost_report import Fitted, span, write_fit, write_published, write_scaling
 from neuclip_ds.planning.machines import find_machine, network_names
 from neuclip_ds.planning.memory import MemoryQuery, Towers, count_towers
 from neuclip_ds.planning.openclip_reference import REFERENCES
+from neuclip_ds.planning.published import compare, implied_rates, read_published
 from neuclip_ds.planning.scaling import ClusterAssumptions, count_model, predict, step_work
 from neuclip_ds.planning.synthetic_profile import CONFIG
 from neuclip_ds.profiling.recorder import BREAKDOWN
 from neuclip_ds.recipe import parse, parse_for
+from neuclip_ds.reporting.page import Table, markdown, replace_tables
 
 
-def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
+def fit_profiles(folders: Sequence[Path], cores: int, out: Path, page: Path | None) -> None:
     """Fit compute and network to the profiles below some folders, and print measured against predicted times.
 
     Raises:
@@ -41,7 +43,7 @@ def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> None:
         rows.append(Fitted(name, one, time, same))
     out.mkdir(parents=True, exist_ok=True)
     (out / "machine.json").write_text(json.dumps(to_json(compute, network), indent=1), encoding="utf-8")
-    print(write_fit(rows, compute, network, out))
+    _show(write_fit(rows, compute, network, out), page)
     print(f"The machine is {out}/machine.json.")
 
 
@@ -70,23 +72,23 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         int(arguments.samples), arguments.sample_kb * 1e3, arguments.disk_gb * 1e9, arguments.seen
     )
     methods = arguments.methods or [parse([arguments.recipe, *overrides]).config.objective.method]
+    machines = {network: find_machine(arguments.machine, network) for network in arguments.networks or network_names()}
     model, found = None, []
     towers: dict[int, Towers] = {}  # by micro-batch
-    for network in arguments.networks or network_names():
-        machine = find_machine(arguments.machine, network)
-        for method in methods:
-            for nodes in arguments.nodes:
-                ranks = nodes * arguments.gpus
-                rows = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
-                known = None if method in REFERENCES else method
-                config = parse_for(known, [arguments.recipe, *rows, *overrides])
-                model, micro = model or count_model(config), config.micro_batch(ranks)
-                if micro not in towers:
-                    towers[micro] = count_towers(MemoryQuery(config, ranks))
-                build = REFERENCES.get(method, build_objective)
-                predicted = predict(config, model, towers[micro], machine, nodes, arguments.gpus, around, build)
+    for method in methods:
+        for nodes in arguments.nodes:
+            ranks = nodes * arguments.gpus
+            rows = [f"--data.batch_size={arguments.rows * ranks}"] if arguments.rows else []
+            known = None if method in REFERENCES else method
+            config = parse_for(known, [arguments.recipe, *rows, *overrides])
+            model, micro = model or count_model(config), config.micro_batch(ranks)
+            if micro not in towers:
+                towers[micro] = count_towers(MemoryQuery(config, ranks))
+            work = step_work(config, model, ranks, REFERENCES.get(method, build_objective))
+            for network, machine in machines.items():
+                predicted = predict(config, model, work, towers[micro], machine, nodes, arguments.gpus, around)
                 found.append({"method": method, "network": network, **predicted._asdict()})
-                print(f"{method}, {network}, {nodes} nodes: {1e3 * predicted.step:.1f} ms a step", flush=True)
+                print(f"{method}, {network}, {nodes} nodes: {span(predicted.step, 1e3)} ms a step", flush=True)
     arguments.out.mkdir(parents=True, exist_ok=True)
     described = {
         "recipe": arguments.recipe,
@@ -97,4 +99,18 @@ def scale(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
         "seen": around.seen,
     }
     (arguments.out / "scale.json").write_text(json.dumps({**described, "predicted": found}, indent=1), encoding="utf-8")
-    print(write_scaling(found, described, arguments.out))
+    _show(write_scaling(found, described, arguments.out), arguments.page)
+
+
+def hold_against_published(out: Path, page: Path | None) -> None:
+    """Compare the model with published times, and write the tables."""
+    found = list(compare(read_published()))
+    out.mkdir(parents=True, exist_ok=True)
+    _show(write_published(found, implied_rates(found), out), page)
+
+
+def _show(tables: Sequence[Table], page: Path | None) -> None:
+    """Print tables, and put them into a page."""
+    print(markdown(tables))
+    if page is not None:
+        replace_tables(page, tables)

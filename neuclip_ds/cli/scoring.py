@@ -4,6 +4,7 @@ import json
 import logging
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
@@ -11,12 +12,14 @@ from typing import NamedTuple
 import torch
 
 from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
+from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.loading import EvaluationLoader
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.suite import Suite
@@ -61,18 +64,20 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
     results = Results(folder, identity) if communicator.rank == 0 else None
     encoder, transform = _encoder(saved, communicator, max(1, scoring.batch_size), getattr(torch, scoring.precision))
-    suite = Suite(encoder, transform, scoring.workers)
-    for task, place in found:
-        if task.key in done:
-            log.info("%s: has a score in %s", task.name, folder)
-            continue
-        communicator.on_rank_zero(partial(_compare_size, task, place))
-        began = time.perf_counter()
-        metrics = suite.measure(task, place)
-        if results is not None:
-            results.add(task, metrics)
-            seconds = time.perf_counter() - began
-            log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
+    options = LoaderOptions(scoring.workers, pin_memory=communicator.device.type == "cuda")
+    with closing(EvaluationLoader(options)) as loader:
+        suite = Suite(encoder, transform, loader)
+        for task, place in found:
+            if task.key in done:
+                log.info("%s: has a score in %s", task.name, folder)
+                continue
+            communicator.on_rank_zero(partial(_compare_size, task, place))
+            began = time.perf_counter()
+            metrics = suite.measure(task, place)
+            if results is not None:
+                results.add(task, metrics)
+                seconds = time.perf_counter() - began
+                log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
     if results is None:
         return ""
     setting = scoring.setting or (setting_of(str(saved.config.run.name)) if saved.config else None)

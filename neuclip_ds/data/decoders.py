@@ -1,9 +1,12 @@
-"""Decode images: with PIL by default, or JPEGs with torchvision or simplejpeg, which are faster.
+"""Decode images: JPEGs with simplejpeg by default, or with PIL or torchvision.
 
 PIL reads the header first, whoever decodes, so all agree on what is no image: only the formats that crawls of the web
 hold are tried (an EPS would start Ghostscript), and no more pixels than memory has room for. All use libjpeg-turbo. PIL
 and simplejpeg can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT, much faster; pixels differ slightly
 from a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to PIL.
+
+simplejpeg and torchvision give tensors, which `neuclip_ds.data.transforms` resizes several times as fast as PIL its
+images.
 
 The result is 8-bit RGB: of 16 bits a channel the high byte, alpha dropped as in open_clip and timm, of an animation the
 first frame.
@@ -37,7 +40,7 @@ class DecodeError(Exception):
 class Decoded(NamedTuple):
     """An RGB image, possibly scaled down by its decoder, and its original size."""
 
-    image: Image.Image | Tensor  # a tensor is uint8 (3, H, W)
+    image: Image.Image | Tensor  # a tensor is uint8 (3, H, W), in any order of memory
     full_size: tuple[int, int]  # (width, height) of the file
 
 
@@ -76,20 +79,28 @@ def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
 def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
     """Decode as `decode_pil`, but JPEGs with simplejpeg."""
     import simplejpeg
+    import torch
 
     header = _read_header(data)
     if header.format not in _JPEG:
         return _decode(header, min_side)
-    least = {} if min_side is None else {"min_height": min_side, "min_width": min_side}
+    width, height = header.size
+    # as PIL's `draft`: libjpeg-turbo has no vector code for other scales, and between 1/2 and 1 they take longer than 1
+    factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
     try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB", **least)
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
     except ValueError:
         return _decode(header, min_side)
-    return Decoded(Image.fromarray(pixels), header.size)
+    return Decoded(torch.from_numpy(pixels).permute(2, 0, 1), header.size)
 
 
-def find_decoder(name: str) -> Decode:
-    """Return the decoder of that name (`data.decoder`); raise UserError if its library is not installed."""
+def find_decoder(name: str | None) -> Decode:
+    """Return the decoder of that name (`data.decoder`), by default that of new runs.
+
+    Raises:
+        UserError: its library is not installed.
+    """
+    name = name or DEFAULT
     library, decode = DECODERS[name]
     if importlib.util.find_spec(library) is None:
         raise UserError(f"data.decoder={name} needs the package {library}: pip install {library}, or use pil.")
@@ -97,10 +108,11 @@ def find_decoder(name: str) -> Decode:
 
 
 DECODERS: dict[str, tuple[str, Decode]] = {
+    "simplejpeg": ("simplejpeg", decode_simplejpeg),
     "pil": ("PIL", decode_pil),
     "torchvision": ("torchvision", decode_torchvision),
-    "simplejpeg": ("simplejpeg", decode_simplejpeg),
 }
+DEFAULT = "simplejpeg"
 
 
 def _read_header(data: bytes) -> Image.Image:

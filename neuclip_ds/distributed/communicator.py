@@ -52,6 +52,14 @@ class Pending:
         return self._result
 
 
+class _PendingOnHost(Pending):
+    """A collective of host tensors that travels through the ranks' devices; the wait for it is one for the device."""
+
+    def wait(self) -> Tensor:
+        self._result = super().wait().cpu()
+        return self._result
+
+
 class Communicator:
     """Collectives over all ranks of the process group; with one rank no call communicates.
 
@@ -63,9 +71,22 @@ class Communicator:
         traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
     """
 
-    def __init__(self, device: torch.device | str = "cpu", group: ProcessGroup | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | str = "cpu",
+        group: ProcessGroup | None = None,
+        host_group: ProcessGroup | None = None,
+    ) -> None:
+        """
+        Args:
+            device: of the tensors.
+            group: the ranks; None is the default process group.
+            host_group: the same ranks, for objects and tensors in host memory; None is `group`.
+        """
         connected = dist.is_available() and dist.is_initialized()
         self._group = group
+        self._host_group = group if host_group is None else host_group
+        self._reaches_hosts = not connected or "cpu:" in dist.get_backend_config(self._host_group)
         self.rank: int = dist.get_rank(group) if connected else 0
         self.world_size: int = dist.get_world_size(group) if connected else 1
         self.device = torch.device(device)
@@ -87,6 +108,16 @@ class Communicator:
             return Pending(x)
         result = x.new_empty((self.world_size * x.shape[0], *x.shape[1:]))
         return self._begin("all_gather", x, purpose, result, dist.all_gather_into_tensor, x.contiguous())
+
+    def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
+        """Start an `all_gather` of a tensor in host memory, which no device takes part in.
+
+        Where the group carries tensors of GPUs only (NCCL), it travels through them, and `wait` waits for the device.
+        """
+        if self.world_size == 1 or self._reaches_hosts:
+            return self.begin_all_gather(x, purpose)
+        through = self.begin_all_gather(x.to(self.device, non_blocking=True), purpose)
+        return _PendingOnHost(through._result, through._work, through._waiting)
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Sum x over ranks, with the same bits on each; x itself is not changed."""
@@ -132,7 +163,7 @@ class Communicator:
             except UserError as error:
                 outcome = [error]
         with purpose_range("control"):
-            dist.broadcast_object_list(outcome, group=self._group, group_src=0)
+            dist.broadcast_object_list(outcome, group=self._host_group, group_src=0)
         if isinstance(outcome[0], UserError):
             raise outcome[0]
         return outcome[0]  # type: ignore[return-value]
@@ -143,7 +174,7 @@ class Communicator:
         if self.world_size > 1:
             found = [None] * self.world_size
             with purpose_range("control"):
-                dist.all_gather_object(found, x, group=self._group)
+                dist.all_gather_object(found, x, group=self._host_group)
         return found
 
     def agree(self, problem: str | None) -> None:
@@ -186,14 +217,15 @@ class Communicator:
         traffic.calls += 1
         traffic.bytes_sent += share
         traffic.bytes_received += share
-        timed = functools.partial(self._timed, purpose)
+        timed = functools.partial(self._timed, purpose, result.device)
+        group = self._host_group if result.device.type == "cpu" else self._group
         with purpose_range(purpose), timed():
-            return Pending(result, launch(result, *inputs, group=self._group, async_op=True), timed)
+            return Pending(result, launch(result, *inputs, group=group, async_op=True), timed)
 
     @contextmanager
-    def _timed(self, purpose: str) -> Iterator[None]:
+    def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
         """Add the time this rank spends launching a collective or waiting for it, without what overlaps computation."""
-        if self.device.type == "cuda":
+        if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()
             yield

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import deepspeed
 import torch
@@ -59,12 +60,16 @@ def join(max_outage: float = 0.0) -> Communicator:
     """Join the launcher's process group, or the one that there is; DeepSpeed's engine shares it."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
+    limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
     if not dist.is_initialized():
         # bound to its GPU, a rank connects at once
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
-        limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
-    return Communicator("cpu" if device.type == "cpu" else device)
+    if device.type == "cpu" or dist.get_world_size() == 1:
+        return Communicator("cpu" if device.type == "cpu" else device)
+    # what the hosts know, such as which rows count, travels between them without a wait for the GPUs
+    hosts: Any = dist.new_group(backend="gloo", timeout=limit)
+    return Communicator(device, host_group=hosts)
 
 
 def leave() -> None:

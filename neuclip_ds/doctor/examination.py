@@ -41,15 +41,15 @@ def _takes_part(scope: Scope, communicator: Communicator) -> bool:
 def _in_process(scope: Scope, request: Request, arguments: Sequence[str], communicator: Communicator) -> list[Finding]:
     found: list[Finding] = []
     checks = {check.name: check for check in CHECKS}
-    current = chosen(scope, request)[0]
+    current, begun = chosen(scope, request)[0], False
 
     def on_line(line: str) -> None:
-        nonlocal current
+        nonlocal current, begun
         record = read(line)
         if record is None:
             return
         if "begins" in record:
-            current = checks[record["begins"]]
+            current, begun = checks[record["begins"]], True
             announce(current.name, communicator)
         else:
             found.extend(_placed(current, [Finding(**record)], communicator))
@@ -58,7 +58,8 @@ def _in_process(scope: Scope, request: Request, arguments: Sequence[str], commun
     output = request.out / f"{scope.value}_{communicator.rank}.txt"
     failure = processes.run(request, [*arguments, f"--worker={scope.value}"], variables[scope](), output, on_line)
     if failure is not None:
-        finding = wrong(f"The check failed: {failure}", f"See {output}.")
+        what = "The check ended its process" if begun else "The process of this check did not begin it"
+        finding = wrong(f"{what}, later ones in it did not run: {failure}", f"See {output}.")
         found += _placed(current, [finding], communicator)
     return found
 

@@ -44,7 +44,7 @@ def machine(found: Sequence[Finding]) -> dict[str, Any] | None:
     if CALLS + _INNER in slowest:
         measured["link_gb_per_s"] = slowest[LINK + _INNER]
         hop = 1e6 / slowest[CALLS + _INNER] / (2 * (len(values[CALLS + _INNER]) - 1))
-        reached |= {"inner_efficiency": 1.0, "inner_latency_us": hop}
+        reached |= {"inner_efficiency": 1.0, "inner_gb_per_s": measured["link_gb_per_s"], "inner_latency_us": hop}
     if CALLS + _BETWEEN in slowest:
         speed, nodes = slowest[LINK + _BETWEEN], len({one.where.rpartition(" on ")[2] for one in found})
         measured["link_gb_per_s"] = max(speed, sheet.get("link_gb_per_s", 0.0))

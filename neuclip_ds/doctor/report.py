@@ -20,8 +20,9 @@ def text(found: Sequence[Finding]) -> str:
         of_level = [one for one in found if one.level == level]
         if of_level:
             lines += [f"{_TITLES[level]}", *_problems(of_level), ""]
-    lines += [_TITLES["fine"], *_good(found), *_figures(found), "", _verdict(found)]
-    return "\n".join(lines)
+    good = list(_good(found))
+    lines += [_TITLES["fine"], *good, ""] if good else []
+    return "\n".join([*lines, *_figures(found), _verdict(found)])
 
 
 def as_json(found: Sequence[Finding]) -> dict[str, Any]:
@@ -64,11 +65,12 @@ def _figures(found: Sequence[Finding]) -> Iterator[str]:
             values[name].append(value)
     if not values:
         return
-    yield from ("", "FIGURES, lowest - highest")
+    yield "FIGURES, lowest - highest"
     width = max(map(len, values))
     for name, measured in values.items():
         ends = dict.fromkeys(map(_number, (min(measured), max(measured))))
         yield f"  {name:<{width}}  {' - '.join(ends)}"
+    yield ""
 
 
 def _merged(found: Iterable[Finding]) -> dict[tuple[str, str, str], list[str]]:

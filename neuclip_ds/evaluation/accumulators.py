@@ -21,7 +21,7 @@ class ClassAccumulator:
 
     def _hold(self, sums: Tensor) -> None:
         self._sums = sums
-        self.top1, self.top5, self.predicted, self.support = sums.unbind()  # views
+        self.top1, self.top5, self.support, self.predicted = sums.unbind()  # views
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         """Add a batch; ties count by expectation, and a sample with a NaN score is predicted as no class.
@@ -38,9 +38,8 @@ class ClassAccumulator:
         tied = (scores == label_score).sum(dim=1) - 1
         top1, top5 = (hit_probability(ahead, tied.clamp(min=0), k) for k in (1, 5))
         best = (scores == scores.amax(dim=1, keepdim=True)).double()
-        self._sums[:2].index_add_(1, labels, torch.stack([top1, top5]))
+        self._sums[:3].index_add_(1, labels, torch.stack([top1, top5, torch.ones_like(top1)]))
         self.predicted += (best / best.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0)
-        self.support += labels.bincount(minlength=len(self.support))
         return top1, top5
 
     def all_reduce(self, communicator: Communicator) -> None:
@@ -65,15 +64,15 @@ class GroupAccumulator:
         return self._sums[1]
 
     def add(self, hits: Tensor, groups: Tensor) -> None:
-        """Add a batch: (n,) probability of a hit and (n,) int64 group of each sample."""
+        """Add a batch: (n,) probability of a hit and, in host memory, (n,) int64 group of each sample."""
         if len(groups):
             self._grow(int(groups.max()) + 1)
-            self._sums.index_add_(1, groups, torch.stack([hits, torch.ones_like(hits)]))
+            places = groups.to(hits.device, non_blocking=True)
+            self._sums.index_add_(1, places, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's sums by those over all ranks."""
-        size = torch.tensor([self._sums.shape[1]], device=self._sums.device)
-        self._grow(int(communicator.all_gather(size, "evaluation").max()))
+        self._grow(max(communicator.gather_objects(self._sums.shape[1])))
         self._sums = communicator.all_reduce(self._sums, "evaluation")
 
     def _grow(self, size: int) -> None:

@@ -8,6 +8,7 @@ Every rank holds the features of all images and captions, O((n + m) d), but only
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import hit_probability
 from neuclip_ds.evaluation.retrieval import count_negatives, inner_products
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -40,7 +42,7 @@ def caption_retrieval(
     folder: EvaluationFolder,
     transform: Callable[[bytes], Tensor],
     ks: Sequence[int] = (1, 5, 10),
-    workers: int = 1,
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float]:
     """Return recall@k in both directions, each image and each caption counted once.
 
@@ -48,7 +50,7 @@ def caption_retrieval(
         folder: images, and captions in a .txt member, one per line.
         transform: encoded image -> (3, H, W) uint8.
         ks: lengths of the lists.
-        workers: threads that decode.
+        loader: of samples.
 
     Returns:
         `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions) and
@@ -58,7 +60,7 @@ def caption_retrieval(
         UserError: the set is empty, or a sample is broken or has no caption.
     """
     communicator = encoder.communicator
-    images, captions, image_of = _encode_all(encoder, folder, transform, workers)
+    images, captions, image_of = _encode_all(encoder, folder, transform, loader)
     rows = torch.arange(len(images), device=images.device)
     score = inner_products(images[image_of], captions)  # of each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
@@ -99,15 +101,12 @@ def _recalls(
 
 
 def _encode_all(
-    encoder: BatchEncoder, folder: EvaluationFolder, transform: Callable[[bytes], Tensor], workers: int
+    encoder: BatchEncoder, folder: EvaluationFolder, transform: Callable[[bytes], Tensor], loader: EvaluationLoader
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
-
-    def prepare(sample: Sample) -> tuple[Tensor, list[str]]:
-        return decode(sample, transform), read_captions(sample)
-
+    prepare = partial(_prepare, transform=transform)
     images, captions, image_of, seen = [], [], [], 0
-    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, workers):
+    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, loader):
         images.append(encoder.encode_images([pixels for pixels, _ in batch.rows])[: batch.n_valid])
         lines = [(seen + row, line) for row, (_, found) in enumerate(batch.rows) for line in found]
         n_valid = sum(row - seen < batch.n_valid for row, _ in lines)
@@ -118,6 +117,10 @@ def _encode_all(
         raise UserError(f"{folder.path} has no sample; download the set again.")
     images_, captions_ = torch.cat(images).float(), torch.cat(captions).float()
     return images_, captions_, torch.cat(image_of).to(images_.device)
+
+
+def _prepare(sample: Sample, transform: Callable[[bytes], Tensor]) -> tuple[Tensor, list[str]]:
+    return decode(sample, transform), read_captions(sample)
 
 
 def _gather(rows: Tensor, labels: Tensor, communicator: Communicator) -> tuple[Tensor, Tensor]:

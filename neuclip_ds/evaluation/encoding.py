@@ -41,8 +41,7 @@ class BatchEncoder:
 
     def _encode_batches(self, encode: Callable[[list], Tensor | None], rows: Sequence) -> Tensor:
         """Encode batches that are padded with the first row, as many as the rank with the most rows needs."""
-        local = torch.tensor([len(rows)], device=self.communicator.device)
-        most = int(self.communicator.all_gather(local, "evaluation").max())
+        most = max(self.communicator.gather_objects(len(rows)))
         features = []
         for low in range(0, most, self.size):
             batch = list(rows[low : low + self.size])

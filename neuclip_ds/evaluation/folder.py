@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
@@ -26,7 +27,7 @@ LAYOUT = (
 
 
 class Sample:
-    """One sample of a shard; its members are read on demand, from any thread.
+    """One sample of a shard; its members are read on demand, also in another process that it is sent to.
 
     Attributes:
         name: shard and key, for messages.
@@ -94,14 +95,20 @@ class EvaluationFolder:
 
 
 class _Shard:
-    """Open shard, which closes when its last sample is dropped."""
+    """Shard that opens when it is first read, in each process, and closes when its last sample is dropped."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
+
+    @cached_property
+    def fd(self) -> int:
         try:
-            self.fd = os.open(path, os.O_RDONLY)
+            return os.open(self.path, os.O_RDONLY)
         except OSError as error:
-            raise UserError(f"{path} cannot be opened ({error}); check the storage.") from error
+            raise UserError(f"{self.path} cannot be opened ({error}); check the storage.") from error
+
+    def __reduce__(self) -> tuple[type[_Shard], tuple[Path]]:
+        return _Shard, (self.path,)
 
     def index(self) -> list[SampleEntry]:
         try:
@@ -113,7 +120,7 @@ class _Shard:
         return samples
 
     def __del__(self) -> None:
-        if hasattr(self, "fd"):
+        if "fd" in vars(self):
             os.close(self.fd)
 
 

@@ -28,8 +28,9 @@ from neuclip_ds.objectives.pair_loss import PairLoss
 from neuclip_ds.objectives.product_precision import products_exact_for
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Image features (b, d), text features (b, d), index (b,) and valid (b,) of this rank's rows of a batch -> for the
-valid rows the log of the method's estimate of g (2, local), -inf where there is none yet, and tau (2, local).
+"""Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a
+batch -> for the valid rows the log of the method's estimate of g (2, local), -inf where there is none yet, and tau
+(2, local).
 
 Direction 0 means image anchors, 1 text anchors. It runs collectives, so all ranks call it equally often.
 """
@@ -111,9 +112,11 @@ def _encode_anchors(
     while whole := list(islice(encoded, parts)):
         image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
         values = image.new_full((len(index), 4), math.nan)
-        values[valid] = torch.cat(estimate(image, text, index, valid)).T.to(values)
+        rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
+        values.index_copy_(0, rows, torch.cat(estimate(image, text, index, valid)).T.to(values))
         all_rows.append(communicator.all_gather(torch.cat([image, text, values], dim=1), "evaluation"))
-        all_index.append(communicator.all_gather(torch.where(valid, index, PADDING), "evaluation"))
+        padded = torch.where(valid, index, PADDING).to(image.device, non_blocking=True)
+        all_index.append(communicator.all_gather(padded, "evaluation"))
     if not all_rows:
         raise UserError("The training data gives no batch of anchors; check data.train.")
     rows, index = torch.cat(all_rows), torch.cat(all_index)
@@ -137,6 +140,7 @@ def _log_sum_over_negatives(
     chunks = [slice(low, low + chunk) for low in range(0, len(anchors.sample), chunk)]
     for batch in batches:
         image, text, index, valid = _features(encode, batch)
+        index, valid = (x.to(image.device, non_blocking=True) for x in (index, valid))
         samples += valid.sum()
         partners = torch.stack([text, image])
         for part in chunks:
@@ -159,7 +163,7 @@ def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLos
 
 
 def _features(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return image and text features (b, d), index (b,) and valid (b,) on the features' device."""
+    """Return image and text features (b, d) on the device, and in host memory index (b,) and valid (b,)."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
-    return image, text, batch.index.to(image.device), batch.valid.to(image.device)
+    return image, text, batch.index, batch.valid

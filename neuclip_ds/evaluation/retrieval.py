@@ -41,14 +41,16 @@ def retrieval(
         UserError: no valid pair on any rank.
     """
     image, text, valid = _encode_pairs(encode, batches)
-    rows = valid.shape[0]
-    pair = communicator.rank * rows + torch.arange(rows, device=valid.device)
-    all_pairs = communicator.all_gather(torch.where(valid, pair, PADDING), "evaluation")
-    score = inner_products(image[valid], text[valid])
-    sums = [valid.sum(dtype=torch.float64)]
-    for anchors, candidates in ((image, text), (text, image)):
+    pair = communicator.rank * len(valid) + torch.arange(len(valid))
+    padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
+    all_pairs = communicator.all_gather(padded, "evaluation")
+    rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
+    pair, *sides = (x.index_select(0, rows) for x in (padded, image, text))
+    score = inner_products(*sides)
+    sums = [image.new_full((), len(rows), dtype=torch.float64)]
+    for anchors, candidates in zip(sides, (text, image), strict=True):
         gathered = communicator.all_gather(candidates, "evaluation")
-        ahead, tied = count_negatives(anchors[valid], score, pair[valid], gathered, all_pairs, chunk)
+        ahead, tied = count_negatives(anchors, score, pair, gathered, all_pairs, chunk)
         sums += [hit_probability(ahead, tied, k).sum() for k in ks]
     pairs, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
     if not pairs:
@@ -100,14 +102,14 @@ def count_negatives(
 
 
 def _encode_pairs(encode: Encode, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's (n, d) image features, (n, d) text features and (n,) valid, on the features' device."""
+    """Return this rank's (n, d) image features, (n, d) text features and, in host memory, (n,) valid."""
     images, texts, valids = [], [], []
     for batch in batches:
         image, text = encode(batch.image, batch.tokens)
         assert image is not None and text is not None
         images.append(image.float())
         texts.append(text.float())
-        valids.append(batch.valid.to(image.device))
+        valids.append(batch.valid)
     if not valids:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
     return torch.cat(images), torch.cat(texts), torch.cat(valids)

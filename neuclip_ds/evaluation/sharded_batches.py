@@ -7,21 +7,20 @@ once per batch. A sample that cannot be used stops all ranks together, in its ba
 
 from collections import deque
 from collections.abc import Callable, Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from itertools import chain, islice
 from typing import Generic, NamedTuple, TypeVar
 
-import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 
 T = TypeVar("T")
 
-THREADS = "evaluation"  # prefix of the threads' names
+_AT_ONCE = 32  # samples that a worker prepares at a time: small sets keep all workers busy
 
 
 class ShardedBatch(NamedTuple, Generic[T]):
@@ -36,26 +35,24 @@ def sharded_batches(
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,
-    workers: int = 1,
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> Iterator[ShardedBatch[T]]:
-    """Yield this rank's batches; the next one is prepared while the current one is used.
+    """Yield this rank's batches; the loader's workers prepare the next ones meanwhile.
 
     Args:
         folder: the set, the same on all ranks, which all take every batch.
-        prepare: reads and decodes a sample, in a thread; raises `UserError` where it cannot be used.
+        prepare: reads and decodes a sample; raises `UserError` where it cannot be used. As `loader.prepared` takes it.
         size: samples per rank and batch, fewer in the last one.
-        workers: threads that prepare; image decoders release Python's lock.
+        loader: what prepares them, by default this process.
 
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
     """
-    local = torch.tensor([[folder.bytes, len(folder.shards)]], device=communicator.device)
-    gathered = communicator.all_gather(local, "evaluation")
-    if (gathered != gathered[0]).any():  # ranks with different copies would wait for each other forever
+    copies = set(communicator.gather_objects((folder.bytes, len(folder.shards))))
+    if len(copies) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
-    prepared = _prepare_ahead(_shard(folder, communicator, size), prepare, max(1, workers))
-    # closed here, as the garbage collector may run while this thread holds a lock that the pool needs to shut down
-    with closing(prepared):
+    prepared = _prepared(folder, prepare, communicator, size, loader)
+    with closing(prepared):  # stops workers at once, where the garbage collector may come late
         while (batch := communicator.on_every_rank(lambda: next(prepared, None))) is not None:
             yield batch
 
@@ -77,20 +74,25 @@ def _shard(folder: EvaluationFolder, communicator: Communicator, size: int) -> I
         yield ShardedBatch(local or [first], len(local))
 
 
-def _prepare_ahead(
-    batches: Iterator[ShardedBatch[Sample]], prepare: Callable[[Sample], T], workers: int
+def _prepared(
+    folder: EvaluationFolder,
+    prepare: Callable[[Sample], T],
+    communicator: Communicator,
+    size: int,
+    loader: EvaluationLoader,
 ) -> Generator[ShardedBatch[T], None, None]:
-    pool = ThreadPoolExecutor(workers, thread_name_prefix=THREADS)
-    pending: deque[ShardedBatch] = deque()
-    try:
-        for batch in batches:
-            pending.append(ShardedBatch([pool.submit(prepare, sample) for sample in batch.rows], batch.n_valid))
-            if len(pending) == 2:
-                yield _result(pending.popleft())
-        yield from map(_result, pending)
-    finally:
-        pool.shutdown(cancel_futures=True)
+    under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader has taken
 
+    def groups() -> Iterator[list[Sample]]:
+        for batch in _shard(folder, communicator, size):
+            under_way.append(batch)
+            for low in range(0, len(batch.rows), _AT_ONCE):
+                yield batch.rows[low : low + _AT_ONCE]
 
-def _result(pending: ShardedBatch) -> ShardedBatch:
-    return pending._replace(rows=[future.result() for future in pending.rows])
+    rows: list[T] = []
+    with closing(loader.prepared(prepare, groups(), folder.path)) as parts:
+        for part in parts:
+            rows += part
+            if len(rows) == len(under_way[0].rows):
+                yield ShardedBatch(rows, under_way.popleft().n_valid)
+                rows = []

@@ -12,6 +12,7 @@ from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
@@ -26,7 +27,7 @@ class Suite:
 
     encoder: BatchEncoder
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
-    workers: int = 1  # threads that decode
+    loader: EvaluationLoader = IN_PROCESS
 
     def measure(self, task: Task, folder: Path) -> Metrics:
         """Return the metrics of a task from its folder, equal on all ranks; `main_metric` is its score.
@@ -43,11 +44,11 @@ class Suite:
         elif task.kind == "retrieval":
             metrics = self._retrieval(read(EvaluationFolder))
         else:
-            metrics = winogavil(self.encoder, read(EvaluationFolder), self.transform, self.workers)
+            metrics = winogavil(self.encoder, read(EvaluationFolder), self.transform, self.loader)
         return {**metrics, "main_metric": metrics[task.metric]}
 
     def _classification(self, task: Task, image_set: ZeroShotSet) -> Metrics:
-        counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.workers)
+        counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.loader)
         metrics: Metrics = {
             "acc1": ratio(counts.top1, counts.support),
             "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
@@ -67,7 +68,7 @@ class Suite:
                 f"{captioned.path} is a {captioned.kind} set, not a retrieval set; "
                 "write retrieval to its dataset_type.txt."
             )
-        return {**caption_retrieval(self.encoder, captioned, self.transform, workers=self.workers)}
+        return {**caption_retrieval(self.encoder, captioned, self.transform, loader=self.loader)}
 
 
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:

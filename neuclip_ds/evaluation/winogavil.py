@@ -21,6 +21,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -41,13 +42,13 @@ def winogavil(
     encoder: BatchEncoder,
     folder: EvaluationFolder,
     transform: Callable[[bytes], Tensor],
-    workers: int = 1,
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
     Args:
         transform: encoded image -> (3, H, W) uint8.
-        workers: threads that decode.
+        loader: of samples.
 
     Returns:
         `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
@@ -59,14 +60,14 @@ def winogavil(
     communicator, device = encoder.communicator, encoder.communicator.device
     by_size = GroupAccumulator(device)
     size = max(1, encoder.size // 8)  # an instance has about eight images
-    for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, workers):
+    for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, loader):
         cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
         images = encoder.encode_images([pixels for instance in batch.rows for pixels in instance.images])
         sizes = [len(instance.images) for instance in batch.rows]
         valid = batch.rows[: batch.n_valid]
         indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
         hits = torch.tensor(indices, dtype=torch.float64, device=device)
-        by_size.add(hits, torch.tensor(sizes[: batch.n_valid], device=device))
+        by_size.add(hits, torch.tensor(sizes[: batch.n_valid]))
     by_size.all_reduce(communicator)
     if not by_size.counts.sum():
         raise UserError(f"{folder.path} has no instance; write the set again.")

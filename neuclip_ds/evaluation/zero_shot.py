@@ -21,6 +21,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import LAYOUT, EvaluationFolder, Sample, read_lines
+from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -72,14 +73,14 @@ def classify(
     image_set: ZeroShotSet,
     transform: Callable[[bytes], Tensor],
     rules: Sequence[GroupRule] = (),
-    workers: int = 1,
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
     Args:
         transform: encoded image -> (3, H, W) uint8.
         rules: groupings of the samples, as in DataComp's WILDS and fairness sets.
-        workers: threads that decode.
+        loader: of samples.
 
     Returns:
         Counts over the whole set by class, and by group for each of the rules; equal on all ranks.
@@ -92,12 +93,12 @@ def classify(
     by_group = [GroupAccumulator(classes.device) for _ in rules]
     columns = [rule.column for rule in rules]
     prepare = partial(_prepare, image_set=image_set, transform=transform, columns=columns)
-    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, workers):
+    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, loader):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
-        table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64, device=scores.device)
+        table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64)
         labels, *members = table.reshape(batch.n_valid, 1 + len(rules)).unbind(dim=1)
-        top = dict(zip((1, 5), counts.add(scores, labels), strict=True))
+        top = dict(zip((1, 5), counts.add(scores, labels.to(scores.device, non_blocking=True)), strict=True))
         for rule, groups, member in zip(rules, by_group, members, strict=True):
             groups.add(top[rule.top], member)
     counts.all_reduce(encoder.communicator)
@@ -109,14 +110,17 @@ def classify(
 
 
 def zero_shot(
-    encoder: BatchEncoder, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], workers: int = 1
+    encoder: BatchEncoder,
+    image_set: ZeroShotSet,
+    transform: Callable[[bytes], Tensor],
+    loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float]:
     """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
 
     Returns:
         `zero_shot_top1`, `zero_shot_top5` in [0, 1] and `zero_shot_images`, equal on all ranks.
     """
-    counts, _ = classify(encoder, image_set, transform, workers=workers)
+    counts, _ = classify(encoder, image_set, transform, loader=loader)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
         "zero_shot_top5": ratio(counts.top5, counts.support),
@@ -138,8 +142,8 @@ def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
         features = encoder.encode_texts([image_set.prompt(index) for index in local or [0]])[: len(local)]
         if sums is None:
             sums = features.new_zeros((classes, features.shape[1]), dtype=torch.float64)
-        labels = torch.tensor(local, dtype=torch.int64, device=features.device) // templates
-        sums.index_add_(0, labels, features.double())
+        labels = torch.tensor(local, dtype=torch.int64) // templates
+        sums.index_add_(0, labels.to(features.device, non_blocking=True), features.double())
     assert sums is not None  # `read` refuses sets without classes or templates
     return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
 

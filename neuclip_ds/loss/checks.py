@@ -15,8 +15,8 @@ def problem_with(
 
     Args:
         image, text: features, which must be (b, dim) with unit rows where `valid`.
-        index: (b,) integers in [0, samples), or None.
-        valid: (b,) bool, or None where all rows count.
+        index: (b,) integers in [0, samples) in host memory, or None.
+        valid: (b,) bool in host memory, or None where all rows count.
         dim: width d.
         samples: size n of the data set.
     """
@@ -31,13 +31,13 @@ def problem_with(
         return f"valid is {valid.dtype}, but must be bool: True where a row counts."
     if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
         return f"index is {index.dtype}, but must be integers: the samples' places in the data set."
-    counts = torch.ones(rows, dtype=torch.bool, device=image.device) if valid is None else valid
+    counts = torch.ones(rows, dtype=torch.bool) if valid is None else valid
     return _norms(image, text, counts) or _range(index, counts, samples)
 
 
 def _norms(image: Tensor, text: Tensor, counts: Tensor) -> str | None:
     for name, x in (("image_features", image), ("text_features", text)):
-        error = (torch.linalg.vector_norm(x.float(), dim=1) - 1).abs()[counts]
+        error = (torch.linalg.vector_norm(x.float(), dim=1) - 1).abs().cpu()[counts]
         if not bool((error <= _TOLERANCE).all()):  # NaN fails as well
             worst = float(error.nan_to_num(nan=float("inf")).max())
             return (
@@ -68,8 +68,8 @@ def agree_on_rows(rows: int, problem: str | None, communicator: Communicator) ->
     if communicator.world_size == 1:
         found, failed = [rows], [problem is not None]
     else:
-        state = torch.tensor([[rows, int(problem is not None)]], device=communicator.device)
-        gathered = communicator.all_gather(state, "control")
+        state = torch.tensor([[rows, int(problem is not None)]])
+        gathered = communicator.begin_host_gather(state, "control").wait()
         found, failed = gathered[:, 0].tolist(), [bool(x) for x in gathered[:, 1].tolist()]
     if problem is not None:
         raise ValueError(problem)

@@ -136,7 +136,8 @@ class ContrastiveLoss(nn.Module):
             image_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
             text_features: likewise.
             index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
-                of its last row. Only methods with statistics of each sample need it. On any device, as `valid`.
+                of its last row. Only methods with statistics of each sample need it. Keep it in host memory, as
+                `valid`: from a GPU it is copied there, for which the host waits.
             valid: (b,) bool, False for rows that do not count.
 
         Raises:
@@ -145,7 +146,7 @@ class ContrastiveLoss(nn.Module):
         """
         learns = self.training and torch.is_grad_enabled()
         inputs = (image_features, text_features)
-        index, valid = (None if x is None else x.to(image_features.device) for x in (index, valid))
+        index, valid = (None if x is None else x.cpu() for x in (index, valid))
         with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
             self._follow(image_features)
             rows = self._agreed_rows(image_features, text_features, index, valid, learns)
@@ -308,11 +309,11 @@ class ContrastiveLoss(nn.Module):
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
         """Return `rows` rows, of which the further ones do not count."""
-        count, device = len(image), image.device
+        count = len(image)
         if index is None:
-            index = torch.full((count,), self._samples, device=device)
+            index = torch.full((count,), self._samples)
         if valid is None:
-            valid = torch.ones(count, dtype=torch.bool, device=device)
+            valid = torch.ones(count, dtype=torch.bool)
         more = rows - count
         return Features(
             pad(image.detach().to(self._target.dtype), (0, 0, 0, more)),

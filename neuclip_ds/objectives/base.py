@@ -59,7 +59,7 @@ class Stateful:
         """Start to read the state by sample that the next call needs, while the encoders still run.
 
         Args:
-            padded_index: (K b,) indices of the batch, -1 for rows that do not count.
+            padded_index: (K b,) indices of the batch in host memory, -1 for rows that do not count.
         """
 
     def replicated_state(self) -> dict[str, Tensor]:
@@ -160,8 +160,8 @@ class Objective(Stateful):
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
-        """Return what gathers the features of these rows ((b,) int64, (b,) bool) piece by piece, for `Features.gather`;
-        None if the objective gathers by itself."""
+        """Return what gathers the features of these rows piece by piece, for `Features.gather`; None if the objective
+        gathers by itself. `index` is (b,) int64, `valid` (b,) bool, both in host memory."""
         return FeatureGather(index, valid, self._communicator, self.comm_dtype, self.prefetch)
 
     def __call__(self, features: Features, step: Step) -> FeatureGradients:

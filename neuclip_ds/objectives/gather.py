@@ -1,4 +1,8 @@
-"""The features of all ranks, with empty and undecodable rows taken out before any arithmetic."""
+"""The features of all ranks, with empty and undecodable rows taken out before any arithmetic.
+
+The loader knows on the host which rows count. The ranks tell each other while the towers run, from host to host, so
+that shapes are known without a wait for the device.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -27,21 +31,21 @@ class FeatureGather:
     ) -> None:
         """
         Args:
-            index: (b,) int64 global sample indices; b must be equal on all ranks.
-            valid: (b,) bool, which rows count.
+            index: (b,) int64 global sample indices in host memory; b must be equal on all ranks.
+            valid: (b,) bool in host memory, which rows count.
             communicator: the ranks.
             comm_dtype: precision that features travel in. Local rows are rounded to it as well, so that all ranks
                 see the same numbers and K ranks compute what one would.
             prefetch: called with the (K b,) indices, -1 for rows that do not count, once the first features are there.
         """
         self._communicator, self._comm_dtype, self._prefetch = communicator, comm_dtype, prefetch
-        self._index = communicator.begin_all_gather(torch.where(valid, index, -1), "features")
+        self._index = communicator.begin_host_gather(torch.where(valid, index, -1), "features")
         self._texts: list[Pending] = []
         self._images: list[Pending] = []
 
     @property
     def padded_index(self) -> Tensor:
-        """(K b,) indices, -1 for rows that do not count."""
+        """(K b,) indices in host memory, -1 for rows that do not count."""
         return self._index.wait()
 
     def add_text(self, rows: Tensor) -> None:
@@ -52,9 +56,9 @@ class FeatureGather:
         """Start to gather the next rows of this rank's (b, d) image features."""
         self._images.append(self._begin(rows))
 
-    def features(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Wait for and return (K b, d) image and text features in rank order."""
-        image, text = (self._joined(pieces).to(dtype) for pieces in (self._images, self._texts))
+    def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Wait for and return (K b, d) image and text features in rank order, or (B, d): those of these B rows."""
+        image, text = (self._selected(pieces, rows).to(dtype) for pieces in (self._images, self._texts))
         return image, text
 
     def _begin(self, rows: Tensor) -> Pending:
@@ -64,8 +68,13 @@ class FeatureGather:
             self._prefetch = None
         return pending
 
+    def _selected(self, pieces: list[Pending], rows: Tensor | None) -> Tensor:
+        whole = self._joined(pieces)
+        return whole if rows is None else whole.index_select(0, rows)
+
     def _joined(self, pieces: list[Pending]) -> Tensor:
         arrived = [piece.wait() for piece in pieces]
+        pieces.clear()
         if len(arrived) == 1:
             return arrived[0]
         ranks = self._communicator.world_size
@@ -78,8 +87,8 @@ class Features:
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)
-    index: Tensor  # (b,) int64
-    valid: Tensor  # (b,) bool
+    index: Tensor  # (b,) int64, in host memory
+    valid: Tensor  # (b,) bool, in host memory
     gather: FeatureGather | None = None  # of these rows, where it was begun before all of them were there
 
 
@@ -88,9 +97,9 @@ class GatheredFeatures:
 
     Attributes:
         image, text: (B, d) rows of the whole batch.
-        index: (B,) int64 global sample indices.
+        index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
-        padded_index: (K b,) indices with -1 for rows that do not count, as the sample store reads them.
+        padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
         comm_dtype: precision that the rows have travelled in; they are numbers of it.
     """
 
@@ -103,25 +112,27 @@ class GatheredFeatures:
     ) -> None:
         """Take a rank's rows; b must be equal on all ranks. The rest is for a `FeatureGather`, where none has begun."""
         self._communicator, self.comm_dtype = communicator, comm_dtype
-        count = len(features.index)
-        self._here = slice(communicator.rank * count, (communicator.rank + 1) * count)  # of the K b rows
         gather = features.gather
         if gather is None:
             gather = FeatureGather(features.index, features.valid, communicator, comm_dtype, prefetch)
             gather.add_text(features.text)
             gather.add_image(features.image)
         self.padded_index = gather.padded_index
-        image, text = gather.features(features.image.dtype)
+        self._count = len(features.index)
+        start = communicator.rank * self._count  # of this rank's among the K b rows
         valid = self.padded_index >= 0
-        # one read by the host: whole batches, by far the usual case, then need no compaction
-        self._valid = None if bool(valid.all()) else valid
-        if self._valid is None:
-            self.local = self._here
-            self.index, self.image, self.text = self.padded_index, image, text
-            return
-        before, count = int(valid[: self._here.start].sum()), int(valid[self._here].sum())
-        self.local = slice(before, before + count)
-        self.index, self.image, self.text = self.padded_index[valid], image[valid], text[valid]
+        self._rows: Tensor | None = None  # places of the valid rows among the K b
+        self._own_rows: Tensor | None = None  # and of this rank's among its b
+        if bool(valid.all()):  # whole batches, by far the usual case, need no compaction
+            self.local, self.index = slice(start, start + self._count), self.padded_index
+        else:
+            rows = valid.nonzero().squeeze(1)
+            self.local = slice(*torch.searchsorted(rows, torch.tensor([start, start + self._count])).tolist())
+            self.index = self.padded_index[rows]
+            self._rows, self._own_rows = (
+                x.to(features.image.device, non_blocking=True) for x in (rows, rows[self.local] - start)
+            )
+        self.image, self.text = gather.features(features.image.dtype, self._rows)
 
     @property
     def size(self) -> int:
@@ -143,25 +154,23 @@ class GatheredFeatures:
 
     def sum_local(self, rows: Tensor, purpose: str) -> Tensor:
         """(B, ...) partial rows of every rank -> (local, ...): this rank's rows of their sum over ranks."""
-        if self._valid is not None:
-            padded = rows.new_zeros((len(self._valid), *rows.shape[1:]))
-            padded[self._valid] = rows
-            rows = padded
-        return self.compact(self._communicator.reduce_scatter(rows, purpose))
+        padded = self._spread(rows, self._rows, len(self.padded_index))
+        return self.compact(self._communicator.reduce_scatter(padded, purpose))
 
     def compact_all(self, rows: Tensor) -> Tensor:
         """(K b, ...) rows of all ranks' batches -> (B, ...) the valid ones."""
-        return rows if self._valid is None else rows[self._valid]
+        return rows if self._rows is None else rows.index_select(0, self._rows)
 
     def compact(self, rows: Tensor) -> Tensor:
         """(b, ...) rows of this rank's batch -> (local, ...) the valid ones."""
-        return rows if self._valid is None else rows[self._valid[self._here]]
+        return rows if self._own_rows is None else rows.index_select(0, self._own_rows)
 
     def expand(self, rows: Tensor) -> Tensor:
         """(local, ...) valid rows -> (b, ...) rows of this rank's batch, zeros where a row does not count."""
-        if self._valid is None:
+        return self._spread(rows, self._own_rows, self._count)
+
+    def _spread(self, rows: Tensor, places: Tensor | None, count: int) -> Tensor:
+        """Return `count` rows: these at their places, zeros elsewhere."""
+        if places is None:
             return rows
-        here = self._valid[self._here]
-        padded = rows.new_zeros((len(here), *rows.shape[1:]))
-        padded[here] = rows
-        return padded
+        return rows.new_zeros((count, *rows.shape[1:])).index_copy_(0, places, rows)

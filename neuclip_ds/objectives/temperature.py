@@ -5,7 +5,8 @@ float32, lives outside the DeepSpeed engine, and is the same on all ranks becaus
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -71,7 +72,7 @@ def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
 
 
 def lr_of(config: TemperatureConfig, step: Step) -> float:
-    """Return the temperature's learning rate of a step, but for `third_below_0.03`."""
+    """Return the temperature's learning rate of a step, before `third_below_0.03`."""
     peak = step.peak_lr if config.lr is None else config.lr
     if config.schedule != "encoder":
         return peak
@@ -140,11 +141,24 @@ class LearnableTemperature(Temperature):
         """Take an Adam step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
-        if self._own_optimizer:
-            falls = self._config.schedule == "third_below_0.03" and float(self.tau) < 0.03  # FastCLIP section 5
-            self._adam.param_groups[0]["lr"] = lr_of(self._config, step) / (3 if falls else 1)
+        if not self._own_optimizer:
+            return
+        self._adam.param_groups[0]["lr"] = lr_of(self._config, step)
+        with self._third_below() if self._config.schedule == "third_below_0.03" else nullcontext():
             self._adam.step()
-            self._clamp()
+        self._clamp()
+
+    @contextmanager
+    def _third_below(self) -> Iterator[None]:
+        """Take a third of the enclosed step where tau is below 0.03 (FastCLIP section 5).
+
+        Adam's step is proportional to the learning rate, so that tau need not be read from the device before.
+        """
+        share = 1 - 2 / 3 * (self.tau < 0.03).to(self.tau.dtype)
+        before = {name: scalar.detach().clone() for name, scalar in self._scalars.items()}
+        yield
+        for name, scalar in self._scalars.items():
+            scalar.detach().copy_(before[name].lerp(scalar.detach(), share))
 
     def replicated_state(self) -> dict[str, Tensor]:
         state = {name: scalar.detach() for name, scalar in self._scalars.items()}

@@ -1,6 +1,6 @@
 """The time of a step on any number of nodes: latency and bandwidth of every collective, and the measured compute.
 
-    step = busy (1 + skew) + exposed communication
+    step = max(busy (1 + skew) + exposed communication, pairs / loading rate)
     busy = slowdown (overhead + sharing x sum over kinds of work / rate)
     collective = slowdown (start + messages x latency + bytes by the ring / bandwidth)    (an all-reduce: ring or tree)
 
@@ -10,6 +10,8 @@ is what a rank loses to its neighbour's use of memory and execution units, skew 
 collective that may travel while the rank computes, what exceeds that computation is exposed. All of this is
 arithmetic; `neuclip-ds plan fit` measures.
 """
+
+from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,6 +39,19 @@ class Network:
     latency: float = 0.0  # of a message between nodes
     bandwidth: float = math.inf  # of a node, all its adapters together
     trees: bool = False  # whether small all-reduces go along trees, as NCCL's do
+
+
+class Range(NamedTuple):
+    """A quantity at both ends of what is assumed of a machine."""
+
+    low: float
+    high: float
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Range:
+        """Return the smallest and the largest value."""
+        found = sorted(values)
+        return Range(found[0], found[-1])
 
 
 class Call(NamedTuple):
@@ -74,6 +89,7 @@ class Compute:
     cores: int | None = None  # that the ranks of a node share, one each as long as there are enough
     sharing: float = 0.0  # share by which all cores at once are slower than one alone
     overlaps_engine: bool = False  # whether DeepSpeed's collectives can run beside the backward pass
+    loading_rate: float = math.inf  # pairs that a rank's loader supplies
 
     def slowdown(self, ranks_per_node: int) -> float:
         """Return the factor on everything where ranks outnumber cores."""
@@ -97,6 +113,7 @@ class Work(NamedTuple):
     hooks: int  # parameters that ZeRO 3 handles, none in other stages
     calls: Sequence[Call]
     overlaps: bool = False  # whether the engine's config asks for collectives beside the backward pass
+    rows: int = 0  # pairs that are loaded; none in steps without a loader
 
 
 class StepTime(NamedTuple):
@@ -107,10 +124,11 @@ class StepTime(NamedTuple):
     communication: float
     exposed: float  # of it, what no computation hides
     waiting: float
+    loading: float  # until the next batch is there, once all else is done
 
     @property
     def total(self) -> float:
-        return self.computation + self.exposed + self.waiting
+        return self.computation + self.exposed + self.waiting + self.loading
 
 
 def collective_seconds(op: str, size: int, cluster: Cluster) -> float:
@@ -151,7 +169,8 @@ def step_time(work: Work, compute: Compute, cluster: Cluster) -> StepTime:
         by_window["nothing"] += (call.times - hidden) * seconds
     exposed = sum(max(0.0, seconds - windows[name]) for name, seconds in by_window.items())
     waiting = compute.skew * busy if cluster.world_size > 1 else 0.0
-    return StepTime(busy, objective, sum(by_window.values()), exposed, waiting)
+    loading = max(0.0, work.rows / compute.loading_rate - (busy + exposed + waiting))
+    return StepTime(busy, objective, sum(by_window.values()), exposed, waiting, loading)
 
 
 def _window(call: Call) -> tuple[str, float]:

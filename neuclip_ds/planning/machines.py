@@ -1,13 +1,19 @@
 """Machines and networks by name, from machines.yaml, or from a file.
 
-A file is one that `neuclip-ds plan fit` has fitted to profiled steps, or one in which `neuclip-ds doctor` has written
-what it measured, in the place of a data sheet:
+A rate that nobody has measured is a range: from what published training codes reached to what a good one may reach. A
+machine therefore has two ends, and all that is predicted of it is a range too. A file is one that `neuclip-ds plan fit`
+has fitted to profiled steps, or one in which `neuclip-ds doctor` has written what it measured, in the place of a data
+sheet:
 
-    {"machine": a row as in machines.yaml, "network": likewise, if measured, "reached": over the assumed shares}
+    {"machine": a row as in machines.yaml, "network": likewise, if measured, "reached": over both ends}
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 
@@ -15,17 +21,31 @@ from neuclip_ds.documents import read_json
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.cost_model import Compute, Network, from_json
 
+T = TypeVar("T")
 _GB, _TERA, _MICRO = 1e9, 1e12, 1e-6
 _ROW = {"tower_tflops", "objective_tflops", "memory_gb_per_s", "memory_gb", "link_gb_per_s"}
 
 
-class Machine(NamedTuple):
-    """The hardware of a rank and the network between ranks."""
+class Rates(NamedTuple):
+    """The hardware of a rank, and the network between ranks."""
 
     compute: Compute
     network: Network
+
+
+class Machine(NamedTuple):
+    """What is assumed of a machine, from its slow end to its fast one; a fitted one has the same rates at both."""
+
+    slow: Rates
+    fast: Rates
     memory_gb: float | None  # of a rank's GPU
+    tower_peak: float  # operations a second of the towers by the data sheet; infinite where that is not known
     measured: bool
+
+    def cases(self, quantity: Callable[[Rates], T]) -> list[T]:
+        """Return what something is with slow and with fast computation, each on a slow and on a fast network."""
+        ends = (self.slow, self.fast)
+        return [quantity(Rates(one.compute, other.network)) for one in ends for other in ends]
 
 
 def find_machine(name: str, network: str) -> Machine:
@@ -37,10 +57,17 @@ def find_machine(name: str, network: str) -> Machine:
     known, path = _known(), Path(name)
     found = _read(path) if path.suffix == ".json" else {}
     if "compute" in found:
-        return Machine(*from_json(found), None, measured=True)
+        rates = Rates(*from_json(found))
+        return Machine(rates, rates, None, math.inf, measured=True)
     gpu = found.get("machine") or _row(known, "machines", name)
     between = found.get("network") or _row(known, "networks", network)
-    assumed = {**known["assumed"], **found.get("reached", {})}
+    assumed, measured = known["assumed"], found.get("reached", {})
+    slow, fast = (_rates(gpu, between, {**assumed, **known["reached"][end], **measured}) for end in ("slow", "fast"))
+    return Machine(slow, fast, gpu["memory_gb"], gpu["tower_tflops"] * _TERA, measured=bool(found))
+
+
+def _rates(gpu: dict[str, Any], between: dict[str, Any], assumed: dict[str, Any]) -> Rates:
+    """Return the rates of a GPU and a network of which so much is reached."""
     compute = Compute(
         overhead=assumed["overhead_ms"] * 1e-3,
         tower_rate=gpu["tower_tflops"] * _TERA * assumed["utilisation"],
@@ -50,16 +77,17 @@ def find_machine(name: str, network: str) -> Machine:
         hook_rate=1 / (assumed["hook_us"] * _MICRO),
         skew=assumed["skew"],
         overlaps_engine=assumed["nccl"],
+        loading_rate=assumed["loading_pairs_per_s"],
     )
-    links = Network(
+    network = Network(
         start=assumed["start_us"] * _MICRO,
         inner_latency=assumed["inner_latency_us"] * _MICRO,
-        inner_bandwidth=gpu["link_gb_per_s"] * _GB * assumed["inner_efficiency"],
+        inner_bandwidth=min(gpu["link_gb_per_s"] * assumed["inner_efficiency"], assumed["inner_gb_per_s"]) * _GB,
         latency=between["latency_us"] * _MICRO,
-        bandwidth=between["gb_per_s"] * _GB * assumed["efficiency"],
+        bandwidth=min(between["gb_per_s"] * assumed["efficiency"], assumed["node_gb_per_s"]) * _GB,
         trees=assumed["nccl"],
     )
-    return Machine(compute, links, gpu["memory_gb"], measured=bool(found))
+    return Rates(compute, network)
 
 
 def data_sheet(device: str) -> dict[str, float] | None:

@@ -9,7 +9,7 @@ from neuclip_ds.planning.loader_memory import SHARED_MEMORY, LoaderMemory, loade
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery, account, count_towers
 
 _FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
-_FIX_OF_HOST = "use fewer data.workers or data.prefetch, or more nodes"
+_FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
 
 
 def local_ranks() -> int:

@@ -14,7 +14,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.zero import ZeroRules
 from neuclip_ds.objectives import build_objective
-from neuclip_ds.planning.cost_model import Cluster, Work, step_time
+from neuclip_ds.planning.cost_model import Cluster, Range, Work, step_time
 from neuclip_ds.planning.engine_traffic import TrainedShapes, engine_calls
 from neuclip_ds.planning.machines import Machine
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, objective_state
@@ -62,6 +62,9 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
 
     A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
     the forward pass runs once more for each.
+
+    Raises:
+        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
     """
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
@@ -79,6 +82,7 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
         hooks=len(model.shapes.sizes) if rules.stage == 3 else 0,
         calls=[*calls, *engine_calls(engine, config.optimizer.name, model.shapes, world_size, pieces)],
         overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
+        rows=rows,
     )
 
 
@@ -92,45 +96,41 @@ class ClusterAssumptions(NamedTuple):
 
 
 class Prediction(NamedTuple):
-    """The cost of a configuration, per step where nothing else is noted."""
+    """The cost of a configuration, per step where nothing else is noted; ranges go over what the machine may reach."""
 
     nodes: int
     ranks: int
     batch: int
-    step: float  # seconds
-    computation: float
-    objective_share: float  # of the step
-    communication: float
-    exposed: float
-    samples_per_second: float
+    step: Range  # seconds
+    computation: Range
+    objective_share: Range  # of the step
+    communication: Range
+    exposed: Range
+    samples_per_second: Range
     received: int  # bytes of a rank
     per_sample_received: int  # of them, for u, individual temperatures and normalisers
     memory: int  # bytes at a rank's peak
     checkpoint: int  # bytes of all ranks
     checkpoint_seconds: float
-    loading: float  # bytes a second of a node
-    gpu_hours: float  # of the run
+    loading: Range  # bytes a second of a node
+    gpu_hours: Range  # of the run
+    utilisation: Range  # of the towers' peak in the whole step; 0 where the peak is not known
 
 
 def predict(
     config: Config,
     model: CountedModel,  # from `count_model`
+    work: Work,  # from `step_work`
     towers: Towers,  # from `count_towers`, of the model and the micro-batch alone
     machine: Machine,
     nodes: int,
     ranks_per_node: int,
     around: ClusterAssumptions,
-    build: Build = build_objective,
 ) -> Prediction:
-    """Return the cost of a config, whose batch is that of all ranks; `build` is as for `ObjectiveQuery`.
-
-    Raises:
-        UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
-    """
+    """Return the cost of a config, whose batch is that of all ranks."""
     ranks = nodes * ranks_per_node
-    work = step_work(config, model, ranks, build)
-    time = step_time(work, machine.compute, Cluster(nodes, ranks_per_node, machine.network))
-    speed = config.data.batch_size / time.total
+    times = machine.cases(lambda rates: step_time(work, rates.compute, Cluster(nodes, ranks_per_node, rates.network)))
+    speed = Range.of(config.data.batch_size / time.total for time in times)
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
     # each row of a table and what is replicated is written once
     state = objective_state(MemoryQuery(config, 1, around.samples))
@@ -139,17 +139,18 @@ def predict(
         nodes=nodes,
         ranks=ranks,
         batch=config.data.batch_size,
-        step=time.total,
-        computation=time.computation,
-        objective_share=time.objective / time.total,
-        communication=time.communication,
-        exposed=time.exposed,
+        step=Range.of(time.total for time in times),
+        computation=Range.of(time.computation for time in times),
+        objective_share=Range.of(time.objective / time.total for time in times),
+        communication=Range.of(time.communication for time in times),
+        exposed=Range.of(time.exposed for time in times),
         samples_per_second=speed,
         received=round(sum(size for _, size in received)),
         per_sample_received=round(sum(size for purpose, size in received if purpose in _PER_SAMPLE)),
         memory=account(MemoryQuery(config, ranks, around.samples), towers).peak,
         checkpoint=checkpoint,
         checkpoint_seconds=checkpoint / (nodes * around.disk),
-        loading=speed * around.sample_bytes / nodes,
-        gpu_hours=around.seen / speed * ranks / 3600,
+        loading=Range.of(one * around.sample_bytes / nodes for one in speed),
+        gpu_hours=Range.of(around.seen / one * ranks / 3600 for one in speed),
+        utilisation=Range.of(work.tower_flops / time.total / machine.tower_peak for time in times),
     )

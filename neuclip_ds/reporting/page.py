@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import html
 from collections.abc import Mapping, Sequence
+from itertools import dropwhile
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+from neuclip_ds.errors import UserError
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -32,7 +35,7 @@ def write_page(tables: Sequence[Table], figures: Mapping[str, Figure], path: Pat
     Returns:
         The text of PATH.md.
     """
-    text = "\n\n".join(_markdown(table) for table in tables) + "\n"
+    text = markdown(tables)
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     for name, figure in figures.items():
         figure.savefig(path.parent / name, dpi=120)
@@ -56,6 +59,27 @@ def section(table: Table) -> str:
     return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>"
 
 
-def _markdown(table: Table) -> str:
-    lines = ["| " + " | ".join(row) + " |" for row in [table.header, ["---"] * len(table.header), *table.rows]]
-    return f"## {table.title}\n\n" + "\n".join(lines)
+def markdown(tables: Sequence[Table]) -> str:
+    """Return tables as Markdown, each below its title."""
+    return "\n\n".join(f"## {table.title}\n\n{_lines(table)}" for table in tables) + "\n"
+
+
+def replace_tables(path: Path, tables: Sequence[Table]) -> None:
+    """Put tables into a Markdown page, each in place of the one that follows the line `<!-- TITLE -->`.
+
+    Raises:
+        UserError: the page has no such line for any of them.
+    """
+    text = old = path.read_text(encoding="utf-8")
+    for table in tables:
+        before, mark, after = text.partition(f"<!-- {table.title} -->\n\n")
+        if mark:
+            rest = dropwhile(lambda line: line.startswith("|"), after.splitlines())
+            text = "\n".join([before + mark + _lines(table), "", *dropwhile(lambda line: not line, rest), ""])
+    if not any(f"<!-- {table.title} -->\n\n" in old for table in tables):
+        raise UserError(f"{path} has no line `<!-- {tables[0].title} -->` above a table that could be replaced.")
+    path.write_text(text, encoding="utf-8")
+
+
+def _lines(table: Table) -> str:
+    return "\n".join("| " + " | ".join(row) + " |" for row in [table.header, ["---"] * len(table.header), *table.rows])

@@ -2,8 +2,8 @@
 
 Reading the rows of a rank's samples is one reduce-scatter of (B, f), reading those of the whole batch one all-reduce:
 each rank puts the rows it holds into a zero buffer. A read can overlap the encoders. A write needs no communication,
-because all ranks know the values and each stores its local rows. Shapes never depend on which rank holds a row, so
-nothing synchronises with the device.
+because all ranks know the values and each stores its local rows. Shapes never depend on which rank holds a row, and
+values for a table in host memory are stored when they have arrived, so nothing waits for the device.
 """
 
 import os
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.errors import UserError
+from neuclip_ds.state.host_copy import HostCopy
 from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
@@ -55,6 +56,7 @@ class SampleStore:
         self._process = os.getpid()
         for column, initial in enumerate(fields.values()):
             self._table[:, column] = initial
+        self._arriving: tuple[Tensor, HostCopy] | None = None  # rows of a table in host memory, and what they become
         self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
 
     @property
@@ -62,14 +64,18 @@ class SampleStore:
         """The table; raise `UserError` in a forked process, which does not have its memory."""
         if os.getpid() != self._process:
             raise UserError("The statistics of a loss are used in a forked process: create the loss where you train.")
+        if self._arriving is not None:
+            rows, values = self._arriving
+            self._arriving = None
+            self._table.index_copy_(0, rows, values.wait())
         return self._table
 
     def begin_read(self, index: Tensor) -> Pending:
         """Start reading the fields of this rank's samples of the batch.
 
         Args:
-            index: (B,) int64, the global indices of all ranks in rank order, B a multiple of the world size; -1 is
-                an empty row.
+            index: (B,) int64 in host memory, the global indices of all ranks in rank order, B a multiple of the world
+                size; -1 is an empty row.
 
         Returns:
             (B / K, f): the rank's rows; zeros for empty rows.
@@ -82,13 +88,13 @@ class SampleStore:
 
     def local_rows(self, index: Tensor) -> Tensor:
         """Return the batch's rows that are local, (B, f); rows of other ranks have undefined values."""
-        return self._rows.index_select(0, self._locate(index)[0]).to(index.device)
+        return self._on_device(self._rows.index_select(0, self._locate(index)[0]))
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
         """Return this rank's summand of a read, (B, count): its local rows, zeros for the others."""
         rows, is_local = self._locate(index)
-        found = self._rows[:, :count].index_select(0, rows).to(index.device, non_blocking=True)
-        return found.masked_fill(~is_local[:, None], 0.0)
+        found = self._rows[:, :count].index_select(0, rows)
+        return self._on_device(found.masked_fill_(~is_local[:, None], 0.0))
 
     def write(self, index: Tensor, values: Tensor) -> None:
         """Write (B, f) values of all ranks' samples `index` (B,); of a repeated index the last row counts.
@@ -98,7 +104,11 @@ class SampleStore:
         rows, _ = self._locate(index)
         self._overwritten = rows, self._rows.index_select(0, rows)
         last = _last_of_each(rows)  # on a GPU index_copy_ writes a repeated row in no defined order
-        self._rows.index_copy_(0, rows, values.to(self._rows.device, self._rows.dtype).index_select(0, last))
+        values = values.to(self._table.dtype).index_select(0, last.to(values.device, non_blocking=True))
+        if values.device == self._table.device:
+            self._table.index_copy_(0, rows, values)
+        else:
+            self._arriving = rows, HostCopy(values)
 
     def undo(self) -> None:
         """Restore the rows that the last `write` has changed."""
@@ -110,11 +120,17 @@ class SampleStore:
         return RowTable(self.partition, {",".join(self.fields): self._rows[:-1]}, grows=True)
 
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the (B,) local row numbers and which rows are local; the others map to the extra last row."""
+        """Return the (B,) local row numbers and which rows are local; the others map to the extra last row.
+
+        Both lie where the table does.
+        """
+        index = index.to(self._table.device, non_blocking=True)
         low, high = self.partition.start, self.partition.stop
         is_local = (index >= low) & (index < high)
-        rows = torch.where(is_local, index - low, self.partition.size)
-        return rows.to(self._rows.device), is_local
+        return torch.where(is_local, index - low, self.partition.size), is_local
+
+    def _on_device(self, rows: Tensor) -> Tensor:
+        return rows.to(self._communicator.device, non_blocking=True)
 
 
 def _last_of_each(rows: Tensor) -> Tensor:

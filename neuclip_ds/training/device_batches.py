@@ -95,12 +95,7 @@ class DeviceBatch:
     def __init__(self, host: RankBatch, copies: DeviceBatches) -> None:
         self.host, self._copies = host, copies
         self.rows = [slice(low, low + copies.micro_batch) for low in range(0, len(host), copies.micro_batch)]
-        self._marks = copies.copy([(host.index, host.valid)])
         self._following: Arriving | None = self._begin(0)
-
-    def index_and_valid(self) -> tuple[Tensor, Tensor]:
-        """Return int64 (b,) global indices and bool (b,) validity on the device."""
-        return self._marks.wait()
 
     def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over, and once only.

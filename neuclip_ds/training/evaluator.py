@@ -1,10 +1,13 @@
 """Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalisers' error."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.loader import eval_loader, train_loader
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.decoders import find_decoder
+from neuclip_ds.data.loader import eval_jobs, pair_dataset, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.rank_batch import part_count
@@ -13,6 +16,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+from neuclip_ds.evaluation.loading import EvaluationLoader
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import retrieval
@@ -27,10 +31,15 @@ from neuclip_ds.training.checks import open_held_out
 from neuclip_ds.training.data import TrainingData, loader_options
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
+_VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # sources of pairs
 
 
 class Evaluator:
-    """Evaluate on the held-out sets of a run, which are opened before the first step."""
+    """Evaluate on the held-out sets of a run, which are opened before the first step.
+
+    The first evaluation starts loader processes, as many as training has; they wait for the next one. `close` stops
+    them. Images are decoded as in training, but always at full size.
+    """
 
     def __init__(
         self,
@@ -42,11 +51,13 @@ class Evaluator:
     ) -> None:
         self._config, self._communicator = config, communicator
         self._manifest, self._tokenizer, self._interleave = data.manifest, data.tokenizer, data.order.interleave
-        self._transform = EvalTransform(preprocessing.size, preprocessing.squash)
+        decode = find_decoder(config.data.decoder)
+        self._transform = EvalTransform(preprocessing.size, preprocessing.squash, decode)
         self._rank_batch = config.rank_batch(communicator.world_size)
         micro = config.micro_batch(communicator.world_size)
         self._rows = -(-micro // part_count(micro, preprocessing.size))  # that are loaded and encoded at once
         self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
+        self._loader = self._start_loader()
 
     def check(self, objective: Objective) -> None:
         """Raise `UserError` where the normalisers' error is requested for a method without normalisers."""
@@ -61,16 +72,19 @@ class Evaluator:
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows)
-        workers = self._config.data.workers
         if self._val is not None:
-            results.update(retrieval(encode, self._every_sample(self._val), self._communicator))
+            results.update(retrieval(encode, self._every_sample(_VAL, self._val), self._communicator))
         if self._zero_shot is not None:
-            results.update(zero_shot(encoder, self._zero_shot, self._transform, workers))
+            results.update(zero_shot(encoder, self._zero_shot, self._transform, self._loader))
         if self._on_disk:
-            results.update(self._scores(Suite(encoder, self._transform, workers)))
+            results.update(self._scores(Suite(encoder, self._transform, self._loader)))
         if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, objective))
         return results
+
+    def close(self) -> None:
+        """Stop the loader processes."""
+        self._loader.close()
 
     def _scores(self, suite: Suite) -> dict[str, float]:
         """Return `task/KEY` of every evaluation set, and `average/NAME` where none of its tasks is missing."""
@@ -85,27 +99,37 @@ class Evaluator:
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
         steps = -(-anchors // data.batch_size)
-        parts = -(-self._rank_batch // self._rows)
-        anchor_batches = train_loader(
-            manifest, order, self._transform, self._tokenizer, steps=steps, parts=parts, **self._share(manifest)
-        )
+        parts, ranks = -(-self._rank_batch // self._rows), self._ranks
+        anchor_batches = self._loader.batches(_ANCHORS, train_jobs(order, *ranks, 0, 0, steps=steps, parts=parts))
         return normalizer_error(
             encode,
             lambda *rows: objective.log_normalizers(Features(*rows)),
             objective.pair_loss,
             anchor_batches,
-            self._every_sample(manifest),
+            self._every_sample(_TRAIN, manifest),
             self._communicator,
             anchors,
             parts=parts,
         )
 
-    def _every_sample(self, manifest: Manifest) -> Any:
-        share = self._share(manifest)
-        return eval_loader(manifest, self._transform, self._tokenizer, batch_size=self._rows, **share)
+    def _every_sample(self, source: str, manifest: Manifest) -> Iterator[Batch]:
+        return self._loader.batches(source, eval_jobs(manifest, *self._ranks, self._rows))
 
-    def _share(self, manifest: Manifest) -> dict[str, Any]:
-        """Return the arguments of a loader that are this rank's."""
-        communicator = self._communicator
-        options = loader_options(self._config.data, manifest, communicator)
-        return {"rank": communicator.rank, "world_size": communicator.world_size, "options": options}
+    @property
+    def _ranks(self) -> tuple[int, int]:
+        """This rank, and the number of ranks."""
+        return self._communicator.rank, self._communicator.world_size
+
+    def _start_loader(self) -> EvaluationLoader:
+        sources: dict[str, tuple[Manifest, int]] = {}  # with the seeds of their captions
+        if self._val is not None:
+            sources[_VAL] = self._val, 0
+        if self._config.run.normalizer_anchors:
+            sources |= {_TRAIN: (self._manifest, 0), _ANCHORS: (self._manifest, _ANCHOR_SEED)}
+        options = loader_options(self._config.data, self._manifest, self._communicator)
+        pairs = {}
+        for name, (manifest, seed) in sources.items():
+            own = loader_options(self._config.data, manifest, self._communicator)
+            pairs[name] = pair_dataset(manifest, self._transform, self._tokenizer, seed, own)
+            options = own if own.cache is not None else options  # which the wait for remote shards needs
+        return EvaluationLoader(options, pairs)

@@ -64,6 +64,8 @@ class StepResult:
     saves: bool  # whether a checkpoint is saved after it
     batch: RankBatch  # this rank's samples, whose pixels have been released
     gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
+    loss: float  # of the global batch
+    tau: float  # temperature, the mean where samples have their own
     lr: float  # of the encoders
     grad_norm: float  # of the encoders; not finite where the step was skipped
     applied: bool  # False where the step was skipped
@@ -74,20 +76,11 @@ class StepResult:
     samples_per_second: float  # over all ranks, in the last steps
 
     @cached_property
-    def loss(self) -> float:
-        """Loss of the global batch."""
-        return float(self.gradients.loss)
-
-    @cached_property
-    def tau(self) -> float:
-        """Temperature, the mean where samples have their own."""
-        return float(self.gradients.metrics["tau"])
-
-    @cached_property
     def metrics(self) -> dict[str, float]:
-        """Everything that is logged of the step, by name."""
+        """Everything that is logged of the step, by name; the first use waits for the device."""
         found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
-        return found | {name: float(value) for name, value in self.gradients.metrics.items()}
+        values = torch.stack([value.double() for value in self.gradients.metrics.values()]).tolist()
+        return found | dict(zip(self.gradients.metrics, values, strict=True))
 
 
 class Loop:
@@ -258,19 +251,16 @@ class Loop:
         logs = last or (number + 1) % config.run.log_every == 0
         progress = number / self.total
         place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress, logs=logs)
-        gradients, norm, applied, not_finite = self._step(batch, place)
+        outcome = self._step(batch, place)
         return StepResult(
             step=number + 1,
             last=last,
             logs=logs,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
-            saves=last or (applied and (number + 1) // every > self._tried // every),
+            saves=last or (outcome.applied and (number + 1) // every > self._tried // every),
             batch=batch.host,
-            gradients=gradients,
             lr=lr,
-            grad_norm=norm,
-            applied=applied,
-            not_finite=not_finite,
+            **outcome._asdict(),
             skipped=self.context.engine.skipped_steps,
             waited=waited,
             seconds=time.perf_counter() - began,

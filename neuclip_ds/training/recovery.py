@@ -103,7 +103,7 @@ def _fill_in_blocks(context: RunContext, objective: Objective, block: int) -> No
     for number, batch in enumerate(copies.ahead(loaded)):
         features = [context.engine(*micro_batch) for micro_batch in batch.micro_batches(passes=1)]
         images, texts = zip(*features, strict=True)
-        kept.append((torch.cat(images), torch.cat(texts), *batch.index_and_valid()))
+        kept.append((torch.cat(images), torch.cat(texts), batch.host.index, batch.host.valid))
         if len(kept) == batches_a_block or number + 1 == steps:
             image, text, index, valid = (torch.cat(column) for column in zip(*kept, strict=True))
             objective(Features(image, text, index, valid), Step(number, 0, 0.0, 0.0))

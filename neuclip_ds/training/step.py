@@ -28,6 +28,7 @@ from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
+from neuclip_ds.state.host_copy import HostCopy
 from neuclip_ds.training.device_batches import DeviceBatch, DeviceBatches
 
 
@@ -35,6 +36,8 @@ class StepOutcome(NamedTuple):
     """What one global batch gave; equal on all ranks but for the gradients."""
 
     gradients: FeatureGradients
+    loss: float  # of the global batch
+    tau: float  # the mean where samples have their own
     grad_norm: float  # of the encoders; not finite where the step was skipped
     applied: bool  # False where the step was skipped: all state is as before it
     not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite, over all ranks
@@ -70,7 +73,7 @@ class TrainStep:
         for group in self._engine.optimizer.param_groups:
             group["lr"] = step.lr
         restore = self._restore_point()
-        index, valid = batch.index_and_valid()
+        index, valid = batch.host.index, batch.host.valid
         gather = self._objective.begin_gather(index, valid)
         rows = batch.rows
         micro_batches = batch.micro_batches(passes=1 if len(rows) == 1 else 2)
@@ -82,6 +85,7 @@ class TrainStep:
             collected = self._first_pass(micro_batches, len(rows), step, gather)
         with phase_range("objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
+        scalars = HostCopy(torch.stack([gradients.loss, gradients.metrics["tau"]]))  # arrive during the backward pass
         one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
         for number, part in enumerate(rows):
             if len(rows) > 1:
@@ -90,10 +94,11 @@ class TrainStep:
             self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
         with phase_range("optimizer"):
             norm, applied = update_weights(self._engine)
+        loss, tau = scalars.wait().tolist()
         if applied:
-            return StepOutcome(gradients, norm, applied, [])
+            return StepOutcome(gradients, loss, tau, norm, applied, [])
         restore()
-        return StepOutcome(gradients, norm, applied, self._not_finite(collected, batch.host))
+        return StepOutcome(gradients, loss, tau, norm, applied, self._not_finite(collected, batch.host))
 
     def _restore_point(self) -> Callable[[], None]:
         """Return what undoes a skipped step in the objective and in batch norm."""

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,7 @@ from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.data_sources import facts_of
+from neuclip_ds.training.decoder import with_decoder
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
@@ -106,7 +108,8 @@ class Trainer(NamedTuple):
             if recovered is None:  # stopped before its end
                 return
             take_over(recovered, context, objective)
-        complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+        with closing(self.evaluator):
+            complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
@@ -123,6 +126,7 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+    config = with_decoder(config, newest.order)
     data = open_training_data(config, source, communicator, folder, staged, newest.any, newest.order)
     config = with_order(config, data.order.interleave)
     steps = DataPosition.start(data.order, data.manifest).end(config.budget)
@@ -231,10 +235,10 @@ def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> 
 def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
     """Return what a resumed run must share with the one that wrote the checkpoint, of the config alone or the model."""
     data = config.data
-    interleave = {"shard_streams": data.shard_streams, "shuffle_block": data.shuffle_block}
+    chosen = {name: getattr(data, name) for name in ("shard_streams", "shuffle_block", "decoder")}
     facts = {
         "batch_size": data.batch_size,
-        **{name: value for name, value in interleave.items() if value is not None},
+        **{name: value for name, value in chosen.items() if value is not None},
         **facts_of(data),
         "tail": data.last_batch,
         "seed": config.run.seed,

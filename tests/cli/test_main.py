@@ -70,6 +70,7 @@ def test_every_command_but_no_other_has_a_file() -> None:
         (["compare", "--out=x", "a", "./a"], "A run is listed twice"),
         (["plan", "fit", "x", "--cores=2", "--nodes=1"], "Unknown option --nodes=1"),
         (["profile", "--model.embed_dmi=8"], "did you mean --model.embed-dim?"),
+        (["doctor", "--quick", "--engines", "zero9"], "deepspeed=zero9 is neither a file nor a name"),
     ],
 )
 def test_a_mistake_is_one_sentence(arguments: list[str], message: str, capfd: pytest.CaptureFixture[str]) -> None:

@@ -48,6 +48,16 @@ def test_scaled_decoding_keeps_the_min_side(name):
     assert (width == 900) == (name == "torchvision")  # which has no scaled decoding
 
 
+@pytest.mark.parametrize(
+    ("width", "height", "min_side"), [(900, 610, 100), (401, 333, 60), (640, 479, 240), (9, 900, 2)]
+)
+def test_simplejpeg_scales_as_pil_does(width: int, height: int, min_side: int) -> None:
+    data = jpeg(3, width, height)
+    ours, theirs = (pixels(find_decoder(name)(data, min_side)) for name in ("simplejpeg", "pil"))
+    assert ours.shape == theirs.shape
+    assert np.abs(ours - theirs).max() <= 2
+
+
 @pytest.mark.parametrize("name", DECODERS)
 @pytest.mark.parametrize(
     "data",

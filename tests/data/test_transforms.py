@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -11,8 +12,8 @@ from tars import jpeg
 from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
-from neuclip_ds.data.decoders import DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
-from neuclip_ds.data.transforms import EvalTransform, train_transform
+from neuclip_ds.data.decoders import Decode, DecodeError, decode_pil, decode_simplejpeg, decode_torchvision
+from neuclip_ds.data.transforms import EvalTransform, draw_crop, train_transform
 
 
 def encoded(mode: str, kind: str, size: tuple[int, int] = (50, 37)) -> bytes:
@@ -77,6 +78,16 @@ def test_equal_to_torchvisions_pipelines():
     assert torch.equal(TRANSFORMS["train"](data, 17), random(image))
 
 
+@pytest.mark.parametrize("size", [(384, 512), (375, 500), (224, 224), (300, 40), (40, 900), (1, 1)])
+@pytest.mark.parametrize("scale", [(0.9, 1.0), (0.08, 1.0)])
+def test_crops_are_those_of_torchvision(size: tuple[int, int], scale: tuple[float, float]) -> None:
+    image = torch.empty(1, 1, 1).expand(1, *size)
+    for seed in [*range(100), 2**63, 2**64 - 1]:
+        torch.manual_seed(seed)
+        expected = reference.RandomResizedCrop.get_params(image, list(scale), [3 / 4, 4 / 3])
+        assert draw_crop(*size, scale, seed) == tuple(expected)
+
+
 def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
     assert decode_pil(jpeg(6, 199, 150), min_side=100).image.size == (199, 150)
     assert decode_pil(jpeg(6, 400, 200), min_side=100).image.size == (200, 100)
@@ -87,6 +98,35 @@ def test_scaled_decode_only_for_large_sources_and_close_to_the_full_one():
     torch.manual_seed(3)
     expected = reference.functional.pil_to_tensor(random(full)).float()
     assert (transform(data, 3).float() - expected).abs().mean() < 2  # of 255
+
+
+def noisy_photograph(seed: int, width: int, height: int) -> bytes:
+    """A JPEG with detail in every block, of which no scale or kernel makes the same pixels by chance."""
+    generator = np.random.default_rng(seed)
+    smooth = np.asarray(Image.open(io.BytesIO(jpeg(seed, width, height))), dtype=float)
+    noise = generator.normal(0, 25, smooth.shape)
+    out = io.BytesIO()
+    Image.fromarray((smooth + noise).clip(0, 255).astype(np.uint8)).save(out, "JPEG", quality=90)
+    return out.getvalue()
+
+
+@pytest.mark.parametrize("decode", [decode_simplejpeg, decode_torchvision])
+@pytest.mark.parametrize("crop_scale", [0.9, 0.3, 1.0])
+def test_fast_decoders_give_open_clips_pixels_but_for_rounding(decode: Decode, crop_scale: float) -> None:
+    exact, fast = (train_transform(224, crop_scale, one) for one in (decode_pil, decode))
+    for seed in range(3):
+        data = noisy_photograph(seed, 512, 384)
+        difference = (exact(data, seed).int() - fast(data, seed).int()).abs()
+        assert difference.max() <= 2
+        assert difference.float().mean() < 0.05
+
+
+@pytest.mark.parametrize("decode", [decode_pil, decode_simplejpeg])
+def test_a_crop_of_a_scaled_decode_stays_within_the_image(decode: Decode) -> None:
+    out = io.BytesIO()
+    Image.new("RGB", (202, 202), "white").save(out, "JPEG")
+    transform = train_transform(64, 0.9, decode)
+    assert all(transform(out.getvalue(), seed).min() > 250 for seed in range(150)), "no row from beyond the border"
 
 
 @pytest.mark.parametrize(

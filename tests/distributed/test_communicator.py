@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+import torch.distributed as dist
 from ranks import run_ranks
 
+from neuclip_ds.distributed import launch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 
@@ -59,6 +63,33 @@ def test_collectives(world_size: int) -> None:
         assert traffic["scalars"].bytes_sent == 2 * (world_size - 1) * 24 // world_size
         assert traffic["state"].bytes_sent == (world_size - 1) * 4 * 4
         assert all(counted.calls == 1 and counted.seconds > 0 for counted in traffic.values())
+
+
+def gather_on_hosts(communicator: Communicator) -> list[Any]:
+    """Gather a host tensor through a separate group, and through a group that carries none."""
+    separate = Communicator(host_group=dist.new_group(backend="gloo"))
+    through_devices = Communicator()
+    through_devices._reaches_hosts = False
+    x = torch.tensor([communicator.rank])
+    found = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, through_devices)]
+    return [*found, separate.gather_objects(communicator.rank), separate.on_rank_zero(lambda: 7)]
+
+
+def test_host_tensors_are_gathered_whatever_the_group_carries() -> None:
+    assert run_ranks(2, gather_on_hosts) == [[[0, 1], [0, 1], [0, 1], 7]] * 2
+
+
+def join_with_gpus(communicator: Communicator) -> list[Any]:
+    """Join with an accelerator whose backend happens to be gloo."""
+    gpu = SimpleNamespace(current_device_name=lambda: "cuda:0", communication_backend_name=lambda: "gloo")
+    with patch.object(launch, "get_accelerator", lambda: gpu):
+        joined = launch.join()
+    gathered = joined.begin_host_gather(torch.tensor([joined.rank]), "features").wait()
+    return [str(joined.device), joined._host_group is not None, gathered.tolist()]
+
+
+def test_ranks_with_gpus_have_a_group_of_hosts() -> None:
+    assert run_ranks(2, join_with_gpus) == [["cuda:0", True, [0, 1]]] * 2
 
 
 def test_one_rank_is_free() -> None:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import pytest
 import torch
 from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.state.sample_store import SampleStore
+from neuclip_ds.state.sample_store import SampleStore, columns
 
 FIELDS = {"log_u_image": -math.inf, "log_u_text": -math.inf}
 
@@ -45,3 +46,18 @@ def test_two_ranks_read_what_was_written() -> None:
 def test_one_rank_needs_no_group() -> None:
     found = visit(Communicator())
     assert torch.equal(found["after"], torch.tensor([[6.0, 7], [0, 0], [2, 3], [0, 1]]))
+
+
+@pytest.mark.gpu
+def test_a_table_in_host_memory_equals_one_on_the_device() -> None:
+    communicator = Communicator("cuda")
+    stores = [SampleStore(10, FIELDS, communicator, max_device_bytes=size) for size in (0, 1 << 20)]
+    for number in range(3):
+        index = torch.tensor([7, number, -1, 7])
+        for store in stores:
+            store.write(index, torch.rand(4, 2, generator=torch.Generator().manual_seed(number)).cuda())
+            if number == 1:
+                store.undo()
+        reads = [store.begin_read(index).wait() for store in stores]
+        assert torch.equal(*reads)
+        assert torch.equal(*(columns(store.rows())["log_u_text"].cpu() for store in stores))

@@ -38,10 +38,10 @@ def test_rates_of_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_tf32_is_left_as_it_was() -> None:
-    before = torch.backends.cuda.matmul.fp32_precision
+    before = torch.backends.cuda.matmul.allow_tf32
     with matmul.tf32():
-        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
-    assert torch.backends.cuda.matmul.fp32_precision == before
+        assert torch.backends.cuda.matmul.allow_tf32
+    assert torch.backends.cuda.matmul.allow_tf32 == before
 
 
 def test_every_method_has_a_variant() -> None:
@@ -104,19 +104,18 @@ class Faulty(Communicator):
         return total
 
 
-def reduced(communicator: Communicator, faulty: bool) -> list[Finding]:
+def reduced(communicator: Communicator) -> list[list[Finding]]:
     all_reduce._SIZES["cpu"] = (1 << 10, 2 << 20, 4 << 20)
     all_reduce._CALLS = 2
-    return list(all_reduce.examine(request(), Faulty() if faulty else communicator))
+    return [list(all_reduce.examine(request(), link)) for link in (communicator, Faulty())]
 
 
 def test_all_reduces() -> None:
-    good = run_ranks(2, reduced, False)
+    good, faulty = zip(*run_ranks(2, reduced), strict=True)
     names = {name for finding in good[0] for name in finding.figures}
     middle = "all-reduce of 2 MB, GB/s"
     assert names == {f"{all_reduce.CALLS} of one node", middle, f"{all_reduce.LINK} of one node"}
     assert [finding.level for finding in good[1]] == ["fine", "fine"]
-    faulty = run_ranks(2, reduced, True)
     assert sum(finding.level == "wrong" for finding in faulty[1]) == 3
     assert list(all_reduce.examine(request(), Communicator())) == []
 

@@ -37,9 +37,11 @@ def written(found: list[Finding], tmp_path: Path) -> str:
 
 
 def test_the_cost_model_reads_what_was_measured(tmp_path: Path) -> None:
-    known = find_machine("h100", "infiniband")
-    found = find_machine(written(measured(8), tmp_path), "infiniband")
-    assert found.measured and found.memory_gb == 80
+    known = find_machine("h100", "infiniband").fast
+    both = find_machine(written(measured(8), tmp_path), "infiniband")
+    assert both.measured and both.memory_gb == 80
+    assert both.slow.network.inner_bandwidth == 300e9, "what is measured is no range"
+    found = both.fast
     assert found.compute.tower_rate == pytest.approx(known.compute.tower_rate * 700 / 989)  # of the slowest rank
     assert found.compute.objective_rate == 50e12 and found.network.inner_bandwidth == 300e9
     assert found.network.inner_latency == pytest.approx(1 / 5e4 / 14, rel=1e-3)
@@ -47,16 +49,16 @@ def test_the_cost_model_reads_what_was_measured(tmp_path: Path) -> None:
 
 
 def test_several_nodes_bring_their_network(tmp_path: Path) -> None:
-    found = find_machine(written(measured(16, nodes=2, link=40.0), tmp_path), "ethernet").network
+    found = find_machine(written(measured(16, nodes=2, link=40.0), tmp_path), "ethernet").fast.network
     assert found.bandwidth == 40e9 and found.latency == pytest.approx(1e-5)
     assert found.inner_bandwidth == pytest.approx(0.8 * 450e9), "of the data sheet"
 
 
 def test_one_rank_has_the_links_of_the_data_sheet_or_none(tmp_path: Path) -> None:
-    assert find_machine(written(measured(1), tmp_path), "ethernet").network.inner_bandwidth == 0.8 * 450e9
+    assert find_machine(written(measured(1), tmp_path), "ethernet").fast.network.inner_bandwidth == 0.8 * 450e9
     with pytest.raises(UserError, match=r"link_gb_per_s missing.*on two ranks"):
         find_machine(written(measured(1, gpus=False), tmp_path), "ethernet")
-    cpu = find_machine(written(measured(2, gpus=False), tmp_path), "ethernet")
+    cpu = find_machine(written(measured(2, gpus=False), tmp_path), "ethernet").fast
     assert not cpu.compute.overlaps_engine and not cpu.network.trees
 
 

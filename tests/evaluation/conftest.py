@@ -34,6 +34,9 @@ class FakeRank(Communicator):
             if found is not None:
                 raise UserError(f"rank {rank}: {found}")
 
+    def gather_objects(self, x: Any) -> list[Any]:
+        return self._gather(x)
+
     def _exchange(self, x: Tensor, purpose: str) -> list[Tensor]:
         assert purpose == "evaluation"
         gathered = self._gather(x)

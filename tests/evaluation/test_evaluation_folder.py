@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
-from neuclip_ds.evaluation.sharded_batches import THREADS, sharded_batches
+from neuclip_ds.evaluation.sharded_batches import sharded_batches
 
 
 def numbered(folder: Path, count: int, shards: int = 2) -> EvaluationFolder:
@@ -59,26 +58,11 @@ def test_damaged_shard_is_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("count", [0, 1, 2, 7, 12, 13])
 def test_every_sample_goes_to_one_rank_once(tmp_path: Path, run_ranks: Any, count: int, world_size: int) -> None:
     folder = numbered(tmp_path, count)
-    sharded = run_ranks(world_size, lambda rank: list(sharded_batches(folder, number, rank, 2, workers=2)))
+    sharded = run_ranks(world_size, lambda rank: list(sharded_batches(folder, number, rank, 2)))
     assert len({len(batches) for batches in sharded}) == 1
     assert all(batch.rows for batches in sharded for batch in batches)
     valid = [row for batches in sharded for batch in batches for row in batch.rows[: batch.n_valid]]
     assert sorted(valid) == list(range(count))
-
-
-def test_threads_end_with_the_batch_that_fails(tmp_path: Path, run_ranks: Any) -> None:
-    """Left to the garbage collector, which may run while a lock is held that they need to end, they would hang."""
-
-    def one_is_broken(sample: Sample) -> int:
-        if number(sample) == 0:
-            raise UserError(f"{sample.name} is broken")
-        return 0
-
-    folder = numbered(tmp_path, 9)
-    with pytest.raises(UserError, match="is broken") as held:
-        run_ranks(2, lambda rank: list(sharded_batches(folder, one_is_broken, rank, 2)))
-    assert held.traceback
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith(THREADS)]
 
 
 def test_different_copies_are_refused(tmp_path: Path, run_ranks: Any) -> None:

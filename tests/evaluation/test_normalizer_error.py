@@ -65,6 +65,8 @@ class SimulatedCommunicator:
     def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
         return Pending(self.all_gather(x, purpose))
 
+    begin_host_gather = begin_all_gather
+
     def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
         return Pending(self.all_reduce(x, purpose))
 
@@ -106,6 +108,8 @@ def measure(method: Any, communicator: Any, features: tuple[Tensor, Tensor], **o
     everything = batches_of(options.pop("samples", torch.arange(N)), features, communicator, 6)
     batches = batches_of(options.pop("order", ORDER), features, communicator, options.pop("batch", BATCH))
     options = {"anchors": N, "communicator": communicator, **options}
+    cut = [zip(*(x.tensor_split(options.get("parts", 1)) for x in rows), strict=True) for rows in batches]
+    batches = [Rows(*part) for parts in cut for part in parts]
 
     def answer(*rows: Tensor) -> tuple[Tensor, Tensor]:
         return method.log_normalizers(Features(*rows))
@@ -225,6 +229,12 @@ def test_equals_the_reference(run_ranks: Any, name: str, world_size: int) -> Non
     unvisited = 5 if ESTIMATES[name] is averages else 0
     assert found["normalizer_unseen"] == unvisited
     assert found["normalizer_anchors"] == N - len(BAD) - unvisited
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_parts_make_a_batch_of_the_trainings_size(run_ranks: Any, world_size: int) -> None:
+    wanted = on_ranks(run_ranks, world_size, "openclip")
+    assert on_ranks(run_ranks, world_size, "openclip", parts=3) == pytest.approx(wanted, rel=1e-12)
 
 
 @pytest.mark.parametrize("world_size", [1, 3])

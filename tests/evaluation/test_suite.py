@@ -36,7 +36,7 @@ def task(key: str) -> Task:
 
 def measure(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
     encoder = BatchEncoder(Model(), tokenize, communicator, size)
-    return Suite(encoder, transform, workers=2).measure(task(key), folder)
+    return Suite(encoder, transform).measure(task(key), folder)
 
 
 def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[str, float | None]:

@@ -2,7 +2,11 @@
 
 A row holds for one call of its area: how often the host waits for the device, by the file that asks for it, and how
 many operations the call launches. Fewer fail as well: lower the row then. REWRITE_COSTS=1 pytest tests/gpu_ready
-writes what is found.
+writes what is found into the rows of the tests that run. A method without rows waits in no file where no other does.
+
+Waits that remain are meant: a training step reads the gradient's norm to decide whether it is skipped
+(engine/update.py; DeepSpeed's wrappers around the optimizer read it themselves), an evaluation reads its counts once at
+its end, and the loss with `validate=True` its features' norms.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ _HEAD = "# What one call of a rank asks of its GPU; costs.py explains the rows a
 
 
 def check(area: str, case: str, world_size: int, gpu: FakeGpu) -> None:
-    """Compare what was counted since the last reset with the row; what has no row yet must not wait at all."""
+    """Compare what was counted since the last reset with the row; a case without one waits only where others do."""
     table: dict[str, dict[str, Any]] = yaml.safe_load(_TABLE.read_text(encoding="utf-8")) or {}
     row = f"{case}, K={world_size}"
     found = {"launches": gpu.launches, "syncs": dict(sorted(gpu.syncs.items()))}
@@ -27,7 +31,10 @@ def check(area: str, case: str, world_size: int, gpu: FakeGpu) -> None:
         table.setdefault(area, {})[row] = found
         _TABLE.write_text(_HEAD + _lines(table), encoding="utf-8")
         return
-    wanted = table.get(area, {}).get(row, {"launches": gpu.launches, "syncs": {}})
+    rows = table.get(area, {})
+    known = {file for other in rows.values() for file in other["syncs"]}
+    waits = {file: count for file, count in found["syncs"].items() if file in known}
+    wanted = rows.get(row, {**found, "syncs": waits})
     assert found == wanted, f"{area}: {row}: the table has {wanted}"
 
 

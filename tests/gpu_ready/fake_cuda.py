@@ -16,7 +16,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -72,7 +72,7 @@ class FakeGpu(TorchDispatchMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         if func is torch.ops.prim.device.default and (self.differentiates or torch.is_grad_enabled()):
-            return _WITHOUT_STREAMS
+            return _WITHOUT_STREAMS if _is_cuda(args[0]) else func(*args, **kwargs)
         if func.namespace != "aten":  # a question about a tensor
             return func(*args, **kwargs)
         if kwargs.get("device") == _WITHOUT_STREAMS:
@@ -98,7 +98,7 @@ class FakeGpu(TorchDispatchMode):
             self._wait(on_gpu)
             self.launches += bool(on_gpu)
             return _DATA_DEPENDENT[op](*args, **kwargs)
-        if op in _INDEXED and on_gpu:
+        if op in _INDEXED:
             args = [args[0], self._plain_indices(args), *args[2:]]
         self._refuse_host_numbers(func, tensors, on_gpu)
         result = func(*args, **kwargs)
@@ -120,22 +120,20 @@ class FakeGpu(TorchDispatchMode):
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
         """Return indices of an indexed tensor with masks written out, all true."""
-        indices = list(args[1])
         values = args[2] if len(args) > 2 else None
         is_fill = values is not None and values.numel() == 1 and not _is_cuda(values)
         plain: list[Tensor | None] = []
-        for index in indices:
-            if index is None:
-                plain.append(index)
-            elif not _is_cuda(index):  # is moved to the device
-                self._wait([args[0]])
-                plain.append(index.to(DEVICE, non_blocking=True))
-            elif index.dtype in (torch.bool, torch.uint8):
-                if not is_fill:  # `x[mask] = number` is a masked_fill
-                    self._wait([index])
-                plain.extend(index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim))
-            else:
-                plain.append(index)
+        for index in args[1]:
+            is_mask = index is not None and index.dtype in (torch.bool, torch.uint8)
+            places = [index]
+            if is_mask and isinstance(index, FakeTensor):
+                places = [index.new_empty(index.numel(), dtype=torch.int64) for _ in range(index.ndim)]
+            elif is_mask:
+                with unset_fake_temporarily():
+                    places = list(index.nonzero().unbind(1))
+            if index is not None and _is_cuda(args[0]) and (not _is_cuda(index) or (is_mask and not is_fill)):
+                self._wait(args[:1])  # for the places, or to move them to the device
+            plain.extend(place if place is None else place.to(args[0].fake_device) for place in places)
         return plain
 
     def _refuse_host_numbers(self, func: Any, tensors: Sequence[Tensor], on_gpu: Sequence[Tensor]) -> None:
@@ -184,6 +182,21 @@ class _Event:
 
     def synchronize(self) -> None:
         self._gpu.wait_for_event(self._recorded)
+
+
+class _Stream:
+    """A CUDA stream, likewise."""
+
+    def __init__(self, gpu: FakeGpu) -> None:
+        self._gpu = gpu
+
+    def record_event(self) -> _Event:
+        event = _Event(self._gpu)
+        event.record()
+        return event
+
+    def wait_event(self, event: _Event) -> None:
+        pass
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -241,7 +254,12 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
 
     with ExitStack() as stack:
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor)))
+        stream = _Stream(gpu)
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: _Event(gpu)))
+        stack.enter_context(patch.object(torch.cuda, "Stream", lambda device: stream))
+        stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
+        stack.enter_context(patch.object(torch.cuda, "current_stream", lambda device: stream))
+        stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_fake_backward))
         stack.enter_context(gpu)

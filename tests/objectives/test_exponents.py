@@ -17,8 +17,14 @@ from neuclip_ds.section import merge
 ROWS, DIM, TAU = 48, 6, 0.01
 TINY = torch.finfo(torch.float32).tiny
 aten = torch.ops.aten
-PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm_.default}
-EXPONENTIALS = {aten.exp.default, aten.exp_.default, aten.exp2_.default, aten.sigmoid.default}
+PRODUCTS = {aten.mm.default, aten.mm.out, aten.addmm_.default, aten.bmm.default, aten.baddbmm.default}
+EXPONENTIALS = {
+    aten.exp.default,
+    aten.exp_.default,
+    aten.exp2_.default,
+    aten.sigmoid.default,
+    aten.softmax.int_out,
+}
 
 
 class Watch(TorchDispatchMode):

@@ -72,5 +72,7 @@ def test_the_added_method_trains_alike_on_one_rank_and_two(extended: Path, tmp_p
 
 
 def test_the_tests_of_the_table_run_the_added_method(extended: Path) -> None:
-    tests = str(ROOT / "tests" / "objectives" / "test_every_method.py")
-    call(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=", tests, "-k", "offset")
+    tests = [
+        str(ROOT / "tests" / name) for name in ("objectives/test_every_method.py", "gpu_ready/test_fake_objectives.py")
+    ]
+    call(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=", *tests, "-k", "offset")

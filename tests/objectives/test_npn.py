@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from types import SimpleNamespace
+from typing import Any
 
 import oracle
 import pytest
@@ -179,20 +180,21 @@ def test_a_rank_without_prototypes_takes_part() -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("goal", ["unified", "separate"])
-def test_the_updates_are_one_graph(goal: str) -> None:
+def test_the_updates_are_one_graph(goal: Any) -> None:
     """No branch of the loop depends on a number of the device: it can be compiled, or captured in a CUDA graph."""
     size, dim = 8, 4
-    npn = {"prototypes": size, "updates": 3, "lr": 0.1, "objective": goal}
-    captured, eager = (objective("neuclip", Communicator(), dim, npn=npn) for _ in range(2))
-    for method in (captured, eager):
-        method(batch(*pairs(size, dim)), step(0))
-        method(batch(*pairs(size, dim, seed=1)), step(1))
-    rows = GatheredFeatures(batch(*pairs(size, dim, seed=2)), Communicator(), torch.float64)
+    config = NpnConfig(prototypes=size, updates=3, lr=0.1, objective=goal)
+    context = Context(dim, 100, Communicator(), torch.float64)
+    captured, eager = (NpnNormalizer(config, 1e-14, context) for _ in range(2))
+    for normalizer in (captured, eager):
+        for prototype, start in zip(normalizer.parameters().values(), pairs(size, dim, seed=1), strict=True):
+            prototype.copy_(start)
+    rows = GatheredFeatures(batch(*pairs(size, dim)), Communicator(), torch.float64)
     log_target, tau = torch.randn(2, size, dtype=torch.float64), torch.tensor(0.07, dtype=torch.float64)
     positive = (rows.image * rows.text).sum(dim=1)
-    graph = torch.compile(captured._normalizer._fit, backend="eager", fullgraph=True)
+    graph = torch.compile(captured._fit, backend="eager", fullgraph=True)
     graph(rows, positive, log_target, tau)
-    eager._normalizer._fit(rows, positive, log_target, tau)
-    tables = [method.row_tables()["npn"].tensors for method in (captured, eager)]
+    eager._fit(rows, positive, log_target, tau)
+    tables = [normalizer.row_tables()["npn"].tensors for normalizer in (captured, eager)]
     for key, wanted in tables[1].items():
         torch.testing.assert_close(tables[0][key], wanted, rtol=1e-12, atol=1e-14, msg=key)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -100,15 +101,32 @@ def test_what_travels_under_computation_is_not_exposed() -> None:
     assert times[0] - times[1] == pytest.approx(reduction)
 
 
+def test_a_slow_loader_is_waited_for() -> None:
+    """A step is no shorter than its pairs take to load; steps without a loader wait for nothing."""
+    slow = replace(COMPUTE, loading_rate=100.0)
+    loaded, alone = (step_time(work(64, 4)._replace(rows=rows), slow, Cluster(1, 4, NETWORK)) for rows in (1000, 0))
+    assert loaded.total == pytest.approx(10) and loaded.loading == pytest.approx(10 - alone.total)
+    assert alone.loading == 0 and alone.total < 10
+
+
 def test_a_machine_survives_json() -> None:
     compute = Compute(0.02, math.inf, 1e10, 5e8, math.inf, 1e4, skew=0.1, cores=2)
     assert from_json(json.loads(json.dumps(to_json(compute, NETWORK)))) == (compute, NETWORK)
 
 
-def test_machines_by_name() -> None:
+def test_machines_by_name(tmp_path: Path) -> None:
     assert {"infiniband", "slingshot", "ethernet"} <= set(network_names())
     machine = find_machine("h100", "slingshot")
     assert machine.memory_gb == 80 and not machine.measured
+    busy = work(64, 16)._replace(rows=64)
+    slow, slow_towers, slow_network, fast = machine.cases(
+        lambda rates: step_time(busy, rates.compute, Cluster(2, 8, rates.network))
+    )
+    assert slow.total > 3 * fast.total and fast.loading == 0
+    assert slow_network.exposed > slow.exposed and slow_towers.computation > slow_network.computation
+    (path := tmp_path / "machine.json").write_text(json.dumps(to_json(COMPUTE, NETWORK)))
+    measured = find_machine(str(path), "slingshot")
+    assert measured.slow == measured.fast == (COMPUTE, NETWORK) and measured.measured
     with pytest.raises(UserError, match=r"z80 is none of the machines .*choose one of h100"):
         find_machine("z80", "slingshot")
     with pytest.raises(UserError, match=r"no machine file nowhere/machine\.json"):

@@ -172,7 +172,7 @@ def test_a_part_follows_what_it_belongs_to() -> None:
 
 @pytest.mark.parametrize("bad", [False, True])
 def test_features_of_a_large_batch_are_those_of_a_real_gather(bad: bool) -> None:
-    """Rank 0 of eight gathers four micro-batches in bf16; with a bad row, a copy without it is made as well."""
+    """Rank 0 of eight gathers four micro-batches in bf16, and copies the features of each side without a bad row."""
     rows, ranks = 1024, 8
     options = [f"--data.batch_size={ranks * rows}", f"--data.micro_batch={rows // 4}", "--model.embed_dim=256"]
     options += ["--objective.method=openclip", "--objective.comm_dtype=bfloat16", "--objective.similarity_budget_mb=0"]
@@ -196,7 +196,8 @@ def test_features_of_a_large_batch_are_those_of_a_real_gather(bad: bool) -> None
         objective(Features(image, text, index, valid, gather), Step(0, 0, 0.1, 0.1))
 
     work()
-    assert allocated_peak(work) == pytest.approx(expected, rel=0.15)
+    share = allocated_peak(work) / expected
+    assert (0.9 if bad else 0.75) < share < 1, share
 
 
 def test_every_stage_of_zero_takes_less_from_the_device() -> None:

@@ -16,7 +16,8 @@ def test_bytes_received_are_those_of_every_collective() -> None:
     config = parse(["demo", "--deepspeed=zero3_bf16", "--data.batch_size=32"]).config
     model, around = count_model(config), ClusterAssumptions(1000, 1e4, 1e9, 1e4)
     towers = Towers(Parameters((10,), 10), Activations(1, 1))
-    found = predict(config, model, towers, find_machine("h100", "infiniband"), 2, 4, around)
-    calls = step_work(config, model, 8).calls
+    work = step_work(config, model, 8)
+    found = predict(config, model, work, towers, find_machine("h100", "infiniband"), 2, 4, around)
+    calls = work.calls
     assert len(set(calls)) < len(calls)
     assert found.received == round(sum(call.times * ring_bytes(call.op, call.size, 8) for call in calls))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from torch.utils.tensorboard import SummaryWriter
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
 from neuclip_ds.models.tokenizer import train_bpe
-from neuclip_ds.recipe import parse
+from neuclip_ds.recipe import load_recipe, parse
 from neuclip_ds.reproduction.step_speed import samples_per_second, start, table
 
 
@@ -65,6 +66,30 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     given = open_clip_program.command_line(config, arguments, 2)
     assert given[given.index("--batch-size") + 1] == "32"
     assert given[given.index("--train-num-samples") + 1] == "192"
+
+
+def test_compiled_towers_are_programs_of_the_same_turns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    import benchmark_step
+
+    options = ["--compile", "--methods", "openclip", "--log-every=2", "--warmup=3", "--steps=4"]
+    found: list[argparse.Namespace] = []
+    monkeypatch.setattr(benchmark_step, "measure", found.append)
+    monkeypatch.setattr(sys, "argv", ["benchmark_step.py", *options, f"--out={tmp_path}", *SMALL])
+    benchmark_step.main()
+    listed = benchmark_step.programs(benchmark_step.Setting(found[0], "demo", ranks=2, rows=8, threads=1))
+    compiled = {program.name: load_recipe(program.options[0])["model"]["compile"] for program in listed}
+    ours = {"here: openclip": False, "here: openclip, compiled": True}
+    assert compiled == {**ours, "plain DDP": False, "plain DDP, compiled": True, "open_clip": False}
+    assert {program.warmup for program in listed} == {3}
+
+
+def test_the_peers_start_at_the_configs_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools"), *sys.path])
+    from benchmarking import initial_logit_scale
+
+    configs = [parse(["demo", *SMALL, *more]).config for more in ([], ["--objective.temperature.initial=0.01"])]
+    assert [math.exp(-initial_logit_scale(config)) for config in configs] == pytest.approx([0.07, 0.01])
 
 
 @pytest.mark.slow

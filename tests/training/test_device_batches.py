@@ -33,8 +33,7 @@ def rank_batch(parts: int, rows: int = ROWS) -> RankBatch:
 def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
     """Micro-batches lie within parts, or over two and three of them."""
     batch = DeviceBatches(CPU, MICRO).begin(rank_batch(parts))
-    index, valid = batch.index_and_valid()
-    assert (index.tolist(), bool(valid.all())) == (list(range(ROWS)), True)
+    assert (batch.host.index.tolist(), bool(batch.host.valid.all())) == (list(range(ROWS)), True)
     assert [(part.start, part.stop) for part in batch.rows] == [(0, 4), (4, 8), (8, 12)]
     seen = list(batch.micro_batches(passes))
     assert [(len(image), len(tokens)) for image, tokens in seen] == [(4, 4)] * 3 * passes
@@ -117,15 +116,13 @@ def test_the_next_batch_is_copied_before_a_step_is_computed(log: Log) -> None:
     copies = DeviceBatches(torch.device("cuda"), ROWS)
     for number, batch in enumerate(copies.ahead(rank_batch(1) for _ in range(3))):
         log.calls.append(f"step {number}")
-        index, _ = batch.index_and_valid()
         ((image, tokens),) = batch.micro_batches(1)
-        assert {tensor.device.type for tensor in (index, image, tokens)} == {"cuda"}
+        assert {tensor.device.type for tensor in (image, tokens)} == {"cuda"}
     copy = f"copy of {ROWS}"
-    # each batch has two events: index and validity, pixels and tokens
-    steps = [[f"step {n}", f"main waits for {2 * n}", f"main waits for {2 * n + 1}"] for n in range(3)]
+    steps = [[f"step {n}", f"main waits for {n}"] for n in range(3)]
     assert log.calls == [copy, copy, *steps[0], copy, *steps[1], *steps[2]]
     assert set(log.kept) == {"main"}
-    assert len(log.kept) == 3 * 4
+    assert len(log.kept) == 3 * 2
 
 
 def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None:
@@ -151,7 +148,7 @@ def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None
     wanted = [*in_parts[0]]
     for number in range(6):
         wanted += in_parts[(number + 1) % 3] if number < 5 else []
-        wanted += [f"main waits for {number + 1}", f"compute {number}"]
+        wanted += [f"main waits for {number}", f"compute {number}"]
     assert log.calls == wanted
     assert len(next(ahead).host) == ROWS
 

@@ -1,4 +1,4 @@
-"""One step on 65,536 pairs with real loaders and towers on a CPU: the memory of all processes stays within 8 GB."""
+"""Batches in several parts train as whole ones do; one step on 65,536 pairs stays within 8 GB on a CPU."""
 
 from __future__ import annotations
 
@@ -10,10 +10,48 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import TINY, start
+from small_runs import SMALL, TINY, demo_shards, start
 from tars import jpeg, write_tar
 
+from neuclip_ds.data import rank_batch
+from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.recipe import parse
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.loop import Loop, StepResult
+from neuclip_ds.training.trainer import train
+
 PAIRS, SHARDS, PICTURES = 65_536, 16, 256
+
+
+class Losses(Hook):
+    """Notes the loss and the samples of every step, and how many parts each batch has come in."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[float, list[int]]] = []
+        self.parts: set[int] = set()
+
+    def on_batch(self, loop: Loop, batch: rank_batch.RankBatch) -> None:
+        self.parts.add(len(batch.pieces(slice(0, len(batch)))))
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self.steps.append((result.loss, result.batch.index.tolist()))
+
+
+@pytest.mark.parametrize("micro", [2, 8])
+def test_a_run_in_parts_equals_one_in_whole_batches(
+    micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shards = demo_shards(tmp_path / "shards", pairs=64)
+    options = ["--data.batch_size=8", f"--data.micro_batch={micro}", "--data.workers=1", "--data.val="]
+    options += ["--data.zero_shot=", "--budget.steps=3", f"--data.train={shards}", f"--run.folder={tmp_path}"]
+    found = []
+    for name, limit in (("whole", rank_batch.PART_BYTES), ("parts", 3 * 3 * 16**2)):
+        monkeypatch.setattr(rank_batch, "PART_BYTES", limit)
+        hook = Losses()
+        train(parse(["demo", *SMALL, *options, f"--run.name={name}"]).config, RankEnvironment(0, 0, 1), [hook])
+        found.append(hook)
+    assert [hook.parts for hook in found] == [{1}, {3}]
+    assert found[0].steps == found[1].steps
 
 
 def write_shards(folder: Path) -> Path:

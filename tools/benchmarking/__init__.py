@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import multiprocessing
 import os
 import platform
@@ -113,8 +114,8 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
             image, text = image + 2 * side * centre, text + 2 * side * centre
     image, text = normalize(image, dim=1), normalize(text, dim=1)
     index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
-    valid = torch.ones(rows, dtype=torch.bool, device=device)
-    return Features(image.to(device), text.to(device), index.to(device), valid)
+    valid = torch.ones(rows, dtype=torch.bool)
+    return Features(image.to(device), text.to(device), index, valid)
 
 
 def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
@@ -123,6 +124,11 @@ def random_pair(config: Config, rows: int) -> tuple[Tensor, Tensor]:
     tokens = torch.randint(2, text.vocab_size, (rows, text.context_length))
     tokens[:, 0], tokens[:, -1] = 0, EOS
     return torch.randn(rows, 3, size, size), tokens
+
+
+def initial_logit_scale(config: Config) -> float:
+    """Return the logarithm of 1 / tau with which the peers start: CLIP's where the config leaves it to the method."""
+    return math.log(1 / (config.objective.temperature.initial or 0.07))
 
 
 def peer_loss(communicator: Communicator) -> tuple[str, Callable[..., Tensor]]:

@@ -16,7 +16,7 @@ from typing import Any
 import open_clip
 import timm
 import torch
-from benchmarking import EOS, program_parser, random_pair
+from benchmarking import EOS, initial_logit_scale, program_parser, random_pair
 from open_clip_train import data as loading
 from open_clip_train import main as program
 from torch import nn
@@ -63,6 +63,7 @@ def add_model(config: Config, folder: Path) -> None:
     description = {
         "embed_dim": config.model.embed_dim,
         "quick_gelu": "quickgelu" in vision.name,
+        "init_logit_scale": initial_logit_scale(config),
         "vision_cfg": {
             "timm_model_name": benchmark_vision.__name__,
             "timm_pool": "",

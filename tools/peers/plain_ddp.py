@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import webdataset as wds
-from benchmarking import peer_loss, program_parser, random_pair
+from benchmarking import initial_logit_scale, peer_loss, program_parser, random_pair
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 from torch.nn.parallel import DistributedDataParallel
@@ -36,10 +36,10 @@ _LARGEST_SCALE = math.log(100)
 class FloatTowers(nn.Module):
     """The towers as fed by torchvision, and the temperature beside them."""
 
-    def __init__(self, towers: DualEncoder) -> None:
+    def __init__(self, towers: DualEncoder, logit_scale: float) -> None:
         super().__init__()
         self.vision, self.text = towers.vision, towers.text
-        self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
+        self.logit_scale = nn.Parameter(torch.tensor(logit_scale))
 
     def forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """(b, 3, H, W) normalised pixels and (b, T) ids -> (b, d) image and text features, scale of the logits."""
@@ -69,7 +69,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     if text.tokenizer:
         tokenizer = CaptionTokenizer.load(text.tokenizer, text.context_length)
     torch.manual_seed(config.run.seed)
-    towers = FloatTowers(build_dual_encoder(config.model, tokenizer)).to(device)
+    towers = FloatTowers(build_dual_encoder(config.model, tokenizer), initial_logit_scale(config)).to(device)
     model: Any = DistributedDataParallel(towers) if environment.world_size > 1 else towers
     if config.model.compile:
         model = torch.compile(model)

@@ -27,12 +27,12 @@ def examine(request: Request, communicator: Communicator) -> Iterator[Finding]:
 @contextmanager
 def tf32() -> Iterator[None]:
     """Compute float32 products on GPUs in TF32 within the block."""
-    before = torch.backends.cuda.matmul.fp32_precision
-    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = True
     try:
         yield
     finally:
-        torch.backends.cuda.matmul.fp32_precision = before
+        torch.backends.cuda.matmul.allow_tf32 = before
 
 
 def _rate(side: int, dtype: torch.dtype, device: torch.device) -> float:

@@ -80,8 +80,8 @@ def run(variant: Variant, device: torch.device, dtype: torch.dtype) -> list[Feat
     found = []
     for number in range(_STEPS):
         image, text, index = _pairs(number)
-        valid = torch.ones(_ROWS, dtype=torch.bool, device=device)
-        features = Features(image.to(device, dtype), text.to(device, dtype), index.to(device), valid)
+        valid = torch.ones(_ROWS, dtype=torch.bool)
+        features = Features(image.to(device, dtype), text.to(device, dtype), index, valid)
         found.append(objective(features, Step(number, 0, lr=0.0, peak_lr=1e-3)))
     return found
 

@@ -21,10 +21,10 @@ def examine(request: Request, communicator: Communicator) -> Iterator[Finding]:
         )
     elif override == "0":
         yield warning(f"{_OVERRIDE}=0 turns TF32 off, also where a run asks for it.", f"unset {_OVERRIDE}.")
-    setting = torch.backends.cuda.matmul.fp32_precision
-    if setting == "tf32":
+    by_default = torch.backends.cuda.matmul.allow_tf32
+    if by_default:
         yield wrong(
             "torch computes float32 products in TF32 by default here.",
             "unset TORCH_ALLOW_TF32_CUBLAS_OVERRIDE, or remove what sets the precision at start-up (sitecustomize).",
         )
-    yield fine(facts={"float32 products": "TF32" if setting == "tf32" or override == "1" else "float32, TF32 off"})
+    yield fine(facts={"float32 products": "in TF32" if by_default or override == "1" else "in float32, TF32 off"})

@@ -18,7 +18,7 @@ class BatchNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_negatives = math.log(batch.size - 1)
-        log_normalizer = torch.logaddexp(log_g, log_g.new_tensor(-log_negatives))
+        log_normalizer = torch.logaddexp(log_g, log_g.new_full((), -log_negatives))
         log_weight = -batch.gather(log_normalizer, "normalizer")
         value = log_normalizer + log_negatives
         return NormalizerOutput(log_weight, value, torch.zeros_like(value), {})

@@ -56,9 +56,9 @@ class MovingAverageNormalizer(Normalizer):
         gathered = batch.gather(log_u, "normalizer")
         if step.learn:
             self._store.write(batch.index, gathered.T)
-        log_eps = log_g.new_tensor(self._log_eps)
+        log_eps = log_g.new_full((), self._log_eps)
         value = torch.logaddexp(log_u, log_eps)
-        metrics = {"gamma": log_g.new_tensor(gamma), "log_u": gathered.mean()}
+        metrics = {"gamma": log_g.new_full((), gamma), "log_u": gathered.mean()}
         return NormalizerOutput(-torch.logaddexp(gathered, log_eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:

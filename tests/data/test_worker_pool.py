@@ -1,0 +1,106 @@
+"""Worker processes survive from one series of jobs to the next, are replaced where they die, and leave none behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+
+from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
+from neuclip_ds.errors import UserError
+
+OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60, restarts=2)
+
+
+def square(job: int) -> tuple[int, int]:
+    """Return the process that does the job, and its result."""
+    if job < 0:
+        raise UserError(f"{job} is negative")
+    return os.getpid(), job * job
+
+
+@pytest.fixture
+def pool() -> Iterator[WorkerPool]:
+    with closing(WorkerPool(square, OPTIONS)) as pool:
+        yield pool
+
+
+def run(pool: WorkerPool, jobs: list[int]) -> tuple[set[int], list[int]]:
+    found = list(pool.run(jobs, lambda number: f"job {number}"))
+    return {pid for pid, _ in found}, [result for _, result in found]
+
+
+def squares(jobs: list[int]) -> list[int]:
+    return [job * job for job in jobs]
+
+
+def lives(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_workers_survive_from_series_to_series(pool: WorkerPool) -> None:
+    series = [list(range(11)), [], [5], list(range(100, 103))]
+    found = [run(pool, jobs) for jobs in series]
+    assert [results for _, results in found] == [squares(jobs) for jobs in series]
+    assert all(pids <= found[0][0] for pids, _ in found)
+    assert os.getpid() not in found[0][0] and len(found[0][0]) == 2
+    pool.close()
+    assert not any(lives(pid) for pid in found[0][0])
+    pool.close()  # again
+
+
+def test_jobs_are_read_only_as_far_ahead_as_workers_prepare(pool: WorkerPool) -> None:
+    read: list[int] = []
+
+    def jobs() -> Iterator[int]:
+        for job in range(100):
+            read.append(job)
+            yield job
+
+    with closing(pool.run(jobs(), str)) as results:
+        next(results)
+        assert len(read) <= OPTIONS.workers * OPTIONS.prefetch + 1
+
+
+def test_a_series_that_is_not_read_to_its_end_stops_the_workers(pool: WorkerPool) -> None:
+    first = pool.run(range(20), str)
+    pid, _ = next(first)
+    first.close()
+    assert not lives(pid)
+    assert run(pool, [1, 2, 3])[1] == [1, 4, 9]
+    forgotten = pool.run(range(20), str)
+    next(forgotten)
+    pids, results = run(pool, [4, 5])
+    assert results == [16, 25]
+    forgotten.close()
+    assert all(lives(pid) for pid in pids), "they do not belong to the forgotten series"
+
+
+def test_a_worker_that_was_killed_meanwhile_is_replaced(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
+    before, _ = run(pool, list(range(8)))
+    os.kill(min(before), signal.SIGKILL)
+    time.sleep(0.1)
+    after, results = run(pool, list(range(30)))
+    assert results == squares(list(range(30)))
+    assert not after & before
+    assert "restarting the loader processes (1 of 2)" in caplog.text
+
+
+def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> None:
+    pids, _ = run(pool, [1, 2])
+    with pytest.raises(UserError, match="-7 is negative"):
+        run(pool, [3, -7, 4])
+    assert not any(lives(pid) for pid in pids)
+    assert run(pool, [3])[1] == [9]
+
+
+def test_without_workers_this_process_does_the_jobs() -> None:
+    assert run(WorkerPool(square, OPTIONS._replace(workers=0)), [2, 3]) == ({os.getpid()}, [4, 9])

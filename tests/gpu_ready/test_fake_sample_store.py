@@ -1,0 +1,75 @@
+"""The per-sample store with its table on the device, and in host memory where it is too large."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import costs
+import pytest
+import torch
+from fake_cuda import DEVICE, fake_cuda
+from simulated_rank import RANKS, GpuRank
+
+from neuclip_ds.state import sample_store
+from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES, SampleStore, columns
+
+SAMPLES, ROWS = 1000, 6
+FIELDS = {"tau_image": 0.07, "tau_text": 0.07, "visits": 0.0}
+
+
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("world_size", RANKS)
+def test_a_visit(place: str, world_size: int) -> None:
+    """One read of the rank's rows, one of all ranks', one of the local rows, and a write."""
+    limit = MAX_DEVICE_BYTES if place == "device" else 0
+    with fake_cuda() as gpu:
+        store = SampleStore(SAMPLES, FIELDS, GpuRank(world_size), max_device_bytes=limit)
+        index = torch.arange(world_size * ROWS)
+        values = torch.empty(len(index), len(FIELDS), device=DEVICE)
+        for _ in range(2):
+            torch.zeros(1, device=DEVICE)  # the towers, between two visits
+            gpu.reset()
+            own = store.begin_read(index).wait()
+            every = store.begin_read_all(index, count=2).wait()
+            local = store.local_rows(index)
+            store.write(index, values)
+        costs.check("sample store", f"table on the {place}", world_size, gpu)
+        store.undo()
+    assert [tuple(x.shape) for x in (own, every, local)] == [(ROWS, 3), (len(index), 2), (len(index), 3)]
+    assert {x.device for x in (own, every, local)} == {DEVICE}
+
+
+def test_values_for_a_table_on_the_host_count_once_they_have_arrived(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rows of a table in host memory keep their values under a fake device; what it sends is given here."""
+    arrived: list[str] = []
+
+    class Given:
+        def __init__(self, values: torch.Tensor) -> None:
+            assert values.device == DEVICE
+
+        def wait(self) -> torch.Tensor:
+            arrived.append("waited")
+            return torch.tensor([[1.0, 2, 3], [4, 5, 6]])
+
+    monkeypatch.setattr(sample_store, "HostCopy", Given)
+    index = torch.tensor([7, 2])
+
+    def stored(store: SampleStore) -> list[Any]:
+        return columns(store.rows())["tau_image"][index].tolist()
+
+    with fake_cuda():
+        store = SampleStore(10, FIELDS, GpuRank(1), max_device_bytes=0)
+        store.write(index, torch.empty(2, 3, device=DEVICE))
+        assert arrived == []
+        store.begin_read(index)
+        assert arrived == ["waited"]
+        assert stored(store) == [1, 4]
+        store.write(index, torch.empty(2, 3, device=DEVICE))
+        store.write(index, torch.empty(2, 3, device=DEVICE))
+        assert arrived == ["waited"] * 2
+        store.undo()
+        assert stored(store) == [1, 4]
+        store.write(index.flip(0), torch.empty(2, 3, device=DEVICE))
+        assert stored(store) == [4, 1]
+        store.undo()
+        assert stored(store) == [1, 4]

@@ -1,0 +1,54 @@
+"""The loaders of tools/benchmark_images.py give batches of its photographs, and its figures are of what they say."""
+
+from __future__ import annotations
+
+import io
+import itertools
+
+import benchmark_images
+import pytest
+from benchmark_images import CONTENDERS, LONGER, SHORTER, Setting
+from benchmarking.mosaic import samples_of
+from PIL import Image
+from tars import write_pairs
+
+from neuclip_ds.data.build import build_manifest
+
+
+@pytest.fixture(scope="module")
+def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
+    folder = tmp_path_factory.mktemp("benchmark")
+    data = write_pairs(folder / "data", [12])
+    (folder / "photographs").mkdir()
+    setting = Setting(data=data, samples=16, quality=80, batch=4, workers=1, prefetch=1, repeats=1, seed=0)
+    setting.tars = benchmark_images.write_photographs(setting, folder / "photographs")
+    setting.evaluation = benchmark_images.link_evaluation_set(setting.tars, folder / "set")
+    setting.tokenizer = str(folder / "tokenizer")
+    benchmark_images.train_bpe(benchmark_images.captions_of(setting), 300, 77).save(setting.tokenizer)
+    return setting
+
+
+def test_photographs_have_their_size(setting: Setting) -> None:
+    images = [Image.open(io.BytesIO(sample.image or b"")) for sample in samples_of(build_manifest(setting.tars))]
+    assert len(images) == 16
+    assert {tuple(sorted(image.size)) for image in images} == {(SHORTER, LONGER)}
+
+
+@pytest.mark.parametrize("name", CONTENDERS)
+def test_a_contender_yields_whole_batches_without_end(name: str, setting: Setting) -> None:
+    pytest.importorskip("open_clip_train")
+    sizes = CONTENDERS[name](setting)
+    assert list(itertools.islice(sizes, 6)) == [4] * 6
+    del sizes
+
+
+def test_stages_and_passes_take_time(setting: Setting) -> None:
+    for stages in (benchmark_images.our_stages(setting, 8), benchmark_images.open_clip_stages(setting, 8)):
+        assert min(stages) >= 0 and stages.decode > 0
+    for passes in (benchmark_images.evaluation_set(setting), benchmark_images.evaluation_pairs(setting)):
+        assert min(passes) > 0
+
+
+def test_pils_pixels_are_open_clips(setting: Setting) -> None:
+    assert benchmark_images.difference(setting, "pil", 4) == (0, 0, 0)
+    assert 0 < benchmark_images.difference(setting, "simplejpeg", 4).largest <= 2

@@ -1,0 +1,419 @@
+"""For developers of neuclip_ds: measure its loading of photographs against open_clip's own pipeline.
+
+Photographs with a longer side of 512 px become random crops of 224 px and tokens, in batches. open_clip's pipeline is
+`open_clip_train.data.get_wds_dataset` with its training transform and tokenizer: webdataset, PIL, float32 batches. Ours
+has uint8 batches and a BPE trained on the captions. WebLoader with our transform and tokenizer compares the loaders
+alone. Each contender runs in a new process, in turns; the median of the turns counts. Then the same photographs are
+loaded as an evaluation does, twice with the same processes.
+
+The photographs are mosaics of a data set's images (`--data`), which are enlarged first: real detail, at the size and
+with the bytes that photographs have. Where the data set is absent, they are the demo's scenes with noise.
+
+Example: python tools/benchmark_images.py --data ../shared/data/flickr8k/train --repeats 5
+"""
+
+import argparse
+import functools
+import io
+import itertools
+import random
+import statistics
+import tarfile
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from benchmarking import alone, machine
+from benchmarking.mosaic import samples_of
+from PIL import Image
+from torch import Tensor
+
+from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.decoders import DECODERS, decode_pil, find_decoder
+from neuclip_ds.data.demo import demo_split
+from neuclip_ds.data.loader import LoaderOptions, eval_jobs, pair_dataset, train_loader
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.transforms import EvalTransform, RandomCrop, train_transform
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.loading import EvaluationLoader
+from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
+from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+
+LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
+SCALE = 0.9  # smallest share of the area that a crop keeps
+SHARDS, CONTEXT, VOCABULARY = 4, 77, 10_000
+WARM_UP = 2  # batches of each worker that are not timed
+
+
+class Setting(argparse.Namespace):
+    """The options, and where the photographs are."""
+
+    data: Path
+    samples: int
+    quality: int
+    batch: int
+    workers: int
+    prefetch: int
+    repeats: int
+    seed: int
+    tars: list[str]
+    tokenizer: str  # folder
+    evaluation: str  # folder, of the photographs as an evaluation set
+
+
+Loader = Callable[[Setting], Iterator[int]]  # yields the sizes of endless batches
+
+
+# photographs
+
+
+def write_photographs(setting: Setting, folder: Path) -> list[str]:
+    """Write tars of photographs and captions; return their paths."""
+    draw, tiles, captions = random.Random(setting.seed), [], []
+    for sample in itertools.islice(samples_of(source(setting.data)), 4 * setting.samples):
+        tiles.append(sample.image or b"")
+        captions.append(next(iter(sample.texts.values())))
+    noise = np.random.default_rng(setting.seed)
+    grain = 0 if setting.data.is_dir() else 12  # the demo's scenes are flat
+    for shard in range(SHARDS):
+        with tarfile.open(folder / f"{shard:05d}.tar", "w") as archive:
+            for number in range(shard, setting.samples, SHARDS):
+                pixels = np.asarray(mosaic(draw.choices(tiles, k=6), upright=draw.random() < 0.3))
+                grainy = (pixels + noise.normal(0, grain, pixels.shape)).clip(0, 255).astype(np.uint8)
+                out = io.BytesIO()
+                Image.fromarray(grainy).save(out, "JPEG", quality=setting.quality)
+                add(archive, f"{number:08d}.jpg", out.getvalue())
+                add(archive, f"{number:08d}.txt", draw.choice(captions))
+    return resolve_shards(str(folder))
+
+
+def source(data: Path) -> Manifest:
+    folder = data if data.is_dir() else demo_split("demo:train", Path(".cache"))
+    return build_manifest(resolve_shards(str(folder)))
+
+
+def mosaic(tiles: list[bytes], upright: bool) -> Image.Image:
+    """Return an image of the size of a photograph, three tiles wide and two high, or turned."""
+    picture = Image.new("RGB", (3 * TILE, 2 * TILE))
+    for place, tile in enumerate(tiles):
+        image = Image.open(io.BytesIO(tile)).convert("RGB").resize((TILE, TILE), Image.Resampling.BICUBIC)
+        picture.paste(image, (place % 3 * TILE, place // 3 * TILE))
+    picture = picture.crop((0, 0, LONGER, SHORTER))
+    return picture.transpose(Image.Transpose.ROTATE_90) if upright else picture
+
+
+def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
+    info = tarfile.TarInfo(name)
+    info.size = len(data)
+    archive.addfile(info, io.BytesIO(data))
+
+
+# contenders
+
+
+def ours(setting: Setting, decoder: str | None = None) -> Iterator[int]:
+    manifest = build_manifest(setting.tars)
+    order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, setting.seed)
+    options = LoaderOptions(setting.workers, setting.prefetch)
+    transform, tokenizer = train_transform(CROP, SCALE, find_decoder(decoder)), our_tokenizer(setting)
+    batches = train_loader(manifest, order, transform, tokenizer, steps=10**9, options=options)
+    return (len(batch.image) for batch in batches)
+
+
+def our_tokenizer(setting: Setting) -> CaptionTokenizer:
+    return CaptionTokenizer.load(setting.tokenizer, CONTEXT)
+
+
+def webloader(setting: Setting) -> Iterator[int]:
+    """webdataset's loader with our transform and tokenizer."""
+    from webdataset import WebDataset, WebLoader
+
+    transform, tokenizer = train_transform(CROP, SCALE, find_decoder(None)), our_tokenizer(setting)
+    dataset = (
+        WebDataset(setting.tars, shardshuffle=len(setting.tars), nodesplitter=None)
+        .repeat()
+        .shuffle(1000)
+        .to_tuple("jpg", "txt")
+        .map_tuple(transform, lambda caption: tokenizer([caption.decode()])[0])
+        .batched(setting.batch)
+    )
+    workers = {"num_workers": setting.workers, "prefetch_factor": setting.prefetch}
+    loader: Any = WebLoader(dataset, batch_size=None, **workers)
+    return (len(images) for images, _ in loader)
+
+
+def open_clip_pipeline(setting: Setting) -> Iterator[int]:
+    from open_clip_train import data as loading
+    from webdataset.tariterators import tar_file_expander
+
+    # webdataset 1.0 marks the end of a shard, which open_clip, made for 0.2, does not know
+    loading.tar_file_expander = functools.partial(tar_file_expander, eof_value=None)
+    options = argparse.Namespace(
+        train_data="::".join(setting.tars),
+        train_data_upsampling_factors=None,
+        train_num_samples=10**9,
+        dataset_resampled=True,
+        batch_size=setting.batch,
+        workers=setting.workers,
+        world_size=1,
+        seed=setting.seed,
+    )
+    transform, tokenizer = open_clip_parts()
+    found = loading.get_wds_dataset(options, transform, is_train=True, tokenizer=tokenizer)
+    return (len(images) for images, _ in found.dataloader)
+
+
+def open_clip_parts() -> tuple[Callable[[Image.Image], Tensor], Callable[[str], Tensor]]:
+    """Return open_clip's training transform and tokenizer."""
+    from open_clip import SimpleTokenizer, image_transform
+
+    return image_transform(CROP, is_train=True, aug_cfg={"scale": (SCALE, 1.0)}), SimpleTokenizer()
+
+
+CONTENDERS: dict[str, Loader] = {
+    "ours": ours,
+    "ours, decoder pil": functools.partial(ours, decoder="pil"),
+    "WebLoader, our transform": webloader,
+    "open_clip": open_clip_pipeline,
+}
+
+
+def rate(contender: Loader, setting: Setting) -> float:
+    """Return samples/s after the warm-up, over as many samples as there are photographs."""
+    sizes = contender(setting)
+    for _ in range(WARM_UP * setting.workers * setting.prefetch):  # also the batches that were made meanwhile
+        next(sizes)
+    began, samples = time.perf_counter(), 0
+    while samples < setting.samples:
+        samples += next(sizes)
+    return samples / (time.perf_counter() - began)
+
+
+# evaluation
+
+
+class Passes(NamedTuple):
+    """Samples/s of a rank, its start included."""
+
+    first: float  # starts the processes
+    second: float
+
+
+def evaluation_set(setting: Setting) -> Passes:
+    """Load the photographs as those of an evaluation set."""
+    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=find_decoder(None))
+    prepare = functools.partial(decode, transform=transform)
+
+    def passed(loader: EvaluationLoader) -> int:
+        found = sharded_batches(EvaluationFolder.read(folder), prepare, Communicator(), setting.batch, loader)
+        return sum(len(torch.stack(batch.rows)) for batch in found)
+
+    return two_passes(setting, EvaluationLoader(LoaderOptions(setting.workers, setting.prefetch)), passed)
+
+
+def evaluation_pairs(setting: Setting) -> Passes:
+    """Load the photographs as validation pairs."""
+    manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, setting.prefetch)
+    transform = EvalTransform(CROP, decode=find_decoder(None))
+    pairs = {"val": pair_dataset(manifest, transform, our_tokenizer(setting), 0, options)}
+
+    def passed(loader: EvaluationLoader) -> int:
+        batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
+        return sum(int(batch.valid.sum()) for batch in batches)
+
+    return two_passes(setting, EvaluationLoader(options, pairs), passed)
+
+
+def two_passes(setting: Setting, loader: EvaluationLoader, passed: Callable[[EvaluationLoader], int]) -> Passes:
+    with closing(loader):
+        seconds = [timed(functools.partial(passed, loader)) for _ in range(2)]
+    return Passes(*(samples / elapsed for elapsed, samples in seconds))
+
+
+def link_evaluation_set(tars: list[str], folder: Path) -> str:
+    """Make an evaluation set of the photographs; return its folder."""
+    (folder / "test").mkdir(parents=True)
+    (folder / "test" / "nshards.txt").write_text(f"{len(tars)}\n")
+    for number, tar in enumerate(tars):
+        (folder / "test" / f"{number}.tar").symlink_to(tar)
+    return str(folder)
+
+
+# where the time goes
+
+
+class Stages(NamedTuple):
+    """Milliseconds a sample of the stages of a pipeline, one after the other in one process without a loader."""
+
+    read: float
+    decode: float
+    resize: float  # crop and resize; with open_clip also float32 and its normalisation
+    tokenise: float
+    collate: float
+
+
+def our_stages(setting: Setting, count: int) -> Stages:
+    manifest = build_manifest(setting.tars)
+    reader, decode, tokenizer = TarReader(manifest), find_decoder(None), our_tokenizer(setting)
+    transform = train_transform(CROP, SCALE, decode)
+    dataset = PairDataset(manifest, transform, tokenizer)
+    reader.read(0)
+    read, samples = timed(lambda: [reader.read(index) for index in range(count)])
+    images = [sample.image or b"" for sample in samples]
+    captions = [next(iter(sample.texts.values())).decode() for sample in samples]
+    transform(images[0])
+    decoded, _ = timed(lambda: [decode(image, None) for image in images])
+    transformed, _ = timed(lambda: [transform(image, number) for number, image in enumerate(images)])
+    tokenised, _ = timed(lambda: tokenizer(captions))
+    whole, _ = timed(lambda: dataset.__getitems__([(0, index) for index in range(count)]))
+    collated = whole - read - transformed - tokenised
+    return Stages(*(1000 * x / count for x in (read, decoded, transformed - decoded, tokenised, max(0.0, collated))))
+
+
+def open_clip_stages(setting: Setting, count: int) -> Stages:
+    import webdataset
+
+    transform, tokenizer = open_clip_parts()
+    raw = iter(webdataset.WebDataset(setting.tars, shardshuffle=False))
+    next(raw)
+    read, samples = timed(lambda: list(itertools.islice(raw, count)))
+    decode = webdataset.autodecode.imagehandler("pilrgb")
+    pictures: list[Image.Image]
+    decoded, pictures = timed(lambda: [decode("jpg", sample["jpg"]) for sample in samples])
+    transform(pictures[0])
+    transformed, pixels = timed(lambda: [transform(picture) for picture in pictures])
+    tokenised, tokens = timed(lambda: [tokenizer(sample["txt"].decode())[0] for sample in samples])
+    size = setting.batch
+    collated, _ = timed(
+        lambda: [
+            (torch.stack(pixels[low : low + size]), torch.stack(tokens[low : low + size]))
+            for low in range(0, count, size)
+        ]
+    )
+    return Stages(*(1000 * x / count for x in (read, decoded, transformed, tokenised, collated)))
+
+
+def timed(work: Callable[[], Any]) -> tuple[float, Any]:
+    began = time.perf_counter()
+    found = work()
+    return time.perf_counter() - began, found
+
+
+# pixels
+
+
+class Difference(NamedTuple):
+    """Absolute difference of pixels to open_clip's for the same crops, of 255."""
+
+    mean: float
+    largest: float  # of any channel of any pixel
+    typical_largest: float  # median over images
+
+
+def difference(setting: Setting, decoder: str, count: int) -> Difference:
+    """Compare with PIL's full decode and resize, which are open_clip's pixels before normalisation."""
+    exact = RandomCrop(CROP, SCALE, lambda data, _: decode_pil(data, None))
+    transform = train_transform(CROP, SCALE, find_decoder(decoder))
+    images = [sample.image or b"" for sample in itertools.islice(samples_of(build_manifest(setting.tars)), count)]
+    found = [
+        (transform(image, number).float() - exact(image, number).float()).abs() for number, image in enumerate(images)
+    ]
+    most = [float(one.max()) for one in found]
+    return Difference(float(torch.stack([one.mean() for one in found]).mean()), max(most), statistics.median(most))
+
+
+# the program
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("../shared/data/flickr8k/train"), help="images for mosaics")
+    parser.add_argument("--samples", type=int, default=2048, help="photographs, and samples of a measurement (2048)")
+    parser.add_argument("--quality", type=int, default=95, help="of the JPEGs (95, as img2dataset's)")
+    parser.add_argument("--batch", type=int, default=64, help="samples of a batch (64)")
+    parser.add_argument("--workers", type=int, default=1, help="loader processes (1)")
+    parser.add_argument("--prefetch", type=int, default=2, help="batches that each prepares ahead (2)")
+    parser.add_argument("--repeats", type=int, default=3, help="turns (3)")
+    parser.add_argument("--seed", type=int, default=0)
+    with exit_on_mistake():
+        run(parser.parse_args(namespace=Setting()))
+
+
+def run(setting: Setting) -> None:
+    with tempfile.TemporaryDirectory() as name:
+        photographs = Path(name, "photographs")
+        photographs.mkdir()
+        setting.tars, setting.tokenizer = write_photographs(setting, photographs), f"{name}/tokenizer"
+        setting.evaluation = link_evaluation_set(setting.tars, Path(name, "set"))
+        train_bpe(captions_of(setting), VOCABULARY, CONTEXT).save(setting.tokenizer)
+        size = sum(Path(tar).stat().st_size for tar in setting.tars) / setting.samples
+        print(
+            f"{machine()}: {setting.samples:,} photographs of {LONGER} x {SHORTER} px and about {size / 1000:.0f} kB, "
+            f"crops of {CROP} px, {setting.workers} workers, batch {setting.batch}\n"
+        )
+        print_rates(setting)
+        print_evaluation(setting)
+        print_stages(setting)
+        print_differences(setting)
+
+
+def captions_of(setting: Setting) -> Iterator[str]:
+    for sample in samples_of(build_manifest(setting.tars)):
+        yield from (text.decode() for text in sample.texts.values())
+
+
+def print_rates(setting: Setting) -> None:
+    turns = [
+        {name: alone(rate, contender, setting) for name, contender in CONTENDERS.items()}
+        for _ in range(setting.repeats)
+    ]
+    print("| loader | samples/s a worker | lowest to highest | ours / it |\n|---|---|---|---|")
+    for name in CONTENDERS:
+        rates = [turn[name] / max(1, setting.workers) for turn in turns]
+        ratio = statistics.median(turn["ours"] / turn[name] for turn in turns)
+        print(f"| {name} | {statistics.median(rates):,.0f} | {min(rates):,.0f} - {max(rates):,.0f} | {ratio:.2f} |")
+
+
+def print_evaluation(setting: Setting) -> None:
+    print("\n| evaluation | samples/s a worker, first | again |\n|---|---|---|")
+    for name, work in {"a set": evaluation_set, "validation pairs": evaluation_pairs}.items():
+        turns = [alone(work, setting) for _ in range(setting.repeats)]
+        rates = [statistics.median(column) / max(1, setting.workers) for column in zip(*turns, strict=True)]
+        print(f"| {name} | {rates[0]:,.0f} | {rates[1]:,.0f} |")
+
+
+def print_stages(setting: Setting) -> None:
+    """Print where the time goes; handing over is what a loader of one worker takes beyond the stages."""
+    count = min(512, setting.samples)
+    names = " | ".join(Stages._fields)
+    print(f"\nms a sample\n\n| pipeline | {names} | sum | hand over |\n{'|---' * (len(Stages._fields) + 3)}|")
+    alone_worker = argparse.Namespace(**{**vars(setting), "workers": 1})
+    for name, stages in {"ours": our_stages, "open_clip": open_clip_stages}.items():
+        turns = [alone(stages, setting, count) for _ in range(setting.repeats)]
+        found = [statistics.median(column) for column in zip(*turns, strict=True)]
+        whole = statistics.median(1000 / alone(rate, CONTENDERS[name], alone_worker) for _ in range(setting.repeats))
+        cells = " | ".join(f"{x:.2f}" for x in (*found, sum(found), whole - sum(found)))
+        print(f"| {name} | {cells} |")
+
+
+def print_differences(setting: Setting) -> None:
+    print("\nPixels against open_clip's, of 255\n\n| decoder | mean | largest | largest of the median image |")
+    print("|---|---|---|---|")
+    for decoder in DECODERS:
+        found = difference(setting, decoder, min(128, setting.samples))
+        print(f"| {decoder} | {found.mean:.3f} | {found.largest:.0f} | {found.typical_largest:.0f} |")
+
+
+if __name__ == "__main__":
+    main()
