@@ -1,5 +1,6 @@
 """An examination: the checks in their processes, on every rank of the launch, and all findings on rank 0."""
 
+import os
 import socket
 from collections.abc import Sequence
 from dataclasses import replace
@@ -22,6 +23,7 @@ def examine(request: Request, arguments: Sequence[str], communicator: Communicat
         communicator: of the ranks' CPUs.
     """
     found: list[Finding] = []
+    os.environ["LOCAL_WORLD_SIZE"] = str(len(communicator.ranks_of_node()))  # srun and mpirun name it otherwise
     for scope in (Scope.NODE, Scope.RANK, Scope.RANKS):
         if chosen(scope, request) and _takes_part(scope, communicator):
             found += _in_process(scope, request, arguments, communicator)

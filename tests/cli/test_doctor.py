@@ -14,6 +14,7 @@ from neuclip_ds.doctor.request import Request
 from neuclip_ds.doctor.table import CHECKS
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import METHODS
+from neuclip_ds.planning.machines import find_machine
 from neuclip_ds.recipe import parse
 
 

@@ -113,7 +113,7 @@ def reduced(communicator: Communicator) -> list[list[Finding]]:
 def test_all_reduces() -> None:
     good, faulty = zip(*run_ranks(2, reduced), strict=True)
     names = {name for finding in good[0] for name in finding.figures}
-    middle = "all-reduce of 2 MB, GB/s"
+    middle = "GB/s of an all-reduce of 2 MB"
     assert names == {f"{all_reduce.CALLS} of one node", middle, f"{all_reduce.LINK} of one node"}
     assert [finding.level for finding in good[1]] == ["fine", "fine"]
     assert sum(finding.level == "wrong" for finding in faulty[1]) == 3

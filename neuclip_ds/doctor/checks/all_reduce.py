@@ -13,7 +13,7 @@ from neuclip_ds.doctor.timing import mean_seconds
 
 _SIZES = {"cpu": (4 << 10, 1 << 20, 32 << 20), "cuda": (4 << 10, 1 << 20, 64 << 20, 512 << 20)}  # bytes
 _CALLS = 20
-CALLS, LINK = "smallest all-reduce, calls/s", "largest all-reduce, GB/s"
+CALLS, LINK = "calls/s of the smallest all-reduce", "GB/s of the largest all-reduce"
 _WHERE = {True: " of one node", False: " between nodes"}
 
 
@@ -37,5 +37,5 @@ def examine(request: Request, communicator: Communicator) -> Iterator[Finding]:
         rates[size] = ring_bytes("all_reduce", size, ranks) / seconds / 1e9
         if size == sizes[0]:
             yield fine(figures={CALLS + _WHERE[one_node]: 1 / seconds})
-    middle = {f"all-reduce of {size >> 20} MB, GB/s": rates[size] for size in sizes[1:-1]}
+    middle = {f"GB/s of an all-reduce of {size >> 20} MB": rates[size] for size in sizes[1:-1]}
     yield fine(figures={**middle, LINK + _WHERE[one_node]: rates[sizes[-1]]})
