@@ -28,45 +28,56 @@ def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str |
         lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
     lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
     values = {name: average.value for name, average in found.items()}
+    for task in measured:
+        values |= {f"{task.name} {metric}": value for metric, value in metrics[task.key].items()}
+        values[task.name] = metrics[task.key]["main_metric"]
     for table in compare_with_published(setting, values) if setting is not None else ():
         rule = "|---" * len(table.header) + "|"
-        lines += ["", f"{table.title}:", "", _row(table.header), rule, _row(table.scores)]
+        lines += ["", f"{table.title}:", "", _row(table.header), rule, *map(_row, table.rows)]
     return "\n".join(lines)
 
 
 class Comparison(NamedTuple):
-    """A model's average next to those that a source published, in percent."""
+    """A model's scores below those that a source published, in percent."""
 
     title: str
     header: list[str]
-    scores: list[str]
+    rows: list[list[str]]
 
 
 def compare_with_published(setting: str, values: Mapping[str, float | None]) -> list[Comparison]:
-    """Return one table for each source that has scores of a setting.
+    """Return one table for each source that has scores of a setting, or of one that its name begins with.
 
     Args:
         setting: one of `settings`.
-        values: average -> of this model, in [0, 1]; None where it has none.
+        values: average, task, or task and metric -> of this model, in [0, 1]; None or absent where it has none.
     """
     return [
         Comparison(
-            f"{entry.average} in percent, {setting}: {entry.source}",
-            [*entry.percent[setting], "this model"],
-            [*(f"{score:.2f}" for score in entry.percent[setting].values()), _percent(values.get(entry.average))],
+            f"{name} in percent: {entry.source}",
+            ["", *entry.scores],
+            [
+                *([row, *map(_published, scores)] for row, scores in rows.items()),
+                ["this model", *(_percent(values.get(score)) for score in entry.scores)],
+            ],
         )
         for entry in published_scores()
-        if setting in entry.percent
+        for name, rows in entry.percent.items()
+        if _begins_with(setting, name)
     ]
 
 
 def setting_of(name: str) -> str | None:
-    """Return the setting that a run's or recipe's name begins with, None if it is not published."""
-    return next((s for s in settings() if name == s or name.startswith(f"{s}_")), None)
+    """Return the longest setting that a run's or recipe's name begins with, None if it is not published."""
+    return max((setting for setting in settings() if _begins_with(name, setting)), key=len, default=None)
+
+
+def _begins_with(name: str, setting: str) -> bool:
+    return name == setting or name.startswith(f"{setting}_")
 
 
 def settings() -> list[str]:
-    """Return the papers' settings (model and data) with published scores, such as `cc3m`."""
+    """Return the settings (data or model, and method of an ablation) with published scores, such as `cc3m`."""
     return list(dict.fromkeys(name for entry in published_scores() for name in entry.percent))
 
 
@@ -76,3 +87,8 @@ def _row(cells: list[str]) -> str:
 
 def _percent(value: float | None) -> str:
     return "-" if value is None else f"{100 * value:.2f}"
+
+
+def _published(value: float | tuple[float, float]) -> str:
+    """Return a score, with its deviation where there is one."""
+    return f"{value:.2f}" if isinstance(value, float) else "{:.2f} ± {:.2f}".format(*value)

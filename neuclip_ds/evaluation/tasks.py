@@ -1,5 +1,7 @@
 """DataComp's tasks (datacomp.yaml), their folders on disk, and published scores (published.yaml)."""
 
+from __future__ import annotations
+
 import logging
 from collections.abc import Sequence
 from fnmatch import fnmatch
@@ -7,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, model_validator
 
 from neuclip_ds.errors import UserError
 
@@ -104,13 +106,20 @@ def load_tasks() -> TaskList:
 
 
 class PublishedScores(BaseModel):
-    """Entry of published.yaml: the scores that one source gives for an average."""
+    """Entry of published.yaml, which explains the fields: tables of one source."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     source: str
-    average: str
-    percent: dict[str, dict[str, float]]  # setting -> method -> score
+    scores: tuple[str, ...]
+    percent: dict[str, dict[str, tuple[float | tuple[float, float], ...]]]
+
+    @model_validator(mode="after")
+    def _rows_are_full(self) -> PublishedScores:
+        for setting, rows in self.percent.items():
+            if short := [row for row, values in rows.items() if len(values) != len(self.scores)]:
+                raise ValueError(f"{self.source}, {setting}: {short} need {len(self.scores)} values each")
+        return self
 
 
 def published_scores() -> list[PublishedScores]:

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.evaluation.summary import compare_with_published, setting_of
+from neuclip_ds.evaluation.tasks import load_tasks
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.reporting.page import Table
 from neuclip_ds.reporting.run_report import read_run, write_report
@@ -17,7 +18,7 @@ log = logging.getLogger(__name__)
 
 _TITLES = {"samples": "u of samples, logarithm", "temperatures": "individual temperatures"}
 _DRAWN = 200_000  # samples, evenly spaced
-_AVERAGE = "average/"  # what the evaluator's names of averages begin with
+_AVERAGE, _TASK = "average/", "task/"  # what the evaluator's names of averages and tasks begin with
 
 
 def report_run(folder: Path, objective: Objective) -> None:
@@ -29,19 +30,20 @@ def report_run(folder: Path, objective: Objective) -> None:
         if table in tables
     }
     with explain_disk(folder):
-        log.info("report: %s", write_report(folder, histograms, _beside_published(folder)))
+        log.info("report: %s", write_report(folder, histograms, _with_published(folder)))
 
 
-def _beside_published(folder: Path) -> list[Table]:
-    """Return tables of the run's last averages next to the papers', where its setting is published."""
-    averages = {
-        name.removeprefix(_AVERAGE): values[-1]
+def _with_published(folder: Path) -> list[Table]:
+    """Return tables of the run's last scores below the papers', where its setting is published."""
+    names = {f"{_TASK}{task.key}": task.name for task in load_tasks().tasks}
+    found = {
+        names.get(name, name.removeprefix(_AVERAGE)): values[-1]
         for name, (_, values) in read_run(folder).items()
-        if name.startswith(_AVERAGE)
+        if name in names or name.startswith(_AVERAGE)
     }
     setting = setting_of(folder.name)
-    found = compare_with_published(setting, averages) if setting and averages else []
-    return [Table(table.title, table.header, [table.scores]) for table in found]
+    tables = compare_with_published(setting, found) if setting and found else []
+    return [Table(*table) for table in tables]
 
 
 def _drawn(column: Tensor) -> list[float]:
