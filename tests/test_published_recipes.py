@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,17 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_fastclip_v3_sgdm": {"name": "sgd", "lr": 1.0, "weight_decay": 3e-6, "momentum": 0.9},
     "cc12m_fastclip_v3_sgdm": {"name": "sgd", "lr": 2.0, "weight_decay": 3e-6, "momentum": 0.9},
 }
+# FastCLIP Tables 12 to 14: batch and learning rates of 1, 4 and 8 nodes by the linear rule; tau's is FastCLIP-v3's
+NODES = {
+    "cc3m": {"1node": (512, 5e-4, 1e-4), "4nodes": (2048, 2e-3, 4e-4), "8nodes": (4096, 4e-3, 8e-4)},
+    "cc12m": {"1node": (1024, 2e-4, 5e-5), "4nodes": (4096, 8e-4, 2e-4), "8nodes": (8192, 1.6e-3, 4e-4)},
+}
+EXCEPTIONS |= {
+    f"{data}_{method}_{nodes}": {"batch_size": batch, "lr": lr}
+    for data, by_nodes in NODES.items()
+    for nodes, (batch, lr, _) in by_nodes.items()
+    for method in ("openclip", "fastclip_v3")
+}
 # tau at step 0, its lr, rho
 TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "cc3m_isogclr": (0.03, 1e-2, 9.0),
@@ -68,6 +80,18 @@ TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "dfn1b_neuclip": (0.07, 3.9e-5, 11.0),
     "cc3m_amorlip": (0.07, 2e-4, [6.5, 6.5, 6.5, -8.0]),
     "cc12m_amorlip": (0.07, 1e-4, [8.5, 8.5, -8.5]),
+    # not published: NeuCLIP's rho, AmorLIP's large scale, and a quarter of the encoders' lr
+    "dfn14m_fastclip_v3": (0.07, 1.25e-4, 11.0),
+    "dfn192m_fastclip_v3": (0.07, 7.8e-5, 11.0),
+    "dfn1b_fastclip_v3": (0.07, 7.8e-5, 11.0),
+    "dfn14m_amorlip": (0.07, 1.25e-4, [8.5, 8.5, -8.5]),
+    "dfn192m_amorlip": (0.07, 7.8e-5, [8.5, 8.5, -8.5]),
+    "dfn1b_amorlip": (0.07, 7.8e-5, [8.5, 8.5, -8.5]),
+}
+TEMPERATURES |= {
+    f"{data}_fastclip_v3_{nodes}": (0.07, lr, TEMPERATURES[f"{data}_fastclip_v3"][2])
+    for data, by_nodes in NODES.items()
+    for nodes, (_, _, lr) in by_nodes.items()
 }
 FIXED_OR_OF_THE_ENCODERS = {"openclip": 0.07, "siglip": 0.1, "sogclr": 0.03, "fastclip_v0": 0.03, "fastclip_v1": 0.03}
 # gamma's schedule and minimum on CC3M and CC12M, where it is not FastCLIP's cosine to 0.2
@@ -80,8 +104,10 @@ GAMMAS = {
     "cc3m_fastclip_v3_constant_gamma": ("constant", 0.6),
     "cc12m_fastclip_v3_constant_gamma": ("constant", 0.6),
     "laion315m_fastclip_v3": ("cosine", 0.8),
+    "dfn192m_fastclip_v3": ("cosine", 0.8),
+    "dfn1b_fastclip_v3": ("cosine", 0.8),
 }
-GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10}
+GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10, "dfn14m": 12, "dfn192m": 3, "dfn1b": 1}
 PARAMETERS = {  # open_clip's RN50, ViT-B-32 and ViT-B-16, less the temperature
     "cc3m": 102_007_136,
     "cc12m": 151_277_312,
@@ -131,12 +157,25 @@ def test_gamma_is_as_published(name: str) -> None:
 
 
 def test_amorlip_is_as_published() -> None:
+    """The last column is beta's T, all epochs of the run."""
+
     def row(name: str) -> tuple[float, ...]:
         net = config_of(name).objective.section(AmortizedConfig)
-        return net.width, net.updates, net.target_every, net.online_every, net.ema, net.previous_weight, net.lr
+        times = (net.updates, net.target_every, net.online_every)
+        return net.width, *times, net.ema, net.previous_weight, net.lr, net.previous_epochs
 
-    assert row("cc3m_amorlip") == (0.5, 3, 2, 8, 0.999, 0.8, 1e-3)
-    assert row("cc12m_amorlip") == (1.0, 3, 2, 1, 0.92, 0.8, 1e-3)
+    large = (1.0, 3, 2, 1, 0.92, 0.8, 1e-3)
+    assert row("cc3m_amorlip") == (0.5, 3, 2, 8, 0.999, 0.8, 1e-3, 30)
+    assert row("cc12m_amorlip") == (*large, 33)
+    for data, pairs in (("dfn14m", 13.7e6), ("dfn192m", 192e6), ("dfn1b", 1.0e9)):
+        batch, steps = ENCODERS[data][:2]
+        assert row(f"{data}_amorlip") == (*large, math.ceil(batch * steps / pairs - 1e-3))
+
+
+def test_every_cell_of_neuclips_table_1_has_a_recipe() -> None:
+    datas = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b")
+    methods = ("openclip", "fastclip_v3", "siglip", "amorlip", "neuclip")
+    assert {f"{data}_{method}" for data in datas for method in methods} <= set(recipe_names())
 
 
 def test_budgets_in_steps_are_the_published_samples() -> None:
@@ -199,13 +238,13 @@ def test_many_names_stay_readable() -> None:
         parse(["nothing_like_it"])
     said = str(caught.value)
     assert "{cc12m,cc3m}_{amorlip," in said
-    assert "{dfn14m,dfn192m,dfn1b}_{neuclip,openclip,siglip}" in said
+    assert "{dfn14m,dfn192m,dfn1b}_{amorlip,fastclip_v3,neuclip,openclip,siglip}" in said
     assert len(said) < 600
     with pytest.raises(UserError, match=r"no recipe or file cc3m_neuclipp; did you mean cc3m_neuclip\?$"):
         parse(["cc3m_neuclipp"])
 
 
-# TuneCLIP Table 7: checkpoint, global batch over 8 GPUs
+# TuneCLIP Table 7: checkpoint, global batch over 8 GPUs (that of ViT-H/14 is not published)
 FINE_TUNED = {
     "vitb32_tuneclip": ("openai/clip-vit-base-patch32", 512 * 8),
     "vitb16_tuneclip": ("openai/clip-vit-base-patch16", 256 * 8),
@@ -220,6 +259,7 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     config = config_of(name)
     objective, optimizer = config.objective, config.optimizer
     assert (config.model.pretrained, config.data.batch_size) == FINE_TUNED[name]
+    assert config.data.workers == 6
     hinge = objective.section(HingeConfig)
     assert (objective.method, hinge.margin, hinge.power) == ("tuneclip", 0.1, 2.0)
     assert objective.temperature.initial is None  # the checkpoint's

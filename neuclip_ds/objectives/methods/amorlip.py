@@ -37,7 +37,7 @@ class AmortizedConfig(Section):
     previous_weight: float = Field(0.8, ge=0, lt=1)
     """Largest weight beta_T of the previous epoch's net in the target."""
     previous_epochs: float = Field(16, ge=0)
-    """Epochs E over which that weight rises from 0 on a cosine."""
+    """Epochs over which that weight rises from 0 on a cosine: all of the run in the paper, 16 of 33 in the README."""
     positive_weight: float = Field(1.0, ge=0)
     """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
     stage2: Literal["ema", "combined"] = "ema"
