@@ -236,7 +236,7 @@ class ModelConfig(Section):
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
-    """Optimizer of the encoders; the temperature is always learned by Adam."""
+    """Optimizer of the encoders; the temperature has `objective.temperature.optimizer`."""
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
@@ -246,7 +246,7 @@ class OptimizerConfig(Section):
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
-    """Moment decays of AdamW, LAMB and Lion, and of the temperature's Adam."""
+    """Moment decays of AdamW, LAMB and Lion, and of the temperature's optimizer."""
     eps: float = Field(1e-6, gt=0)
     """Epsilon of AdamW and LAMB, and of the temperature's Adam."""
     momentum: float = Field(0.9, ge=0, lt=1)

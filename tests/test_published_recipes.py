@@ -149,6 +149,14 @@ def test_temperature_is_as_published(name: str) -> None:
     assert (tau.initial, tau.lr, tau.rho) == wanted
 
 
+def test_tau_follows_the_optimizer_of_the_encoders() -> None:
+    """FastCLIP Table 10; LAMB's trust ratio is 1 for tau, which leaves Adam's step."""
+    wanted = {"lion": "lion", "sgdm": "sgd", "lamb": "adam"}
+    for data in ("cc3m", "cc12m"):
+        for suffix, optimizer in wanted.items():
+            assert config_of(f"{data}_fastclip_v3_{suffix}").objective.temperature.optimizer == optimizer
+
+
 @pytest.mark.parametrize("name", [name for name in PUBLISHED if re.search("sogclr|fastclip", name)])
 def test_gamma_is_as_published(name: str) -> None:
     average = config_of(name).objective.section(MovingAverageConfig)

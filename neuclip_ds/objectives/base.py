@@ -88,13 +88,13 @@ class Stateful:
         return {}
 
 
-def adam_state(adam: torch.optim.Adam, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
-    """Return the step and moments of a parameter for `replicated_state`."""
+def adam_state(adam: torch.optim.Optimizer, parameter: Parameter, prefix: str = "adam.") -> dict[str, Tensor]:
+    """Return the step and moments of a parameter for `replicated_state`, as far as the optimizer has them."""
     return {f"{prefix}{key}": value for key, value in adam.state[parameter].items()}
 
 
 def load_adam_state(
-    adam: torch.optim.Adam, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
+    adam: torch.optim.Optimizer, parameter: Parameter, state: Mapping[str, Tensor], prefix: str = "adam."
 ) -> None:
     """Fill what `adam_state` returned."""
     values = {key.removeprefix(prefix): value.clone() for key, value in state.items() if key.startswith(prefix)}

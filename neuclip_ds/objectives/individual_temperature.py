@@ -35,6 +35,11 @@ class IndividualTemperature(Temperature):
                 "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
                 "individual ones take constant or encoder."
             )
+        if config.optimizer != "adam":
+            raise UserError(
+                f"objective.temperature.optimizer={config.optimizer} is for one global temperature; individual ones "
+                "take adam."
+            )
         self._config = config
         self._betas, self._eps = context.adam
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}

@@ -104,7 +104,7 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """theta = log(1/tau) with its Adam, schedule and bounds; further scalars may be learned with it."""
+    """theta = log(1/tau) with its optimizer, schedule and bounds; further scalars may be learned with it."""
 
     def __init__(self, config: TemperatureConfig, context: Context, **further: float) -> None:
         self._config, self._own_optimizer = config, context.own_optimizers
@@ -114,7 +114,7 @@ class LearnableTemperature(Temperature):
             name: Parameter(torch.tensor([value], dtype=context.dtype, device=device))
             for name, value in initial.items()
         }
-        self._adam = torch.optim.Adam(self._scalars.values(), lr=0.0, **context.adam._asdict())
+        self._optimizer = _optimizer(list(self._scalars.values()), config, context)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         if not self._own_optimizer:
@@ -138,21 +138,21 @@ class LearnableTemperature(Temperature):
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take an Adam step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
+        """Take a step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         if not self._own_optimizer:
             return
-        self._adam.param_groups[0]["lr"] = lr_of(self._config, step)
+        self._optimizer.param_groups[0]["lr"] = lr_of(self._config, step)
         with self._third_below() if self._config.schedule == "third_below_0.03" else nullcontext():
-            self._adam.step()
+            self._optimizer.step()
         self._clamp()
 
     @contextmanager
     def _third_below(self) -> Iterator[None]:
         """Take a third of the enclosed step where tau is below 0.03 (FastCLIP section 5).
 
-        Adam's step is proportional to the learning rate, so that tau need not be read from the device before.
+        A step is proportional to the learning rate, so that tau need not be read from the device before.
         """
         share = 1 - 2 / 3 * (self.tau < 0.03).to(self.tau.dtype)
         before = {name: scalar.detach().clone() for name, scalar in self._scalars.items()}
@@ -163,14 +163,14 @@ class LearnableTemperature(Temperature):
     def replicated_state(self) -> dict[str, Tensor]:
         state = {name: scalar.detach() for name, scalar in self._scalars.items()}
         for name, scalar in self._scalars.items():
-            state |= adam_state(self._adam, scalar, f"adam.{name}.")
+            state |= adam_state(self._optimizer, scalar, f"adam.{name}.")
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for name, scalar in self._scalars.items():
             with torch.no_grad():
                 scalar.copy_(state[name])
-            load_adam_state(self._adam, scalar, state, f"adam.{name}.")
+            load_adam_state(self._optimizer, scalar, state, f"adam.{name}.")
 
 
 class LogTemperature(LearnableTemperature):
@@ -205,6 +205,20 @@ class RescaledTemperature(RobustTemperature):
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step) / 2
+
+
+def _optimizer(scalars: list[Parameter], config: TemperatureConfig, context: Context) -> torch.optim.Optimizer:
+    """Return the optimizer that the config names; its learning rate comes with each step."""
+    betas, eps = context.adam
+    match config.optimizer:
+        case "adam":
+            return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=eps)
+        case "lion":
+            from timm.optim import Lion
+
+            return Lion(scalars, lr=0.0, betas=betas)
+        case "sgd":
+            return torch.optim.SGD(scalars, lr=0.0, momentum=betas[0])
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:

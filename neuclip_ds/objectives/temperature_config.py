@@ -23,6 +23,9 @@ class TemperatureConfig(Section):
     """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
     maximum: float = Field(1.0, gt=0)
     """Upper bound of tau."""
+    optimizer: Literal["adam", "lion", "sgd"] = "adam"
+    """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as FastCLIP's study of optimizers
+    has them. Moment decays are the encoders', of which the first is SGD's momentum."""
     lr: float | None = Field(None, ge=0)
     """Learning rate of log(1/tau). By default that of the encoders."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"

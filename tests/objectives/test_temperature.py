@@ -133,3 +133,49 @@ def test_a_constant_temperature_goes_with_the_checkpoint_of_the_run() -> None:
     resumed = objective("tuneclip", Communicator(), 4, temperature={"initial": 0.05})
     resumed.load_replicated_state(saved.replicated_state())
     assert float(resumed.replicated_state()["temperature.tau"]) == pytest.approx(0.02)
+
+
+@pytest.mark.parametrize("name", ["lion", "sgd"])
+@pytest.mark.parametrize("method", ["fastclip_v3", "siglip"])
+def test_other_optimizers_of_tau(name: str, method: str) -> None:
+    """A run that resumes continues the optimizer's recurrence, and a step that is undone leaves no trace."""
+    features, temperature = batch(*pairs(17, 6)), {"initial": 0.05, "lr": 1e-2, "optimizer": name, "rho": 6.5}
+    kept = {"temperature": temperature} if method == "fastclip_v3" else {"temperature": temperature | {"rho": 0.0}}
+    whole, first, second = (objective(method, Communicator(), 6, **kept) for _ in range(3))
+    undo = first.restore_point()
+    first(features, step())
+    undo()
+    for number in range(2):
+        whole(features, step(number))
+        first(features, step(number))
+    second.load_replicated_state({key: value.clone() for key, value in first.replicated_state().items()})
+    for number in range(2, 4):
+        whole(features, step(number))
+        second(features, step(number))
+    tau = next(key for key in whole.replicated_state() if key.endswith("theta"))
+    assert torch.equal(second.replicated_state()[tau], whole.replicated_state()[tau])
+    assert float(whole.replicated_state()[tau]) != pytest.approx(math.log(1 / 0.05), abs=1e-6)
+
+
+def test_lion_moves_log_tau_by_the_learning_rate() -> None:
+    temperature = {"initial": 0.05, "lr": 1e-3, "optimizer": "lion", "rho": 6.5, "schedule": "constant"}
+    method = objective("fastclip_v3", Communicator(), 6, temperature=temperature)
+    method(batch(*pairs(17, 6)), step())
+    assert abs(math.log(0.05 / tau_of(method))) == pytest.approx(1e-3, rel=1e-6)
+
+
+def test_sgd_moves_log_tau_by_rate_and_momentum(monkeypatch: pytest.MonkeyPatch) -> None:
+    temperature = {"initial": 0.05, "lr": 1e-4, "optimizer": "sgd", "rho": 6.5, "schedule": "constant"}
+    method = objective("fastclip_v3", Communicator(), 6, temperature=temperature)
+    rule, moves = method._temperature, []
+    descend = rule.descend
+    monkeypatch.setattr(rule, "descend", lambda at, theta: (moves.append(float(theta)), descend(at, theta=theta)))
+    for number in range(2):
+        method(batch(*pairs(17, 6, seed=number)), step(number))
+    wanted = math.log(1 / 0.05) - 1e-4 * (moves[0] + (0.9 * moves[0] + moves[1]))
+    assert math.log(1 / tau_of(method)) == pytest.approx(wanted, rel=1e-12)
+
+
+def test_individual_temperatures_refuse_other_optimizers() -> None:
+    with pytest.raises(UserError, match="individual ones take adam"):
+        objective("fastclip_v2", Communicator(), 6, temperature={"optimizer": "lion"})

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
 from neuclip_ds.section import Section
 
@@ -28,6 +29,9 @@ class NpnConfig(Section):
     """Steps T_r between re-draws of the columns from recent features; 0 draws them once."""
     lr: float = Field(1.0, gt=0)
     """AdaGrad learning rate. The published 1.0 holds for B >= 1024 and m = 4096; use a smaller one below."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
+    order=joint. NeuCLIP searched 0 to 1 and has 0."""
     initial_accumulator: float = Field(0.0, ge=0)
     """AdaGrad's accumulator at the start."""
     reset_accumulator: bool = False
@@ -36,20 +40,24 @@ class NpnConfig(Section):
     """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
-    order: Literal["alternating", "simultaneous"] = "alternating"
-    """Update the network first and the encoders with its new prediction, or both from the old one (Algorithm 3,
-    ablation)."""
+    order: Literal["alternating", "simultaneous", "joint"] = "alternating"
+    """Update the network first and the encoders with its new prediction, or both from the old one: `simultaneous` with
+    T_u AdaGrad updates, `joint` with one AdamW step at the encoders' learning rate (Algorithm 3, ablation)."""
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
     from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
     from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
+    from neuclip_ds.objectives.normalizers.npn_joint import JointNpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
     from neuclip_ds.objectives.pair_loss import PairLoss
     from neuclip_ds.objectives.temperature import RobustTemperature
 
     npn = config.section(NpnConfig)
-    network = (MlpNpnNormalizer if npn.network == "mlp" else NpnNormalizer)(npn, config.eps, context)
+    if npn.order == "joint" and npn.network == "mlp":
+        raise UserError("objective.npn.order=joint is for prototypes; with objective.npn.network=mlp use simultaneous.")
+    prototypes = JointNpnNormalizer if npn.order == "joint" else NpnNormalizer
+    network = (MlpNpnNormalizer if npn.network == "mlp" else prototypes)(npn, config.eps, context)
     temperature = RobustTemperature(config.temperature, context)
     return ContrastiveObjective(config, context, PairLoss(), network, temperature, scale_tau)
 
@@ -71,6 +79,7 @@ METHOD = Method(
         "": {"eps": 1e-6, "npn": _SMALL},
         "full_gradient": {"npn": {**_SMALL, "alpha_grad": "full"}},
         "mlp": {"npn": {"network": "mlp", "updates": 2}},
+        "joint": {"npn": {**_SMALL, "order": "joint", "weight_decay": 0.1}},
     },
     float32_options={"npn": {"updates": 0, "prototypes": 32}},
     search=Search({"temperature.rho": 6.5}),

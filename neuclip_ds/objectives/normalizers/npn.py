@@ -184,6 +184,8 @@ class NpnNormalizer(Normalizer):
             prototype, accumulator = self._prototypes[number], self._accumulators[number]
             if self._own_optimizer:
                 for columns, gradient in gradients:
+                    if self._config.weight_decay:
+                        gradient.add_(prototype[columns], alpha=self._config.weight_decay)
                     _adagrad(prototype[columns], accumulator[columns], gradient, self._config.lr)
             else:
                 prototype.grad = torch.empty_like(prototype)

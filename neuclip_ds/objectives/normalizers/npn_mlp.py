@@ -36,7 +36,9 @@ class MlpNpnNormalizer(Normalizer):
         self._mlp = AmortizationMlp(context.dim, context.dim)
         flat = self._mlp.draw(_SEED).to(dtype=context.dtype, device=context.communicator.device)
         self._weights = Parameter(flat)
-        self._adam = torch.optim.Adam([self._weights], lr=self._config.mlp_lr, fused=True)
+        self._adam = torch.optim.Adam(
+            [self._weights], lr=self._config.mlp_lr, weight_decay=self._config.weight_decay, fused=True
+        )
         self._started = False
         self._health = NpnHealth(self._config.mlp_lr)
 
