@@ -24,8 +24,9 @@ def test_updates_follow_adagrad_on_the_papers_objective(separate: bool, order: s
     """Three updates equal torch.optim.Adagrad on autograd's gradient of tau/B sum [exp(-alpha)(eps + g) + alpha]."""
     dim, size, eps, tau = 6, 20, 1e-14, torch.tensor(0.07, dtype=torch.float64)
     npn = {"prototypes": size, "updates": 3, "lr": 0.3, "initial_accumulator": 0.01, "order": order}
-    npn |= {"objective": "separate" if separate else "unified", "weight_decay": 0.2}
-    method = objective("neuclip", Communicator(), dim, eps=eps, npn=npn, temperature={"lr": 0.0})
+    npn["objective"] = "separate" if separate else "unified"
+    decayed = {**npn, "weight_decay": 0.2}
+    method = objective("neuclip", Communicator(), dim, eps=eps, npn=decayed, temperature={"lr": 0.0})
     first_image, first_text = pairs(size, dim, seed=1)
     method(batch(first_image, first_text), step(0))
     w1, w2 = (torch.nn.Parameter(start.clone()) for start in (first_text, first_image))
