@@ -15,7 +15,7 @@ from neuclip_ds.objectives.sogclr_family import CONSTANT_GAMMA
 Options = Mapping[str, Any]
 
 LEARNING_RATES = (1e-3, 3e-3)
-_T, _N = "objective.temperature.", "objective.npn."
+_T, _N, _A, _U = (f"objective.{section}." for section in ("temperature", "npn", "amortized", "moving_average"))
 _RHO = _T + "rho"
 SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
 """The methods of the study. The search is the same 2 x 2 grid for each: learning rate, and one option of its own."""
@@ -41,7 +41,17 @@ ABLATIONS: dict[str, tuple[str, Options]] = {
     "neuclip, rho 4": ("neuclip", {_RHO: 4.0}),
     "neuclip, rho 11": ("neuclip", {_RHO: 11.0}),
     "neuclip, rho 5, tau from 0.03": ("neuclip", {_RHO: 5.0, _T + "initial": 0.03}),
-    "amorlip, combined target": ("amorlip", {"objective.amortized.stage2": "combined"}),
+    "amorlip, combined target": ("amorlip", {_A + "stage2": "combined"}),
+    "amorlip, KL divergence": ("amorlip", {_A + "loss": "kl"}),
+    "amorlip, JS divergence": ("amorlip", {_A + "loss": "js"}),
+    "amorlip, T_online = 8": ("amorlip", {_A + "online_every": 8}),
+    "amorlip, T_online = 32": ("amorlip", {_A + "online_every": 32}),
+    "amorlip, partition of negatives alone": ("amorlip", {_A + "positive_weight": 0.0}),
+    "amorlip, EMA 0.92": ("amorlip", {_A + "ema": 0.92}),
+    "amorlip, no earlier epoch in the target": ("amorlip", {_A + "previous_weight": 0.0}),
+    "neuclip, one AdamW step (Algorithm 3)": ("neuclip", {_N + "order": "joint"}),
+    "fastclip_v3, eps 1e-6": ("fastclip_v3", {"objective.eps": 1e-6}),
+    "fastclip_v3, gamma_min 0.8": ("fastclip_v3", {_U + "gamma_min": 0.8}),
 }
 
 
