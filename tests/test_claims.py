@@ -1,0 +1,34 @@
+"""The page of claims: every row has a state, and what it tells the reader to run exists."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from neuclip_ds.reproduction.cold_start import VARIANTS
+from neuclip_ds.reproduction.study import ABLATIONS
+
+MEASURED = ("reference/reproduction.md", "explanation/cold_start.md")
+DOCS = Path(__file__).parents[1] / "docs"
+PAGE = (DOCS / "reference/claims.md").read_text(encoding="utf-8")
+STATES = {"holds", "fails", "partly", "within noise", "not yet tested", "not testable here"}
+ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.count("|") == 5]
+CLAIMS = [row for row in ROWS if row[2] != "state" and set(row[2]) != {"-"}]
+
+
+def test_every_claim_has_a_state() -> None:
+    assert len(CLAIMS) > 50
+    assert {row[2] for row in CLAIMS} == STATES
+
+
+def test_named_ablations_exist() -> None:
+    named = set(re.findall(r'"([^"]+)"', PAGE))
+    assert named
+    assert named <= {*ABLATIONS, *VARIANTS}
+
+
+def test_figures_are_those_of_the_measured_pages() -> None:
+    """Each figure with a deviation stands in a table of a page that measured it."""
+    measured = "".join((DOCS / page).read_text(encoding="utf-8") for page in MEASURED)
+    figures = [figure for row in CLAIMS for figure in re.findall(r"[\d.]+ ± [\d.]+", row[3])]
+    assert [figure for figure in figures if figure not in measured] == []
