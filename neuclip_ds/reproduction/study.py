@@ -87,9 +87,9 @@ def base(method: str, lr: float, knob: Any, budget: Budget) -> Options:
         "data.batch_size": budget.batch,
         "budget.epochs": budget.epochs,
         "optimizer.lr": lr,
-        # half of the run, as published
+        # half and all of the run, as published
         "objective.moving_average.gamma_epochs": budget.epochs / 2,
-        "objective.amortized.previous_epochs": budget.epochs / 2,
+        "objective.amortized.previous_epochs": budget.epochs,
         **{f"objective.{key}": value for key, value in search.fixed.items()},
         f"objective.{search.option}": knob,
     }

@@ -100,7 +100,7 @@ class NpnNormalizer(Normalizer):
         self._accumulators = [torch.full_like(empty, config.initial_accumulator) for _ in (IMAGE, TEXT)]
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Take one step of Algorithm 1; `order=simultaneous` is Algorithm 3."""
+        """Take one step of Algorithm 1; with `order=simultaneous` the network's updates come last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         if step.learn:
             self._restart_if_due(step)
