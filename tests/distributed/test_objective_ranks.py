@@ -88,7 +88,7 @@ def test_traffic_is_counted() -> None:
         assert traffic["features"].bytes_received == STEPS * share * (8 + 2 * DIM * item)
         assert traffic["scalars"].calls == STEPS
         others = sum(counted.bytes_received for purpose, counted in traffic.items() if purpose not in apart)
-        if name != "neuclip_full_gradient":  # which sums m prototypes' pull on each anchor over ranks: (B, d)
+        if name != "neuclip":  # whose full gradient sums m prototypes' pull on each anchor over ranks: (B, d)
             updates = VARIANTS[name][1].get("npn", {}).get("updates", 0)
             assert others <= STEPS * ROWS * item * 2 * (updates + 4)
     calls = {name: ranks[0][name]["traffic"]["network gradients"].calls for name in ("amorlip", "amorlip_seldom")}

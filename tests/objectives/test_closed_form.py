@@ -72,10 +72,11 @@ def test_fastclip_first_and_later_visit(size: int, dim: int, tau: float) -> None
         assert float(found.loss) == pytest.approx(float(tau * torch.log(eps + u).mean(1).sum()), rel=1e-9)
 
 
-@pytest.mark.parametrize("reading", ["stop", "full"])
+@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize(("size", "dim", "prototypes"), [(7, 5, 6), (33, 17, 40), (24, 8, 16)])
-def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str) -> None:
+def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str, max_ratio: float | None) -> None:
     eps, rho = 1e-14, 2.0
     method = objective(
         "neuclip",
@@ -84,7 +85,7 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         eps=eps,
         chunk=5,
         temperature={"initial": tau, "lr": 0.0, "rho": rho},
-        npn={"prototypes": prototypes, "updates": 2, "lr": 0.05, "alpha_grad": reading},
+        npn={"prototypes": prototypes, "updates": 2, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio},
     )
     number = 0
     while number * size < prototypes:  # fill the queue; until then the batch is its own normaliser
@@ -102,7 +103,8 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         table["w2"],
         eps,
         rho,
-        stop=reading == "stop",
+        reading,
+        max_ratio,
     )
     compare(found, loss, image, text)
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)

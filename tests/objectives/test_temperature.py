@@ -50,17 +50,19 @@ def test_rgcl_g_gradient(data_term: str, coefficient: int, monkeypatch: pytest.M
     assert found == pytest.approx(-0.05 * (level + coefficient * data), rel=1e-10)
 
 
-@pytest.mark.parametrize("reading", ["stop", "full"])
-def test_neuclip_gradient(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
+def test_neuclip_gradient(reading: str, max_ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     image, text = pairs(17, 6)
     rho, eps = 3.0, 1e-14
-    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading}
+    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio}
     method = objective("neuclip", Communicator(), 6, eps=eps, temperature={"rho": rho, "lr": 0.0}, npn=npn)
     method(batch(*pairs(17, 6, seed=5)), step(0))
     found = descent(method, monkeypatch, batch(image, text), step(1))
     table = method.row_tables()["npn"].tensors
     theta = torch.tensor(-math.log(0.07), dtype=torch.float64, requires_grad=True)
-    oracle.neuclip(image, text, (-theta).exp(), table["w1"], table["w2"], eps, rho, reading == "stop").backward()
+    w1, w2 = table["w1"], table["w2"]
+    oracle.neuclip(image, text, (-theta).exp(), w1, w2, eps, rho, reading, max_ratio).backward()
     assert found == pytest.approx(float(theta.grad), rel=1e-10)
 
 

@@ -32,8 +32,13 @@ class NpnConfig(Section):
     """AdaGrad's accumulator at the start."""
     reset_accumulator: bool = False
     """Also reset AdaGrad's accumulator at a restart."""
-    alpha_grad: Literal["stop", "full"] = "stop"
-    """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
+    restart_with: Literal["current", "earlier"] = "current"
+    """Samples that a re-draw takes: the current batch where it has m pairs (Algorithm 1), or always those before it."""
+    alpha_grad: Literal["full", "positive", "stop"] = "full"
+    """Gradient of alpha in the encoders' and tau's: all of it (NeuCLIP eq. 12), its part along the positive alone, or
+    none."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     order: Literal["alternating", "simultaneous"] = "alternating"
@@ -69,9 +74,11 @@ METHOD = Method(
     starts={"temperature": {"initial": 0.07}},
     test_options={
         "": {"eps": 1e-6, "npn": _SMALL},
-        "full_gradient": {"npn": {**_SMALL, "alpha_grad": "full"}},
+        "positive": {"npn": {**_SMALL, "alpha_grad": "positive", "max_ratio": 0.9}},
+        "stop": {"npn": {**_SMALL, "alpha_grad": "stop", "restart_with": "earlier"}},
         "mlp": {"npn": {"network": "mlp", "updates": 2}},
     },
-    float32_options={"npn": {"updates": 0, "prototypes": 32}},
+    # a network without a fit has ratios that float32 bounds and float64 does not
+    float32_options={"npn": {"updates": 0, "prototypes": 32, "max_ratio": 1e6}},
     search=Search({"temperature.rho": 6.5}),
 )
