@@ -80,7 +80,9 @@ def neuclip(
     max_ratio: float | None = None,
 ) -> Tensor:
     """NeuCLIP eq. 12, with all or part of alpha a constant for encoders and temperature."""
-    return 2 * rho * tau + tau * conjugate(image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading, max_ratio)
+    return 2 * rho * tau + tau * conjugate(
+        image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading, max_ratio
+    )
 
 
 def conjugate(

@@ -7,11 +7,14 @@ import math
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step
+from build import SAMPLES, batch, objective, pairs, relative_error, step
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.contrastive import GeneralPairs, PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
@@ -108,6 +111,25 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str,
     )
     compare(found, loss, image, text)
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
+    """With the whole data set as the batch, and no network yet, the gradients are those of OpenCLIP's cross-entropy."""
+    temperature = {"initial": tau, "rule": "learned", "lr": 1e-3}
+    image, text = pairs(SAMPLES // 10, 8)
+    found = {}
+    for name, options in {
+        "neuclip": {"npn": {"prototypes": 4096}, "temperature": temperature},
+        "openclip": {"temperature": {"initial": tau, "lr": 1e-3}},
+    }.items():
+        context = Context(8, SAMPLES // 10, Communicator(), torch.float64)
+        config = Config.model_validate({"objective": {"method": name, **options}})
+        built = build_objective(config, context, torch.float64)
+        result = built(batch(image, text), step())
+        found[name] = (result.image, result.text, built.replicated_state()["temperature.adam.theta.exp_avg"])
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert relative_error(ours, theirs) < EXACT
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.1])

@@ -47,16 +47,16 @@ class NpnConfig(Section):
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
+    from neuclip_ds.objectives.composed import ContrastiveObjective
+    from neuclip_ds.objectives.global_loss import global_loss
     from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
     from neuclip_ds.objectives.pair_loss import PairLoss
-    from neuclip_ds.objectives.temperature import RobustTemperature
 
     npn = config.section(NpnConfig)
-    network = (MlpNpnNormalizer if npn.network == "mlp" else NpnNormalizer)(npn, config.eps, context)
-    temperature = RobustTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, PairLoss(), network, temperature, scale_tau)
+    loss = global_loss(config, context)
+    network = (MlpNpnNormalizer if npn.network == "mlp" else NpnNormalizer)(npn, loss.eps, context)
+    return ContrastiveObjective(config, context, PairLoss(), network, loss.temperature, loss.scale)
 
 
 # 7 prototypes: no world size divides them. A warm accumulator: from zero, AdaGrad's first step is a sign.
@@ -66,9 +66,10 @@ _SMALL: dict[str, Any] = {
 METHOD = Method(
     source="NeuCLIP eq. 10-12",
     normalizer="network (NPN) that predicts alpha_i: exp(-alpha_i)",
-    temperature="RGCL-g with rho",
+    temperature="RGCL-g with rho, or learned without it",
     compose=compose,
     sections={"npn": NpnConfig},
+    has_temperature_rule=True,
     # NeuCLIP Table 3. tau's start and schedule are not published: 0.07, and the encoders' schedule because its learning
     # rate is an eighth of theirs on every data set.
     starts={"temperature": {"initial": 0.07}},
@@ -76,6 +77,7 @@ METHOD = Method(
         "": {"eps": 1e-6, "npn": _SMALL},
         "positive": {"npn": {**_SMALL, "alpha_grad": "positive", "max_ratio": 0.9}},
         "stop": {"npn": {**_SMALL, "alpha_grad": "stop", "restart_with": "earlier"}},
+        "no_rho": {"npn": _SMALL, "temperature": {"rule": "learned"}},
         "mlp": {"npn": {"network": "mlp", "updates": 2}},
     },
     # a network without a fit has ratios that float32 bounds and float64 does not

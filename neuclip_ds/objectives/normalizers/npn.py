@@ -24,8 +24,8 @@ its derivatives are, e_i being the anchor and t_i its partner:
     dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
     dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
 
-`alpha_grad` chooses the term r_i grad alpha_i of the encoders' and tau's gradient: `full` is all of it, `stop` is without
-it. `positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
+`alpha_grad` chooses the term r_i grad alpha_i of the encoders' and tau's gradient: `full` has all of it, `stop` none.
+`positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
 which depends on the anchor alone. What is left of alpha_i = beta_i - s_ii/tau pulls along the positive,
 
     dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            anchor_ratio.py
