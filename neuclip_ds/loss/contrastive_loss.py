@@ -85,7 +85,8 @@ class ContrastiveLoss(nn.Module):
         Args:
             method: a name in the table of methods.
             dim: width d of the features.
-            samples: size n of the training set; needed by methods that keep statistics of each sample.
+            samples: size n of the training set; needed by methods that keep statistics of each sample, and by
+                `temperature={"rule": "learned"}`.
             epochs: length of the run, for schedules.
             steps_per_epoch: calls in training that count as an epoch, for schedules; None is a single epoch.
             lr: peak learning rate of the encoders.
@@ -255,9 +256,10 @@ class ContrastiveLoss(nn.Module):
         self._target = _Target(device, dtype, self._communicator.rank, self._communicator.world_size)
         context = Context(
             self._dim,
-            self._samples + 1,  # the last row stands for samples that are not in the training set
+            self._samples,
             self._communicator,
             dtype,
+            spare_rows=1,  # it stands for samples that are not in the training set
             adam=self._adam,
             own_optimizers=self._own_optimizer,
         )

@@ -49,6 +49,7 @@ class Context(NamedTuple):
     bias: float | None = -10.0  # of SigLIP's logits, likewise
     comm_dtype: torch.dtype = torch.float32  # precision in which features travel
     adam: AdamSettings = AdamSettings()  # of the temperature
+    spare_rows: int = 0  # of the tables by sample, after those of the data set
     own_optimizers: bool = True  # False leaves gradients in `.grad` of `parameters()` for the caller's optimizer
 
 
@@ -113,7 +114,7 @@ class NormalizerOutput(NamedTuple):
 
     log_weight: Tensor  # (2, B): log w of every anchor of the global batch
     value: Tensor  # (2, local): per-anchor loss, whose mean over anchors the method reports
-    tau_term: Tensor  # (2, local): per-anchor part of d loss / d tau that is not the data term
+    tau_term: Tensor  # (2, local): per-anchor part of d (tau loss) / d tau that is not the data term
     metrics: dict[str, Tensor]  # name -> 0-dim, equal on all ranks
     feature_grad: tuple[Tensor, Tensor] | None = None  # (local, d) image, (local, d) text; before the method's scale
     local_metrics: Mapping[str, Tensor] = {}  # name -> (2, local): logged as their mean over all anchors

@@ -74,6 +74,9 @@ class ContrastiveObjective(Objective):
             text = text.add(estimate.feature_grad[1] * scale)
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
         local_mean_logit = gradient.mean_logit / local_scale
+        grad_log_scale = gradient.mean_logit.sum()
+        if estimate.tau_term is not estimate.value:  # the normaliser's estimate moves with tau
+            grad_log_scale = grad_log_scale - (local_scale * (estimate.tau_term - estimate.value)).sum()
         sums = torch.stack(
             [
                 (local_scale * estimate.value + self._temperature.rho(step) * local_tau).sum(),
@@ -81,7 +84,7 @@ class ContrastiveObjective(Objective):
                 torch.logaddexp(log_g + math.log(pairs.divisor), torch.zeros_like(log_g)).sum() / 2,
                 local_mean_logit.sum(),
                 estimate.tau_term.sum(),
-                gradient.mean_logit.sum(),
+                grad_log_scale,
                 *(values.sum() for values in estimate.local_metrics.values()),
                 image.square().sum() + text.square().sum(),
             ]

@@ -43,6 +43,9 @@ class _ObjectiveConfig(Section):
         for section in SECTIONS:
             if section in tree and section not in method.sections:
                 raise UserError(_unread(tree.get("method", DEFAULT), section, tree[section]))
+        rule = (tree.get("temperature") or {}).get("rule")
+        if rule is not None and not method.has_temperature_rule:
+            raise UserError(_fixed_rule(tree.get("method", DEFAULT), rule))
         return merge(merge(method.defaults, method.starts), tree)
 
     @model_serializer(mode="wrap")
@@ -62,6 +65,14 @@ def _unread(method: str, section: str, options: Any) -> str:
     return (
         f"{', '.join(given) or f'objective.{section}'} is read by {readers} only; objective.method={method} reads "
         f"{reads}: remove it, or choose one of those methods."
+    )
+
+
+def _fixed_rule(method: str, rule: str) -> str:
+    readers = ", ".join(name for name, other in METHODS.items() if other.has_temperature_rule)
+    return (
+        f"objective.temperature.rule={rule} is read by {readers} only; objective.method={method} has one rule for its "
+        "temperature: remove the option, or choose one of those methods."
     )
 
 

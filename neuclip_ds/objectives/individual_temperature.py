@@ -44,7 +44,8 @@ class IndividualTemperature(Temperature):
         self._betas, self._eps = context.adam
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
-        self._store = SampleStore(context.samples, {**fields, "visits": 0.0}, context.communicator, context.dtype)
+        fields["visits"] = 0.0
+        self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
         self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:

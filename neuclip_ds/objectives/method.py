@@ -41,6 +41,8 @@ class Method:
     """Build the objective. Import its parts inside this function: they import torch."""
     sections: Mapping[str, type[Section]] = field(default_factory=dict)
     """Config sections that the method reads, by name below `objective.`; several methods may share one."""
+    has_temperature_rule: bool = False
+    """Whether the method reads `temperature.rule` (global_loss.py), since it has more than one."""
     defaults: Options = field(default_factory=dict)
     """Published settings where they differ from the sections' defaults."""
     starts: Options = field(default_factory=dict)

@@ -28,6 +28,9 @@ class MovingAverageConfig(Section):
     gamma_epoch_steps: int | None = Field(None, ge=1)
     """Training steps that count as an epoch of this schedule, for runs that see each sample about once. By default
     those of the data."""
+    drift_rate: float = Field(0.0, ge=0, le=1)
+    """Weight of a batch in the running mean of log g that log u is kept relative to, so that u follows what all
+    samples' g do between two visits; 0 keeps u itself (FastCLIP)."""
 
 
 Rule = Literal["constant", "log", "robust", "individual"]
@@ -41,6 +44,7 @@ SECTIONS: dict[str, type[Section]] = {"moving_average": MovingAverageConfig}
 CONSTANT = "u_i, constant gamma: 1/(eps + u_i)"  # in the docs' table
 TUNED_GAMMA = {"gamma": "constant", "gamma_min": 0.6}  # of SogCLR and iSogCLR, FastCLIP's study of gamma
 CONSTANT_GAMMA = {f"moving_average.{key}": value for key, value in TUNED_GAMMA.items()}
+TEST_OPTIONS = {"": {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}}}
 INDIVIDUAL = {"temperature.rho": 7.0, "temperature.lr": 1e-3, "temperature.schedule": "constant"}
 
 
@@ -53,7 +57,7 @@ def average_method(rule: Rule, **fields: Any) -> Method:
         "temperature": temperature,
         "compose": partial(compose_average, rule=rule),
         "sections": SECTIONS,
-        "test_options": {"": {"eps": 1e-6, "moving_average": {"gamma_min": 0.3, "gamma_epochs": 2}}},
+        "test_options": TEST_OPTIONS,
         "search": Search(),
     }
     return Method(**{**family, **fields})

@@ -23,7 +23,7 @@ class TemperatureSignal(NamedTuple):
     """Statistics of one step that a rule may use.
 
     `mean_logit` is w/(B-1) sum_j exp(y_ij) y_ij with y = l(x)/tau: -tau times the data term d g / d tau. `tau_term` is
-    the per-anchor part of d loss / d tau that is not the data term.
+    the per-anchor part of d (tau loss) / d tau that is not the data term.
     """
 
     mean_logit: Tensor  # 0-dim, global mean over anchors of the sum of both directions, equal on all ranks

@@ -69,13 +69,36 @@ def alphas(image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps
 
 
 def neuclip(
-    image: Tensor, text: Tensor, tau: Tensor, w1: Tensor, w2: Tensor, eps: float, rho: float, stop: bool = False
+    image: Tensor,
+    text: Tensor,
+    tau: Tensor,
+    w1: Tensor,
+    w2: Tensor,
+    eps: float,
+    rho: float,
+    reading: str = "full",
+    max_ratio: float | None = None,
 ) -> Tensor:
-    """NeuCLIP eq. 12; with `stop` alpha is a constant for encoders and temperature."""
-    alpha = alphas(image, text, tau, w1, w2, eps)
-    alpha = alpha.detach() if stop else alpha
+    """NeuCLIP eq. 12, with all or part of alpha a constant for encoders and temperature."""
+    return 2 * rho * tau + tau * conjugate(
+        image, text, tau, alphas(image, text, tau, w1, w2, eps), eps, reading, max_ratio
+    )
+
+
+def conjugate(
+    image: Tensor, text: Tensor, tau: Tensor, alpha: Tensor, eps: float, reading: str, max_ratio: float | None = None
+) -> Tensor:
+    """1/B sum_i exp(-alpha_i)(eps + g_i) + alpha_i - 1 of both directions.
+
+    `stop` holds alpha (2, B) constant, `positive` alpha_i + s_ii/tau. With `max_ratio` alpha_i is raised by a constant.
+    """
     g = torch.stack([log_mean_exp(x).exp() for x in logits(image, text, tau)])
-    return tau * ((-alpha).exp() * (eps + g) + alpha).mean(1).sum() + 2 * tau * (rho - 1)
+    positive = (image * text).sum(1) / tau
+    alpha = {"full": alpha, "stop": alpha.detach(), "positive": (alpha + positive).detach() - positive}[reading]
+    if max_ratio is not None:
+        excess = torch.log(eps + g) - alpha - torch.log(torch.tensor(max_ratio, dtype=g.dtype))
+        alpha = alpha + excess.detach().clamp(min=0)
+    return ((-alpha).exp() * (eps + g) + alpha - 1).mean(1).sum()
 
 
 def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: float, rho: float) -> Tensor:

@@ -7,11 +7,14 @@ import math
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step
+from build import SAMPLES, batch, objective, pairs, relative_error, step
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.contrastive import GeneralPairs, PairSimilarities
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
@@ -72,10 +75,11 @@ def test_fastclip_first_and_later_visit(size: int, dim: int, tau: float) -> None
         assert float(found.loss) == pytest.approx(float(tau * torch.log(eps + u).mean(1).sum()), rel=1e-9)
 
 
-@pytest.mark.parametrize("reading", ["stop", "full"])
+@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
 @pytest.mark.parametrize("tau", TAUS)
 @pytest.mark.parametrize(("size", "dim", "prototypes"), [(7, 5, 6), (33, 17, 40), (24, 8, 16)])
-def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str) -> None:
+def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str, max_ratio: float | None) -> None:
     eps, rho = 1e-14, 2.0
     method = objective(
         "neuclip",
@@ -84,7 +88,7 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         eps=eps,
         chunk=5,
         temperature={"initial": tau, "lr": 0.0, "rho": rho},
-        npn={"prototypes": prototypes, "updates": 2, "lr": 0.05, "alpha_grad": reading},
+        npn={"prototypes": prototypes, "updates": 2, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio},
     )
     number = 0
     while number * size < prototypes:  # fill the queue; until then the batch is its own normaliser
@@ -102,10 +106,30 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str)
         table["w2"],
         eps,
         rho,
-        stop=reading == "stop",
+        reading,
+        max_ratio,
     )
     compare(found, loss, image, text)
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)
+
+
+@pytest.mark.parametrize("tau", TAUS)
+def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
+    """With the whole data set as the batch, and no network yet, the gradients are those of OpenCLIP's cross-entropy."""
+    temperature = {"initial": tau, "rule": "learned", "lr": 1e-3}
+    image, text = pairs(SAMPLES // 10, 8)
+    found = {}
+    for name, options in {
+        "neuclip": {"npn": {"prototypes": 4096}, "temperature": temperature},
+        "openclip": {"temperature": {"initial": tau, "lr": 1e-3}},
+    }.items():
+        context = Context(8, SAMPLES // 10, Communicator(), torch.float64)
+        config = Config.model_validate({"objective": {"method": name, **options}})
+        built = build_objective(config, context, torch.float64)
+        result = built(batch(image, text), step())
+        found[name] = (result.image, result.text, built.replicated_state()["temperature.adam.theta.exp_avg"])
+    for ours, theirs in zip(*found.values(), strict=True):
+        assert relative_error(ours, theirs) < EXACT
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.1])

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
+from typing import Any
 
+import oracle
 import pytest
 import torch
-from build import step
+from build import batch, objective, pairs, relative_error, step
+from torch.nn.functional import normalize
 
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
+from neuclip_ds.state.partition import load_rows, save_rows
 
 
 def test_gamma_falls_from_one_to_its_minimum() -> None:
@@ -45,3 +52,51 @@ def test_first_visit_takes_the_batch_value() -> None:
 def test_values_beyond_float32_range_of_exp() -> None:
     found = moving_average(torch.tensor([150.0]), torch.tensor([190.0]), 0.5)
     assert float(found) == pytest.approx(190 + math.log(0.5))
+
+
+def corrected(rate: float, gamma_min: float = 0.5) -> Any:
+    average = {"gamma": "constant", "gamma_min": gamma_min, "drift_rate": rate}
+    return objective("fastclip_v3", Communicator(), 6, eps=1e-6, moving_average=average, temperature={"lr": 0.0})
+
+
+def test_u_relative_to_the_running_mean_of_log_g() -> None:
+    """Two halves of the data in turn: u, weights and loss are those of the formula, with levels of each direction."""
+    rate, gamma, eps, tau = 0.3, 0.5, 1e-6, torch.tensor(0.07, dtype=torch.float64)
+    method = corrected(rate)
+    level, relative = torch.zeros(2, 1, dtype=torch.float64), torch.zeros(2, 18, dtype=torch.float64)
+    for number in range(6):
+        image, text = (x.requires_grad_() for x in pairs(9, 6, seed=number, likeness=1 + number))
+        index = torch.arange(9) + 9 * (number % 2)
+        found = method(batch(image.detach(), text.detach(), index), step(number))
+        log_g = torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, tau)]).detach()
+        level = level + max(rate, 1 / (number + 1)) * (log_g.mean(1, keepdim=True) - level)
+        before = (relative[:, index] + level).exp()
+        u = log_g.exp() if number < 2 else (1 - gamma) * before + gamma * log_g.exp()
+        relative[:, index] = u.log() - level
+        by_image, by_text = torch.autograd.grad(oracle.global_contrastive(image, text, tau, u, eps), (image, text))
+        assert relative_error(found.image, by_image) < 1e-10
+        assert relative_error(found.text, by_text) < 1e-10
+        assert float(found.loss) == pytest.approx(float(tau * torch.log(eps + u).mean(1).sum()), rel=1e-9)
+
+
+def test_drift_of_all_normalizers_alike_leaves_no_lag() -> None:
+    """Every step lowers all log g by about as much: u of the last visit is behind, less so relative to the level."""
+    lags = {}
+    for rate in (0.0, 0.5):
+        method = corrected(rate, gamma_min=0.1)
+        image, text = pairs(64, 6, likeness=0.5)
+        for number in range(16):
+            rows = torch.arange(16) + 16 * (number % 4)
+            text_now = normalize(text + 0.1 * number * image, dim=1)
+            found = method(batch(image[rows], text_now[rows], rows), step(number))
+        log_g = [oracle.log_mean_exp(x) for x in oracle.logits(image[rows], text_now[rows], torch.tensor(0.07))]
+        lags[rate] = float(found.metrics["log_u"] - torch.stack(log_g).mean())
+    assert lags[0.0] > 1
+    assert abs(lags[0.5]) < lags[0.0] / 2
+
+
+def test_u_and_relative_u_are_not_taken_for_each_other(tmp_path: Path) -> None:
+    saved, other = corrected(0.1), corrected(0.0)
+    save_rows(tmp_path, "samples", saved.row_tables()["samples"])
+    with pytest.raises(UserError, match="log_u_above_level"):
+        load_rows(tmp_path, "samples", other.row_tables()["samples"])

@@ -10,7 +10,6 @@ import torch
 from build import batch, objective, pairs, relative_error, step
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
 
 DIM, EPS = 6, 1e-6
 
@@ -46,9 +45,26 @@ def test_updates_follow_adam_on_the_objective(goal: str) -> None:
     assert float(found.metrics["alpha"]) == pytest.approx(float(alpha.mean()), rel=1e-8)
 
 
-def test_full_gradient_is_refused() -> None:
-    with pytest.raises(UserError, match="network=mlp takes stop"):
-        build(alpha_grad="full")
+@pytest.mark.parametrize("reading", ["full", "positive", "stop"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
+def test_gradients_are_autograds(reading: str, max_ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
+    method = build(updates=2, mlp_lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
+    method(batch(*pairs(15, DIM, seed=1)), step())
+    descents = []
+    monkeypatch.setattr(method._temperature, "descend", lambda _, theta: descents.append(float(theta)))
+    image, text = (x.requires_grad_() for x in pairs(15, DIM))
+    found = method(batch(image.detach(), text.detach()), step(1))
+    normalizer = method._normalizer
+    theta = torch.tensor(method.replicated_state()["temperature.theta"].item(), dtype=torch.float64, requires_grad=True)
+    tau, positive = (-theta).exp(), (image * text).sum(1)
+    log_normalizer = normalizer._mlp(normalizer._weights.detach(), torch.stack([image, text]))
+    alpha = torch.log(EPS + (log_normalizer - positive / tau).exp())
+    loss = tau * oracle.conjugate(image, text, tau, alpha, EPS, reading, max_ratio)
+    by_image, by_text, by_theta = torch.autograd.grad(loss, (image, text, theta))
+    assert relative_error(found.image, by_image) < 1e-10
+    assert relative_error(found.text, by_text) < 1e-10
+    assert descents == pytest.approx([float(by_theta)], rel=1e-10)
 
 
 def test_state_round_trip() -> None:

@@ -7,11 +7,12 @@ import math
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, step
+from build import SAMPLES, batch, objective, pairs, relative_error, step
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.loss import ContrastiveLoss
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
 
@@ -50,18 +51,53 @@ def test_rgcl_g_gradient(data_term: str, coefficient: int, monkeypatch: pytest.M
     assert found == pytest.approx(-0.05 * (level + coefficient * data), rel=1e-10)
 
 
-@pytest.mark.parametrize("reading", ["stop", "full"])
-def test_neuclip_gradient(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
+def test_neuclip_gradient(reading: str, max_ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     image, text = pairs(17, 6)
     rho, eps = 3.0, 1e-14
-    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading}
+    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio}
     method = objective("neuclip", Communicator(), 6, eps=eps, temperature={"rho": rho, "lr": 0.0}, npn=npn)
     method(batch(*pairs(17, 6, seed=5)), step(0))
     found = descent(method, monkeypatch, batch(image, text), step(1))
     table = method.row_tables()["npn"].tensors
     theta = torch.tensor(-math.log(0.07), dtype=torch.float64, requires_grad=True)
-    oracle.neuclip(image, text, (-theta).exp(), table["w1"], table["w2"], eps, rho, reading == "stop").backward()
+    w1, w2 = table["w1"], table["w2"]
+    oracle.neuclip(image, text, (-theta).exp(), w1, w2, eps, rho, reading, max_ratio).backward()
     assert found == pytest.approx(float(theta.grad), rel=1e-10)
+
+
+@pytest.mark.parametrize("reading", ["stop", "full", "positive"])
+def test_neuclip_without_rho(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half the conjugate with eps = 1/(n-1); rho and eps of the config are not read."""
+    image, text = (x.requires_grad_() for x in pairs(17, 6))
+    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading}
+    temperature = {"rule": "learned", "rho": 3.0, "lr": 0.0}
+    method = objective("neuclip", Communicator(), 6, npn=npn, temperature=temperature)
+    method(batch(*pairs(17, 6, seed=5)), step(0))
+    found = []
+    monkeypatch.setattr(method._temperature, "descend", lambda _, theta: found.append(float(theta)))
+    gradients = method(batch(image.detach(), text.detach()), step(1))
+    table = method.row_tables()["npn"].tensors
+    theta = torch.tensor(-math.log(0.07), dtype=torch.float64, requires_grad=True)
+    tau, eps = (-theta).exp(), 1 / (SAMPLES - 1)
+    alpha = oracle.alphas(image, text, tau, table["w1"], table["w2"], eps)
+    loss = oracle.conjugate(image, text, tau, alpha, eps, reading) / 2
+    by_image, by_text, by_theta = torch.autograd.grad(loss, (image, text, theta))
+    assert relative_error(gradients.image, by_image) < 1e-10
+    assert relative_error(gradients.text, by_text) < 1e-10
+    assert found == pytest.approx([float(by_theta)], rel=1e-10)
+    assert float(gradients.loss) == pytest.approx(float(loss), rel=1e-10)
+
+
+def test_methods_with_one_rule_refuse_another() -> None:
+    with pytest.raises(UserError, match=r"temperature\.rule=learned is read by neuclip.* only; .*method=fastclip_v3"):
+        objective("fastclip_v3", Communicator(), 6, temperature={"rule": "learned"})
+
+
+def test_a_loss_without_rho_needs_the_size_of_the_data_set() -> None:
+    with pytest.raises(UserError, match="n is unknown"):
+        ContrastiveLoss("neuclip", dim=6, temperature={"rule": "learned"})
 
 
 def test_clamp_holds_openclip_at_one_hundred() -> None:

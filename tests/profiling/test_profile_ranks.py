@@ -57,7 +57,10 @@ PREDICTED: dict[str, dict[str, float]] = {  # bytes received per step and rank
     },
     "neuclip": {
         "features": FEATURES,
-        "normalizer": 2 * VALUE + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE,
+        "normalizer": 2 * VALUE
+        + (UPDATES + 1) * ALL_REDUCE * 2 * RANKS * ROWS * DOUBLE
+        + 2 * DIM * VALUE  # the gradient of alpha
+        + ALL_REDUCE * 4 * RANKS * ROWS * FLOAT,
         "scalars": ALL_REDUCE * 6 * FLOAT,
     },
     "openclip_reference": {

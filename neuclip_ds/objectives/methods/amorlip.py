@@ -44,6 +44,8 @@ class AmortizedConfig(Section):
     """Normaliser of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
     start: Literal["batch_mean", "released_code"] = "batch_mean"
     """Level of an epoch's new nets: the mean log Z of its first batch, or near 0; the paper leaves it open."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on C/lambda, with which an anchor's negatives weigh. By default none (AmorLIP)."""
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
@@ -70,7 +72,7 @@ METHOD = Method(
     test_options={
         "": {"amortized": {"width": 0.5}},
         "combined_kl": {"amortized": {"width": 0.5, "stage2": "combined", "loss": "kl"}},
-        "js": {"amortized": {"width": 0.5, "loss": "js"}},
+        "js": {"amortized": {"width": 0.5, "loss": "js", "max_ratio": 1.1}},
         "seldom": {"amortized": {"width": 0.5, "online_every": 2, "target_every": 1}},
     },
     float32_options={"amortized": {"stage2": "combined"}},  # the batch's own target instead of the fitted net

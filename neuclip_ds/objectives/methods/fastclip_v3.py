@@ -6,7 +6,7 @@ tau follows dL/dtau with u in place of g under the logarithms (temperature.Robus
 """
 
 from neuclip_ds.objectives.method import Search
-from neuclip_ds.objectives.sogclr_family import average_method
+from neuclip_ds.objectives.sogclr_family import TEST_OPTIONS, average_method
 
 METHOD = average_method(
     "robust",
@@ -15,5 +15,9 @@ METHOD = average_method(
     # (objective.temperature.data_term=released_code)
     defaults={"temperature": {"schedule": "third_below_0.03"}},
     starts={"temperature": {"initial": 0.07}},
+    test_options={
+        **TEST_OPTIONS,
+        "drift": {"moving_average": {"gamma_min": 0.3, "gamma_epochs": 2, "drift_rate": 0.4}},
+    },
     search=Search({"temperature.rho": 6.5}),
 )

@@ -36,8 +36,13 @@ class NpnConfig(Section):
     """AdaGrad's accumulator at the start."""
     reset_accumulator: bool = False
     """Also reset AdaGrad's accumulator at a restart."""
-    alpha_grad: Literal["stop", "full"] = "stop"
-    """Encoder gradient: `stop` holds alpha constant, `full` is the literal gradient of NeuCLIP eq. 12."""
+    restart_with: Literal["current", "earlier"] = "current"
+    """Samples that a re-draw takes: the current batch where it has m pairs (Algorithm 1), or always those before it."""
+    alpha_grad: Literal["full", "positive", "stop"] = "full"
+    """Gradient of alpha in the encoders' and tau's: all of it (NeuCLIP eq. 12), its part along the positive alone, or
+    none."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
     order: Literal["alternating", "simultaneous", "joint"] = "alternating"
@@ -46,20 +51,20 @@ class NpnConfig(Section):
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
+    from neuclip_ds.objectives.composed import ContrastiveObjective
+    from neuclip_ds.objectives.global_loss import global_loss
     from neuclip_ds.objectives.normalizers.npn import NpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_joint import JointNpnNormalizer
     from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
     from neuclip_ds.objectives.pair_loss import PairLoss
-    from neuclip_ds.objectives.temperature import RobustTemperature
 
     npn = config.section(NpnConfig)
     if npn.order == "joint" and npn.network == "mlp":
         raise UserError("objective.npn.order=joint is for prototypes; with objective.npn.network=mlp use simultaneous.")
     prototypes = JointNpnNormalizer if npn.order == "joint" else NpnNormalizer
-    network = (MlpNpnNormalizer if npn.network == "mlp" else prototypes)(npn, config.eps, context)
-    temperature = RobustTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, PairLoss(), network, temperature, scale_tau)
+    loss = global_loss(config, context)
+    network = (MlpNpnNormalizer if npn.network == "mlp" else prototypes)(npn, loss.eps, context)
+    return ContrastiveObjective(config, context, PairLoss(), network, loss.temperature, loss.scale)
 
 
 # 7 prototypes: no world size divides them. A warm accumulator: from zero, AdaGrad's first step is a sign.
@@ -69,18 +74,22 @@ _SMALL: dict[str, Any] = {
 METHOD = Method(
     source="NeuCLIP eq. 10-12",
     normalizer="network (NPN) that predicts alpha_i: exp(-alpha_i)",
-    temperature="RGCL-g with rho",
+    temperature="RGCL-g with rho, or learned without it",
     compose=compose,
     sections={"npn": NpnConfig},
+    has_temperature_rule=True,
     # NeuCLIP Table 3. tau's start and schedule are not published: 0.07, and the encoders' schedule because its learning
     # rate is an eighth of theirs on every data set.
     starts={"temperature": {"initial": 0.07}},
     test_options={
         "": {"eps": 1e-6, "npn": _SMALL},
-        "full_gradient": {"npn": {**_SMALL, "alpha_grad": "full"}},
+        "positive": {"npn": {**_SMALL, "alpha_grad": "positive", "max_ratio": 0.9}},
+        "stop": {"npn": {**_SMALL, "alpha_grad": "stop", "restart_with": "earlier"}},
+        "no_rho": {"npn": _SMALL, "temperature": {"rule": "learned"}},
         "mlp": {"npn": {"network": "mlp", "updates": 2}},
         "joint": {"npn": {**_SMALL, "order": "joint", "weight_decay": 0.1}},
     },
-    float32_options={"npn": {"updates": 0, "prototypes": 32}},
+    # a network without a fit has ratios that float32 bounds and float64 does not
+    float32_options={"npn": {"updates": 0, "prototypes": 32, "max_ratio": 1e6}},
     search=Search({"temperature.rho": 6.5}),
 )

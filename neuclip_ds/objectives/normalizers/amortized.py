@@ -32,6 +32,7 @@ from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
 
 # The divergences are sums over anchors, divided by B^2; their derivative by log lambda_i is C_i/lambda_i times this
 # function of log lambda_i - log Z_i. With P = exp(L s)/lambda and Q = exp(L s)/Z, not normalised, P/Q is the same for
@@ -195,10 +196,12 @@ class AmortizedNormalizer(Normalizer):
         log_lambda: Tensor,
         error: Tensor,
     ) -> NormalizerOutput:
+        log_lambda = representable(log_lambda, log_total)
+        if self._config.max_ratio is not None:
+            log_lambda = bounded(log_lambda, log_total, math.log(self._config.max_ratio))
         ratio = (log_total - log_lambda).exp()  # C/lambda
         metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
-        along_partner = (ratio - 1).sum(dim=0).div(batch.size * tau).unsqueeze(1)
-        feature_grad = (along_partner * batch.text[batch.local], along_partner * batch.image[batch.local])
+        feature_grad = partner_gradient(batch, 1 - ratio, tau)
         # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
         tau_term = positive * (1 - ratio)
         log_weight = batch.gather(positive - log_lambda, "normalizer")

@@ -1,16 +1,25 @@
 """A moving average of each sample's normaliser over its visits: SogCLR, FastCLIP (FastCLIP eq. 1).
 
 u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the first visit takes g_i itself.
+
+Between two visits g_i moves with the features, mostly by what all samples' have in common, and u_i stays behind by an
+epoch. The drift correction (ours, `drift_rate`) keeps log u_i relative to the level c of log g, a running mean for each
+direction over the batches t (i in the batch):
+
+    c_t = c_(t-1) + max(drift_rate, 1/t) (mean_i log g_i - c_(t-1))
+    u_i = (1 - gamma) exp(v_i + c_t) + gamma g_i,   v_i <- log u_i - c_t
+
+If all g are multiplied by the same factor between two visits, so is u_i, once c_t has followed.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Pending
-from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import RowTable
@@ -36,14 +45,48 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(torch.isneginf(log_u), log_g, updated)
 
 
+class Level(Stateful):
+    """Running mean of log g in either direction, over all samples; 0 with a rate of 0."""
+
+    def __init__(self, rate: float, context: Context) -> None:
+        self._rate, self._communicator = rate, context.communicator
+        self._mean = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
+        self._batches = 0
+
+    @property
+    def value(self) -> Tensor:
+        """(2, 1)."""
+        return self._mean
+
+    def follow(self, log_g: Tensor, size: int, learn: bool) -> Tensor:
+        """Return the level after a batch of `size` anchors, of which this rank has (2, local); keep it to learn."""
+        if not self._rate:
+            return self._mean
+        mean = self._communicator.all_reduce(log_g.sum(dim=1, keepdim=True), "normalizer") / size
+        moved = self._mean.lerp(mean, max(self._rate, 1 / (self._batches + 1)))
+        if learn:
+            self._mean, self._batches = moved, self._batches + 1
+        return moved
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"level": self._mean, "level_batches": torch.tensor(self._batches)} if self._rate else {}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        if self._rate:
+            self._mean, self._batches = state["level"].to(self._mean), int(state["level_batches"])
+
+
 class MovingAverageNormalizer(Normalizer):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
     def __init__(self, config: MovingAverageConfig, eps: float, context: Context) -> None:
         self._config = config
         self._log_eps = math.log(eps)
-        fields = {"log_u_image": -math.inf, "log_u_text": -math.inf}
-        self._store = SampleStore(context.samples, fields, context.communicator, context.dtype)
+        self._level = Level(config.drift_rate, context)
+        # named apart, so that one is not loaded for the other
+        name = "log_u_above_level" if config.drift_rate else "log_u"
+        fields = {f"{name}_image": -math.inf, f"{name}_text": -math.inf}
+        self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
         self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
@@ -51,25 +94,37 @@ class MovingAverageNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         gamma = gamma_of(step, self._config)
-        before = self._read(batch)
-        log_u = moving_average(before, log_g, gamma)
+        level = self._level.follow(log_g, batch.size, step.learn)
+        log_u = moving_average(self._read(batch) + level, log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")
         if step.learn:
-            self._store.write(batch.index, gathered.T)
+            self._store.write(batch.index, (gathered - level).T)
         log_eps = log_g.new_full((), self._log_eps)
         value = torch.logaddexp(log_u, log_eps)
         metrics = {"gamma": log_g.new_full((), gamma), "log_u": gathered.mean()}
         return NormalizerOutput(-torch.logaddexp(gathered, log_eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        return self._read(batch)
+        return self._read(batch) + self._level.value
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
-        """(2, local) log u of this rank's anchors."""
+        """(2, local) log u of this rank's anchors, above the level."""
         return batch.compact(self._reading.wait()).T
 
+    def replicated_state(self) -> dict[str, Tensor]:
+        return self._level.replicated_state()
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        self._level.load_replicated_state(state)
+
     def restore_point(self) -> Callable[[], None]:
-        return self._store.undo
+        restore_level = self._level.restore_point()
+
+        def restore() -> None:
+            restore_level()
+            self._store.undo()
+
+        return restore
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}

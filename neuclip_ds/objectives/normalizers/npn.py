@@ -24,11 +24,18 @@ its derivatives are, e_i being the anchor and t_i its partner:
     dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
     dalpha_i/dtau = -1/tau sum_k p_ik z_ik                                                  `_full_gradient`
 
-The paper does not say whether its encoders' gradient has the term r_i grad alpha_i; `alpha_grad` chooses.
+`alpha_grad` chooses the term r_i grad alpha_i of the encoders' and tau's gradient: `full` has all of it, `stop` none.
+`positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
+which depends on the anchor alone. What is left of alpha_i = beta_i - s_ii/tau pulls along the positive,
+
+    dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            anchor_ratio.py
+
+so that its pull, r_i/tau and the (1 - r_i)/tau of the first term, is 1/tau whatever r_i is (up to eps).
 
 Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of the batch are there:
 
     every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_restart_if_due`
+    (of this batch where B >= m, else of the last m samples before it)
     T_u times: W1, W2 <- AdaGrad on dJ/dW                                                   `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
     gradient of J for encoders and tau                                                      `_estimate`
@@ -51,6 +58,7 @@ from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, St
 from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
@@ -102,18 +110,21 @@ class NpnNormalizer(Normalizer):
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; with `order=simultaneous` the network's updates come last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
+        fills_queue = self._config.restart_with == "current" and batch.size >= self._config.prototypes
+        if step.learn and fills_queue:
+            self._enqueue(batch)
         if step.learn:
             self._restart_if_due(step)
         if self._drawn:
             positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
             if step.learn and self._config.order == "alternating":
                 self._fit(batch, positive, log_target, tau)
-            estimate = self._estimate(self._predict(batch, positive, tau), batch, log_target, tau, step)
+            estimate = self._estimate(self._predict(batch, positive, tau), batch, positive, log_target, tau, step)
             if step.learn and self._config.order == "simultaneous":
                 self._fit(batch, positive, log_target, tau)
         else:
             estimate = self._batch_estimate(batch, log_target)
-        if step.learn:
+        if step.learn and not fills_queue:
             self._enqueue(batch)
         return estimate
 
@@ -124,9 +135,10 @@ class NpnNormalizer(Normalizer):
         return self._predict(batch, positive, tau).alpha[:, batch.local]
 
     def _restart_if_due(self, step: Step) -> None:
-        """Every T_r steps set W1 to the last m texts and W2 to the images of the same samples, without this batch.
+        """Every T_r steps set W1 to the queue's m texts and W2 to the images of the same samples.
 
-        An anchor of this batch would meet its own partner among the prototypes.
+        They are this batch's where it has m pairs (Algorithm 1, line 4), so that an anchor's own partner is among them.
+        A queue of fewer would hold some anchors' partners and not others', so then they are those before this batch.
         """
         if self._seen < self._config.prototypes:
             return
@@ -176,8 +188,10 @@ class NpnNormalizer(Normalizer):
         That is the part of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The ablation's separate objective
         1/B sum_i (alpha_i - log(eps + g_i))^2 has r_i = 2/tau (alpha_i - log(eps + g_i)).
         """
-        error = prediction.alpha - log_target
-        residual = 2 / tau * error if self._config.objective == "separate" else 1 - error.neg().exp()  # (2, B) r_i
+        if self._config.objective == "separate":
+            residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
+        else:
+            residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
         weights = self._log_mass(prediction).exp_().mul_(residual).div_(batch.size)
         for number, anchors in enumerate((batch.image, batch.text)):
             gradients = _gradients(prediction.sides[number], weights[number].unsqueeze(1) * anchors)
@@ -198,22 +212,35 @@ class NpnNormalizer(Normalizer):
         return mass.clamp_(min=lowest_exponent(mass.dtype))
 
     def _estimate(
-        self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, step: Step
+        self,
+        prediction: _Prediction,
+        batch: GatheredFeatures,
+        positive: Tensor,
+        log_target: Tensor,
+        tau: Tensor,
+        step: Step,
     ) -> NormalizerOutput:
-        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i with `alpha_grad=full`."""
-        alpha = prediction.alpha
-        ratio = (log_target - alpha).exp()  # exp(-alpha_i) (eps + g_i) = 1 - r_i
-        metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        value = (ratio + alpha - 1)[:, batch.local]  # the bracket of J, which is also its part of dJ/dtau
+        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i as `alpha_grad` has it."""
+        alpha = representable(prediction.alpha, log_target)
+        metrics = self._health.watch((log_target - alpha).exp(), step)
+        if self._config.max_ratio is not None:
+            alpha = bounded(alpha, log_target, math.log(self._config.max_ratio))
+        metrics["alpha"] = alpha.mean()
+        ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
+        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
         if self._config.alpha_grad == "stop":
             return NormalizerOutput(-alpha, value, value, metrics)
-        feature_grad, grad_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
+        if self._config.alpha_grad == "positive":
+            feature_grad = partner_gradient(batch, 1 - ratio, tau)
+            grad_tau = (1 - ratio) * (positive[batch.local] / tau)
+        else:
+            feature_grad, grad_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
         return NormalizerOutput(-alpha, value, value + grad_tau, metrics, feature_grad)
 
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
     ) -> tuple[tuple[Tensor, Tensor], Tensor]:
-        """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau."""
+        """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau; r_i (2, local)."""
         sides, mass = prediction.sides, self._log_mass(prediction).exp_()
         drawn = torch.stack([side.share @ side.unit for side in sides]) * mass.unsqueeze(2)
         # sum_k p_ik W_k/|W_k|
@@ -221,11 +248,10 @@ class NpnNormalizer(Normalizer):
         log_share = torch.stack([torch.xlogy(side.share, side.share).sum(dim=1) for side in sides])  # their mean
         moments = torch.stack([mass, mass * (log_share + prediction.log_sum)], dim=1)  # sums of p_ik, p_ik z_ik
         mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
-        residual = residual[:, batch.local]
-        pull = (residual * mass).sum(dim=0).unsqueeze(1)  # both directions' alpha_i fall with s_ii
+        image, text = partner_gradient(batch, residual * mass, tau)
         weight = residual.unsqueeze(2) / (batch.size * tau)
-        image = weight[IMAGE] * image_drawn - pull / (batch.size * tau) * batch.text[batch.local]
-        text = weight[TEXT] * text_drawn - pull / (batch.size * tau) * batch.image[batch.local]
+        image = image + weight[IMAGE] * image_drawn
+        text = text + weight[TEXT] * text_drawn
         return (image, text), -residual * mean_logit
 
     def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:

@@ -6,17 +6,18 @@ fitted to the same objective as the prototypes, by Adam. The last bias starts at
 predictions have the right level. Each rank fits the nets to its own rows; their gradient is summed over ranks.
 """
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
+from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
 from neuclip_ds.objectives.normalizers.npn import log_eps_plus
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
 
@@ -24,13 +25,9 @@ _SEED = 0
 
 
 class MlpNpnNormalizer(Normalizer):
-    """w_i = exp(-alpha_i), alpha_i held constant in the encoders' gradient."""
+    """w_i = exp(-alpha_i); only f and its gradient differ from the prototypes' (npn.py)."""
 
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        if config.alpha_grad == "full":
-            raise UserError(
-                "objective.npn.alpha_grad=full is the prototypes' gradient; objective.npn.network=mlp takes stop."
-            )
         self._config, self._eps, self._own_optimizer = config, eps, context.own_optimizers
         self._communicator = context.communicator
         self._mlp = AmortizationMlp(context.dim, context.dim)
@@ -52,28 +49,61 @@ class MlpNpnNormalizer(Normalizer):
             self._started = True
         if step.learn and self._config.order == "alternating":
             self._fit(features, positive, log_target, tau, batch.size)
-        alpha = self._predict(features, positive) if self._started else log_target
+        if self._started:
+            estimate = self._estimate(batch, features, positive, log_target, tau, step)
+        else:
+            alpha = batch.gather(log_target, "normalizer")
+            estimate = NormalizerOutput(-alpha, log_target, log_target, {"alpha": alpha.mean()})
         if step.learn and self._config.order == "simultaneous":
             self._fit(features, positive, log_target, tau, batch.size)
-        ratio = (log_target - alpha).exp()
-        value = ratio + alpha - 1
-        alpha, ratio = batch.gather(torch.cat([alpha, ratio]), "normalizer").split(2)
-        metrics = {**self._health.watch(ratio, step), "alpha": alpha.mean()}
-        return NormalizerOutput(-alpha, value, value, metrics)
+        return estimate
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         if not self._started:
             return log_eps_plus(log_g, self._eps)
-        return self._predict(*self._inputs(batch, tau))
+        return log_eps_plus(self._log_ghat(*self._inputs(batch, tau)), self._eps)
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
         """(2, local, d) features and (local,) s_ii / tau."""
         image, text = batch.image[batch.local], batch.text[batch.local]
         return torch.stack([image, text]), torch.einsum("id,id->i", image, text) / tau
 
-    def _predict(self, features: Tensor, positive: Tensor) -> Tensor:
-        """(2, local) alpha."""
-        return log_eps_plus(self._mlp(self._weights.detach(), features) - positive, self._eps)
+    def _log_ghat(self, features: Tensor, positive: Tensor) -> Tensor:
+        """(2, local) f(e_i) - s_ii/tau."""
+        return self._mlp(self._weights.detach(), features) - positive
+
+    def _estimate(
+        self, batch: GatheredFeatures, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, step: Step
+    ) -> NormalizerOutput:
+        """As for prototypes; a rank has its anchors' whole gradient, so that none travels."""
+        log_ghat = self._log_ghat(features, positive)
+        predicted = log_eps_plus(log_ghat, self._eps)
+        raised = representable(predicted, log_target)
+        alpha = raised
+        if self._config.max_ratio is not None:
+            alpha = bounded(alpha, log_target, math.log(self._config.max_ratio))
+        all_alpha, all_ratio = batch.gather(torch.cat([alpha, (log_target - raised).exp()]), "normalizer").split(2)
+        metrics = {**self._health.watch(all_ratio, step), "alpha": all_alpha.mean()}
+        ratio = (log_target - alpha).exp()
+        value = ratio + alpha - 1
+        residual = 1 - ratio
+        if self._config.alpha_grad == "stop":
+            return NormalizerOutput(-all_alpha, value, value, metrics)
+        if self._config.alpha_grad == "positive":
+            feature_grad = partner_gradient(batch, residual, tau)
+        else:
+            residual = residual * (log_ghat - predicted).exp()  # dalpha_i = ghat_i/(eps + ghat_i) (df - ds_ii/tau)
+            along_image, along_text = partner_gradient(batch, residual, tau)
+            by_image, by_text = self._gradient_of_f(features, residual / batch.size)
+            feature_grad = (along_image + by_image, along_text + by_text)
+        return NormalizerOutput(-all_alpha, value, value + residual * positive, metrics, feature_grad)
+
+    def _gradient_of_f(self, features: Tensor, weight: Tensor) -> Tensor:
+        """(2, local, d) gradient of the sum of weight_i f(e_i) by the features; `weight` (2, local)."""
+        with torch.enable_grad():
+            leaf = features.detach().requires_grad_()
+            total = self._mlp(self._weights.detach(), leaf)
+        return torch.autograd.grad(total, leaf, weight)[0]
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
@@ -81,8 +111,11 @@ class MlpNpnNormalizer(Normalizer):
             with torch.enable_grad():
                 log_normalizer = self._mlp(self._weights, features)
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)
-            error = alpha.detach() - log_target
-            grad_alpha = 2 * error if self._config.objective == "separate" else tau * (1 - error.neg().exp())
+            fitted = alpha.detach()
+            if self._config.objective == "separate":
+                grad_alpha = 2 * (fitted - log_target)
+            else:
+                grad_alpha = tau * (1 - (log_target - representable(fitted, log_target)).exp())
             (gradient,) = torch.autograd.grad(alpha, self._weights, grad_alpha / size)
             self._weights.grad = self._communicator.all_reduce(gradient, "network gradients")
             if self._own_optimizer:
