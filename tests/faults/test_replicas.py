@@ -83,10 +83,13 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
 
 def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None:
     cases = [([*V3, "--run.compare_every=1"], "temperature.theta", step) for step in (2, 0)]
-    for drifted, healthy in run_ranks(2, messages, cases, shards, tmp_path):
+    nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.compare_every=1"]
+    cases.append((nothing_alike, "", 0))
+    for drifted, healthy, divided in run_ranks(2, messages, cases, shards, tmp_path):
         assert drifted.startswith("step 2: ")
         assert "temperature.theta must have the same bits on all ranks, but ranks 0 and 1 differ: test" in drifted
         assert not healthy
+        assert not divided
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
