@@ -56,11 +56,12 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
 
 
 def test_operations_are_those_of_the_formulas() -> None:
-    """A rank's rows against all, both ways and for both gradients, own pairs once; 2 (2 + 2) B m/K d an NPN update."""
+    """A rank's rows against all, both ways and for both gradients, own pairs once; 8 B m/K d an NPN update."""
     batch = RANKS * ROWS
     pairs = (8 * ROWS * batch - 2 * ROWS * ROWS) * DIM
     positives = 2 * batch * DIM
-    npn = (2 * 8 + 4) * batch * 3 * DIM  # two updates and a prediction, three prototypes a rank
+    # two updates, a prediction and its gradient, three prototypes a rank
+    npn = (2 * 8 + 4 + 4) * batch * 3 * DIM
     for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn)):
         found = objective_work(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32)).flops
         assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
