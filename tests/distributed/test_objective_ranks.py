@@ -14,7 +14,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.section import merge
 
 ROWS, DIM, STEPS = 24, 6, 5
-SUM_PULLS = ("neuclip", "neuclip_no_rho")  # alpha_grad=full: m prototypes' pull on each anchor, (B, d) over ranks
+SUM_PULLS = ("neuclip", "neuclip_no_rho", "neuclip_joint")  # alpha_grad=full: the prototypes' pull, (B, d) over ranks
 
 
 def global_batch(number: int) -> tuple[torch.Tensor, ...]:
