@@ -1,8 +1,8 @@
-"""TuneCLIP's global contrastive loss without the hinge, for images with labels (TuneCLIP, GCL).
+"""TuneCLIP's global contrastive loss without the hinge, its supervised case (TuneCLIP, GCL).
 
     L = tau/n sum_i [ log(eps + g1_i) + log(eps + g2_i) ],   g1_i = 1/B sum_{j != i} exp((s_ij - s_ii)/tau)
 
-A caption made of a class's name is never a false negative of another class, so no margin is needed. tau is constant.
+The margin is for false negatives, which supervised captions (the paper's are Flickr30k's) have few of. tau is constant.
 """
 
 from neuclip_ds.objectives.method import Context, Objective, ObjectiveConfig
