@@ -39,7 +39,7 @@ class NpnConfig(Section):
     restart_with: Literal["current", "earlier"] = "current"
     """Samples that a re-draw takes: the current batch where it has m pairs (Algorithm 1), or always those before it."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
-    """Gradient of alpha in the encoders' and tau's: all of it (NeuCLIP eq. 12), its part along the positive alone, or
+    """How much of alpha's gradient encoders and tau get: all of it (NeuCLIP eq. 12), its part along the positive, or
     none."""
     max_ratio: float | None = Field(None, gt=0)
     """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""

@@ -55,7 +55,7 @@ class Level(Stateful):
 
     @property
     def value(self) -> Tensor:
-        """(2, 1)."""
+        """Present level, (2, 1)."""
         return self._mean
 
     def follow(self, log_g: Tensor, size: int, learn: bool) -> Tensor:
