@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.exponents import bounded_exp_, exp_
+from neuclip_ds.objectives.exponents import bounded_exp_, exp_, log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 
@@ -105,7 +105,7 @@ class GeneralPairs:
                     exponent = pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
                     grid.positives(exponent, block).fill_(-math.inf)
                     sums = result[anchors.side, anchors.local]
-                    torch.logaddexp(sums, _log_sum_exp(exponent, anchors.partners, out), out=sums)
+                    torch.logaddexp(sums, log_sum_exp(exponent, anchors.partners, out), out=sums)
         return result + pair_loss.offset(self._origin[:, grid.local])
 
     def gradient(self, log_share: Tensor) -> PairGradient:
@@ -148,12 +148,6 @@ class GeneralPairs:
     def _scaled(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """Return what `_similarity` has returned, scaled for the anchors, as it is or in `out`."""
         return similarity if self._shared else torch.div(similarity, scale, out=out)
-
-
-def _log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
-    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf; `out`, also x, is overwritten."""
-    largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-    return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
 
 
 class FactoredPairs:

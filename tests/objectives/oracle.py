@@ -88,3 +88,29 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
     weight = (1 + (c - 1) * torch.eye(size).to(image)) / (size - 1)
     mass = [(weight * x.exp()).sum(1) / lam.exp() for x, lam in zip((scores, scores.T), log_lambda, strict=True)]
     return tau.detach() * (-2 * scores.diagonal().mean() + mass[0].mean() + mass[1].mean()) + rho * tau
+
+
+def pooled_queue(
+    image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], kappa: float, eps: float, rho: float
+) -> tuple[Tensor, Tensor]:
+    """NeuCLIP's loss at the pooled alpha, and what its gradient is that of; `queues` are texts and images, in rows.
+
+    Weights of the prototypes and ratios are constants. The second is tau (level - its constant) + the gradient's terms,
+    so that both features and tau can be differentiated: the derivative by the leading tau is the first result's.
+    """
+    size, positive = len(image), (image * text).sum(1, keepdim=True)
+    level, slope = torch.zeros(()).to(image), torch.zeros(()).to(image)
+    for exponent, anchors, queue in zip(logits(image, text, tau), (image, text), queues, strict=True):
+        target = torch.log(eps + log_mean_exp(exponent).exp())
+        terms = torch.exp((anchors @ queue.T - positive) / tau) / len(queue)
+        share = (terms / (eps + terms.sum(1, keepdim=True))).detach()
+        ratio = (target.exp() / (eps + terms.sum(1))).detach()
+        delta = 1e-3 * size / len(queue)
+        weight = (ratio @ share + delta) / (share.sum(0) + delta)
+        prediction = torch.log(eps + terms @ weight)
+        alpha = torch.log((target.exp() + kappa * prediction.exp()) / (1 + kappa)).detach()
+        pooled = (target - alpha).exp().detach()
+        level = level + (pooled + alpha - 1).mean()
+        slope = slope + (pooled * target + (1 - pooled) * prediction).mean()
+    loss = tau * (level + rho * 2)
+    return loss, loss + tau.detach() * (slope - slope.detach())

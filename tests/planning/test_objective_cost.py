@@ -22,7 +22,8 @@ RANKS, ROWS, DIM, SEEN = 3, 12, 10, 4
 
 def config_of(method: str) -> Config:
     npn, amortized = {"prototypes": 9, "updates": 2, "lr": 1e-3}, {"online_every": 2, "width": 1.0}
-    options = {"objective": {"other_methods": {"npn": npn, "amortized": amortized}}}
+    queue = {"prototypes": 9}
+    options = {"objective": {"other_methods": {"npn": npn, "amortized": amortized, "queue": queue}}}
     return validate(override(options, {} if method in REFERENCES else {"objective": {"method": method}}))
 
 
@@ -56,12 +57,16 @@ def test_collectives_at_another_size(method: str, pieces: int) -> None:
 
 
 def test_operations_are_those_of_the_formulas() -> None:
-    """A rank's rows against all, both ways and for both gradients, own pairs once; 2 (2 + 2) B m/K d an NPN update."""
+    """A rank's rows against all, both ways and for both gradients, own pairs once; 2 (2 + 2) B m/K d an NPN update.
+
+    The queue has a product for its estimates, and one for their gradient.
+    """
     batch = RANKS * ROWS
     pairs = (8 * ROWS * batch - 2 * ROWS * ROWS) * DIM
     positives = 2 * batch * DIM
     npn = (2 * 8 + 4) * batch * 3 * DIM  # two updates and a prediction, three prototypes a rank
-    for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn)):
+        queue = 2 * 2 * 2 * ROWS * 9 * DIM
+    for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn), ("neuclip_queue", pairs + queue)):
         found = objective_work(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32)).flops
         assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
 
