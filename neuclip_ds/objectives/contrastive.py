@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.exponents import bounded_exp_, exp_, log_sum_exp
+from neuclip_ds.objectives.exponents import exp_, log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 

@@ -2,8 +2,8 @@
 
 Nothing here knows a method. The objective itself runs on a few rows of a `SimulatedRank`, at several sizes, and what it
 sends and computes is carried over: the size of a collective is linear in rows and prototypes and quadratic in width, as
-a network's weights are; the operations are a polynomial of low degree in rows, width and prototypes. So a new method needs no line
-here.
+a network's weights are; the operations are a polynomial of low degree in rows, width and prototypes. So a new method
+needs no line here.
 """
 
 import itertools

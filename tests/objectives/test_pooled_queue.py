@@ -36,9 +36,7 @@ def test_gradients(size: int, m: int, kappa: float, eps: float, tau: float, monk
     for number in range(1, 5):
         image, text = (x.requires_grad_() for x in pairs(size, dim, seed=10 + number))
         theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
-        value, differentiated = oracle.pooled_queue(
-            image, text, (-theta).exp(), queue_of(history, m), kappa, eps, rho
-        )
+        value, differentiated = oracle.pooled_queue(image, text, (-theta).exp(), queue_of(history, m), kappa, eps, rho)
         wanted = torch.autograd.grad(differentiated, (image, text, theta))
         found = method(batch(image.detach(), text.detach()), step(number))
         assert relative_error(found.image, wanted[0]) < 1e-9

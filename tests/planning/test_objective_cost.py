@@ -65,7 +65,7 @@ def test_operations_are_those_of_the_formulas() -> None:
     pairs = (8 * ROWS * batch - 2 * ROWS * ROWS) * DIM
     positives = 2 * batch * DIM
     npn = (2 * 8 + 4) * batch * 3 * DIM  # two updates and a prediction, three prototypes a rank
-        queue = 2 * 2 * 2 * ROWS * 9 * DIM
+    queue = 2 * 2 * 2 * ROWS * 9 * DIM
     for method, wanted in (("openclip", pairs), ("neuclip", pairs + npn), ("neuclip_queue", pairs + queue)):
         found = objective_work(ObjectiveQuery(config_of(method), RANKS, ROWS, DIM, torch.float32)).flops
         assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
