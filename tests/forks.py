@@ -26,7 +26,7 @@ from unittest.mock import patch
 import numpy as np
 
 _CONTEXT = multiprocessing.get_context("forkserver")
-ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # variables of a process that shall see no GPU
+ON_CPU = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}  # variables of a process that uses no GPU
 
 
 def context() -> ForkServerContext:

@@ -33,7 +33,7 @@ def alone() -> dict[str, str]:
 
 
 def joined(communicator: Communicator) -> dict[str, str]:
-    """Return the variables of a process that is this rank in a launch of its own; called by all ranks."""
+    """Return the variables of a process that is this rank in a separate launch; called by all ranks."""
     if communicator.world_size == 1:
         return alone()
     here = read_environment()

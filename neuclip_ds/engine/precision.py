@@ -25,7 +25,7 @@ def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
 def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.device) -> None:
     """Set and log the precision in which a GPU multiplies float32 matrices; does nothing on a CPU or for bf16 towers.
 
-    The setting is torch's for the whole process. The loss computes its products in a precision of its own.
+    The setting is torch's for the whole process. The loss chooses the precision of its products itself.
     """
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"

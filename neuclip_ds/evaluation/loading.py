@@ -52,7 +52,7 @@ class EvaluationLoader:
     """Loader of all that a run or a program evaluates on.
 
     Args:
-        options: with as many workers as there shall be processes; none loads in this process.
+        options: `workers` is the number of processes; 0 loads in this process.
         pairs: data sets of pairs by name.
     """
 

@@ -1,6 +1,6 @@
 """Rows of Python objects with tensors of one shape, as few bytes and one tensor that processes hand over at once.
 
-Handed over row by row, each tensor would take a file descriptor and a system call of its own.
+Handed over row by row, each tensor would take one file descriptor and one system call.
 """
 
 from __future__ import annotations

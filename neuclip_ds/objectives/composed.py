@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
-from neuclip_ds.objectives.contrastive import PairSimilarities
+from neuclip_ds.objectives.compiled_pairs import CompiledPairs
+from neuclip_ds.objectives.contrastive import GeneralPairs, PairSimilarities
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.pair_grid import PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
@@ -63,7 +64,7 @@ class ContrastiveObjective(Objective):
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk, self._config.similarity_budget_mb * 1e6)
-        pairs = PairSimilarities(grid, self.pair_loss, tau)
+        pairs = PairSimilarities(grid, self.pair_loss, tau, CompiledPairs if self._config.compile else GeneralPairs)
         log_g = pairs.log_mean_exp()
         estimate = self._normalizer(batch, log_g, tau, step)
         gradient = pairs.gradient(estimate.log_weight + scale.log())
@@ -114,5 +115,6 @@ class ContrastiveObjective(Objective):
         local_tau = tau.expand(2, batch.size)[:, batch.local]
         if batch.size < 2:  # no anchor has a negative
             return torch.full_like(local_tau, -math.inf), local_tau
-        pairs = PairSimilarities(PairGrid(batch, self._config.chunk, budget=0), self.pair_loss, tau)
+        grid = PairGrid(batch, self._config.chunk, budget=0)
+        pairs = PairSimilarities(grid, self.pair_loss, tau, GeneralPairs)
         return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), local_tau

@@ -24,6 +24,9 @@ class _ObjectiveConfig(Section):
     that a block has at most 64 MiB on a GPU, 1 MiB per thread on a CPU."""
     similarity_budget_mb: float = Field(1024, ge=0)
     """Memory per rank, in MB, for keeping similarities between the two passes; larger ones are recomputed."""
+    compile: bool = False
+    """Fuse the operations between the loss's matrix products with torch.compile. Meant for GPUs, where they wait for
+    memory; the first steps compile for up to half a minute. On a CPU it saves nothing."""
     comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """Precision in which features travel between ranks; `auto` is the towers' precision."""
     scale: Literal["paper", "released_code"] = "paper"

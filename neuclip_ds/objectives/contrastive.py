@@ -41,6 +41,14 @@ class PairGradient(NamedTuple):
     mean_logit: Tensor
 
 
+class BlockWeights(NamedTuple):
+    """What the gradient takes from a block of similarities; sums are over the negatives of each local anchor."""
+
+    total: Tensor  # (rows, columns), derivative by each similarity
+    pulls: list[Tensor]  # of the block's rows, then of its columns where they are local: sums of weights
+    products: list[Tensor]  # likewise of weights x similarities; empty where all anchors share one tau
+
+
 class PairSimilarities:
     """The similarities of one batch, visited twice: for the log-mean-exps, then for the gradient.
 
@@ -48,10 +56,11 @@ class PairSimilarities:
     O(block) + budget. On a GPU the host reads no number of the device.
     """
 
-    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
-        """`tau` is 0-dim if all anchors share it, else (2, B)."""
+    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor, general: type[GeneralPairs]) -> None:
+        """`tau` is 0-dim if all anchors share it, else (2, B); `general` computes what `FactoredPairs` cannot."""
         self.divisor = pair_loss.divisor(grid.size)
         self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
+        self._general_pairs = general
         # whether its exponentials have sufficed is read from the device, which on a GPU would stop the host
         factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
         self._pairs: FactoredPairs | GeneralPairs = FactoredPairs(grid, tau) if factors else self._general()
@@ -73,7 +82,7 @@ class PairSimilarities:
         return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
 
     def _general(self) -> GeneralPairs:
-        return GeneralPairs(self._grid, self._pair_loss, self._tau)
+        return self._general_pairs(self._grid, self._pair_loss, self._tau)
 
 
 class GeneralPairs:
@@ -89,49 +98,35 @@ class GeneralPairs:
         self._scale = tau.pow(1 / pair_loss.power).expand(2, grid.size)  # that similarities are divided by
         self._origin = (grid.positive - pair_loss.margin) / self._scale
         self._kept: deque[Tensor] = deque()
+        self._buffers: list[Tensor] = []
 
     def log_sum_exp(self) -> Tensor:
-        grid, pair_loss = self._grid, self._pair_loss
+        grid = self._grid
         result = grid.per_anchor(-math.inf)
-        (buffer,) = grid.buffers(1)
         for block in grid.blocks():
             similarity = self._similarity(block)
             if grid.keeps:
                 self._kept.append(similarity)
-            out = block.view(buffer)
-            origins, scales = grid.of_anchors(self._origin, block), grid.of_anchors(self._scale, block)
-            for anchors, origin, scale in zip(block.anchors, origins, scales, strict=True):
-                if anchors.local is not None:
-                    exponent = pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
-                    grid.positives(exponent, block).fill_(-math.inf)
-                    sums = result[anchors.side, anchors.local]
-                    torch.logaddexp(sums, log_sum_exp(exponent, anchors.partners, out), out=sums)
-        return result + pair_loss.offset(self._origin[:, grid.local])
+            for anchors, log_sum in zip(block.local_anchors, self._log_sums(similarity, block), strict=True):
+                sums = result[anchors.side, anchors.local]
+                torch.logaddexp(sums, log_sum, out=sums)
+        self._buffers.clear()
+        return result + self._pair_loss.offset(self._origin[:, grid.local])
 
     def gradient(self, log_share: Tensor) -> PairGradient:
         grid, pair_loss = self._grid, self._pair_loss
         # of exp(l/tau) times the derivative of l/tau by the similarity
         log_factor = log_share + (pair_loss.power / self._scale).log()
         pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
-        *outs, spare = grid.buffers(3)
 
         def weight(block: Block) -> Tensor:
             similarity = self._kept.popleft() if self._kept else self._similarity(block)
-            parts, other = [block.view(out) for out in outs], block.view(spare)
-            for anchors, part, origin, scale, factor in zip(
-                block.anchors,
-                parts,
-                *(grid.of_anchors(values, block) for values in (self._origin, self._scale, log_factor)),
-                strict=True,
-            ):
-                pair_loss.weight(self._scaled(similarity, scale, part), origin, factor, part, other)
-                grid.positives(part, block).fill_(0.0)
-                if anchors.local is not None:
-                    pull[anchors.side, anchors.local] += part.sum(anchors.partners)
-                    if not self._shared:
-                        torch.mul(part, similarity, out=other)
-                        products[anchors.side, anchors.local] += other.sum(anchors.partners)
-            return parts[0].add_(parts[1])
+            found = self._weights(similarity, block, log_factor)
+            for anchors, by_anchor in zip(block.local_anchors, found.pulls, strict=True):
+                pull[anchors.side, anchors.local] += by_anchor
+            for anchors, by_anchor in zip(block.anchors, found.products, strict=False):
+                products[anchors.side, anchors.local] += by_anchor
+            return found.total
 
         grads = grid.gradient(weight)
         # (x + margin) l'(x) = power l(x)
@@ -139,6 +134,39 @@ class GeneralPairs:
         mean_logit = grid.weighted_sum(grads) + about_origin.sum() if self._shared else products + about_origin
         grid.add_positives(grads, -pull.sum(dim=0))
         return PairGradient(*grads, mean_logit / pair_loss.power)
+
+    def _log_sums(self, similarity: Tensor, block: Block) -> list[Tensor]:
+        """Return logsumexp of the exponents over the negatives of the block's local anchors: its rows, its columns."""
+        grid = self._grid
+        (out,) = self._views(block, 1)
+        origins, scales = grid.of_anchors(self._origin, block), grid.of_anchors(self._scale, block)
+        found = []
+        for anchors, origin, scale in zip(block.local_anchors, origins, scales, strict=False):
+            exponent = self._pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
+            grid.positives(exponent, block).fill_(-math.inf)
+            found.append(log_sum_exp(exponent, anchors.partners, out))
+        return found
+
+    def _weights(self, similarity: Tensor, block: Block, log_factor: Tensor) -> BlockWeights:
+        """Return the derivative by the similarities of a block, both anchors of each pair taken together."""
+        grid = self._grid
+        *parts, other = self._views(block, 3)
+        by_block = [grid.of_anchors(values, block) for values in (self._origin, self._scale, log_factor)]
+        pulls, products = [], []
+        for anchors, part, origin, scale, factor in zip(block.anchors, parts, *by_block, strict=True):
+            self._pair_loss.weight(self._scaled(similarity, scale, part), origin, factor, part, other)
+            grid.positives(part, block).fill_(0.0)
+            if anchors in block.local_anchors:
+                pulls.append(part.sum(anchors.partners))
+                if not self._shared:
+                    products.append(torch.mul(part, similarity, out=other).sum(anchors.partners))
+        return BlockWeights(parts[0].add_(parts[1]), pulls, products)
+
+    def _views(self, block: Block, count: int) -> list[Tensor]:
+        """Return tensors in the shape of a block, the same memory for every block of a visit."""
+        if not self._buffers:
+            self._buffers.extend(self._grid.buffers(count))
+        return [block.view(buffer) for buffer in self._buffers]
 
     def _similarity(self, block: Block) -> Tensor:
         """Return the similarities of a block, scaled if all anchors share the scale."""

@@ -45,6 +45,11 @@ class Block(NamedTuple):
         """The anchors of the rows and of the columns."""
         return Anchors(self.side, self.rows, 1), Anchors(1 - self.side, self.local, 0)
 
+    @property
+    def local_anchors(self) -> tuple[Anchors, ...]:
+        """Those of `anchors` that are this rank's: the rows, and the columns where they are local."""
+        return self.anchors if self.local is not None else self.anchors[:1]
+
     def view(self, buffer: Tensor) -> Tensor:
         """Return the beginning of a flat buffer in the shape of the block."""
         rows, columns = self.rows.stop - self.rows.start, self.columns.stop - self.columns.start

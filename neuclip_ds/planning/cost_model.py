@@ -88,7 +88,7 @@ class Compute:
     skew: float = 0.0  # share of the busy time that a rank waits for others
     cores: int | None = None  # that the ranks of a node share, one each as long as there are enough
     sharing: float = 0.0  # share by which all cores at once are slower than one alone
-    overlaps_engine: bool = False  # whether DeepSpeed's collectives can run beside the backward pass
+    overlaps_engine: bool = False  # whether DeepSpeed's collectives can run during the backward pass
     loading_rate: float = math.inf  # pairs that a rank's loader supplies
 
     def slowdown(self, ranks_per_node: int) -> float:

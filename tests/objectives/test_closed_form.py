@@ -118,7 +118,7 @@ def test_hinge(tau: float, power: float, budget: float) -> None:
     tau_of = (tau * (1 + torch.rand(2, 19, generator=generator, dtype=torch.float64))).requires_grad_()
     log_weight = torch.randn(2, 19, generator=generator, dtype=torch.float64)
     gathered = GatheredFeatures(batch(image.detach(), text.detach()), Communicator(), torch.float64)
-    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of.detach())
+    similarities = PairSimilarities(PairGrid(gathered, 4, budget), Hinge(0.2, power), tau_of.detach(), GeneralPairs)
     log_g = similarities.log_mean_exp()
     found = similarities.gradient(log_weight)
 
@@ -144,7 +144,8 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
     results = []
     for dtype in (torch.float32, torch.float64):
         gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), PairLoss(), torch.tensor(0.01, dtype=dtype))
+        tau = torch.tensor(0.01, dtype=dtype)
+        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), PairLoss(), tau, GeneralPairs)
         log_g = similarities.log_mean_exp()
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):
@@ -175,7 +176,7 @@ def test_one_temperature_in_both_precisions(kind: str, tau: float, general: bool
     *by_features, by_tau = torch.autograd.grad(loss, (image, text, leaf))
     for dtype, limit in ((torch.float64, EXACT), (torch.float32, 1e-6 / tau)):
         gathered = GatheredFeatures(batch(image.detach().to(dtype), text.detach().to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype))
+        similarities = PairSimilarities(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype), GeneralPairs)
         if general:
             similarities._pairs = GeneralPairs(similarities._grid, PairLoss(), double.to(dtype))
         assert relative_error(similarities.log_mean_exp().double(), wanted.detach()) < limit

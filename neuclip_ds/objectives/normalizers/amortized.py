@@ -171,7 +171,7 @@ class AmortizedNormalizer(Normalizer):
                 self._adam.step()
 
     def _sum_over_ranks(self, gradient: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
-        """Sum gradients that each rank has divided by exp(peak) of its own rows; return the sum and its peak."""
+        """Sum gradients that each rank has divided by exp(peak) of its local rows; return the sum and its peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
             highest = self._communicator.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
