@@ -12,8 +12,15 @@ from neuclip_ds.config import Config
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.planning.objective_cost import ObjectiveQuery, SimulatedRank, _run, objective_calls, objective_work
+from neuclip_ds.planning.objective_cost import (
+    ObjectiveQuery,
+    SimulatedRank,
+    _prototype_sections,
+    _run,
+    objective_calls,
+    objective_work,
+    prototypes_of,
+)
 from neuclip_ds.planning.openclip_reference import REFERENCES
 from neuclip_ds.recipe import override, validate
 
@@ -76,7 +83,10 @@ def test_operations_are_those_of_the_formulas() -> None:
     [
         "siglip",
         "openclip_reference",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fastclip_v2", "amorlip", "neuclip")),
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in ("fastclip_v2", "amorlip", "neuclip", "neuclip_queue")
+        ),
     ],
 )
 def test_operations_are_polynomials_of_the_size(method: str) -> None:
@@ -84,6 +94,12 @@ def test_operations_are_polynomials_of_the_size(method: str) -> None:
     build = REFERENCES.get(method, build_objective)
     config = config_of(method)
     for rows, dim, columns in ((4, 5, 2), (12, 10, 3)):
-        config.objective.section(NpnConfig).prototypes = columns * RANKS
+        for section in _prototype_sections(config):
+            section.prototypes = columns * RANKS
         query = ObjectiveQuery(config, RANKS, rows, dim, torch.float32, build=build)
         assert objective_work(query) == pytest.approx(_run(query, columns)[1], rel=0.05)
+
+
+@pytest.mark.parametrize(("method", "wanted"), [("openclip", 0), ("neuclip", 9), ("neuclip_queue", 9)])
+def test_prototypes_are_those_of_the_method(method: str, wanted: int) -> None:
+    assert prototypes_of(config_of(method)) == wanted
