@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.exponents import bounded_exp_, exp_
+from neuclip_ds.objectives.exponents import exp_, log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 from neuclip_ds.objectives.pair_loss import PairLoss
 
@@ -144,7 +144,7 @@ class GeneralPairs:
         for anchors, origin, scale in zip(block.local_anchors, origins, scales, strict=False):
             exponent = self._pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
             grid.positives(exponent, block).fill_(-math.inf)
-            found.append(_log_sum_exp(exponent, anchors.partners, out))
+            found.append(log_sum_exp(exponent, anchors.partners, out))
         return found
 
     def _weights(self, similarity: Tensor, block: Block, log_factor: Tensor) -> BlockWeights:
@@ -176,12 +176,6 @@ class GeneralPairs:
     def _scaled(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
         """Return what `_similarity` has returned, scaled for the anchors, as it is or in `out`."""
         return similarity if self._shared else torch.div(similarity, scale, out=out)
-
-
-def _log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
-    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf; `out`, also x, is overwritten."""
-    largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
-    return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
 
 
 class FactoredPairs:

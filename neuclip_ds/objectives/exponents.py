@@ -29,3 +29,12 @@ def exp_(x: Tensor) -> Tensor:
 def bounded_exp_(x: Tensor) -> Tensor:
     """Overwrite x with exp(max(x, `lowest_exponent`)), as `exp_` does."""
     return exp_(x.clamp_(min=lowest_exponent(x.dtype)))
+
+
+def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf.
+
+    `out`, which may be x, is overwritten by the terms relative to the largest.
+    """
+    largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))

@@ -1,11 +1,12 @@
 """The cost of an objective for a rank at any size: its collectives and its floating-point operations.
 
 Nothing here knows a method. The objective itself runs on a few rows of a `SimulatedRank`, at several sizes, and what it
-sends and computes is carried over: the size of a collective is linear in rows and quadratic in width, as a network's
-weights are; the operations are a polynomial of low degree in rows, width and prototypes. So a new method needs no line
-here.
+sends and computes is carried over: the size of a collective is linear in rows and prototypes and quadratic in width, as
+a network's weights are; the operations are a polynomial of low degree in rows, width and prototypes. So a new method
+needs no line here.
 """
 
+import itertools
 import logging
 import math
 from collections import Counter
@@ -22,11 +23,11 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator, Pending
-from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.prototypes_config import PrototypesConfig
 from neuclip_ds.planning.cost_model import Call
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
@@ -85,11 +86,23 @@ class ObjectiveQuery(NamedTuple):
     build: Build = build_objective  # a reference of another scheme has its own
 
 
+def prototypes_of(config: Config) -> int:
+    """Return the number m of prototypes that the method has; 0 without."""
+    return max((section.prototypes for section in _prototype_sections(config)), default=0)
+
+
+def _prototype_sections(config: Config) -> list[PrototypesConfig]:
+    read = find_method(config.objective.method).sections
+    return [x for name, x in config.objective if name in read and isinstance(x, PrototypesConfig)]
+
+
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
     """Return the collectives of an average step."""
     rows, dims = (2 * query.micro_batches, 4 * query.micro_batches), (_DIM, 2 * _DIM, 3 * _DIM)
-    weights = [a * b for a in _lagrange(rows, query.rows) for b in _lagrange(dims, query.dim)]
-    runs = [_run(query._replace(rows=r, dim=d))[0] for r in rows for d in dims]
+    columns, share = (1, 2), prototypes_of(query.config) / query.world_size
+    by_size = _lagrange(rows, query.rows), _lagrange(dims, query.dim), _lagrange(columns, share)
+    weights = [math.prod(factors) for factors in itertools.product(*by_size)]
+    runs = [_run(query._replace(rows=r, dim=d), c)[0] for r, d, c in itertools.product(rows, dims, columns)]
     found: Counter[tuple[str, str, int]] = Counter()
     for calls in zip(*runs, strict=True):
         size = sum(weight * call.size for weight, call in zip(weights, calls, strict=True))
@@ -112,7 +125,7 @@ def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
     seen = [_run(query._replace(rows=b, dim=d, micro_batches=1), c)[1] for b, d, c in sizes]
     terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)
     coefficients = torch.linalg.lstsq(terms, torch.tensor(seen, dtype=torch.float64)).solution
-    share = -(-query.config.objective.section(NpnConfig).prototypes // query.world_size)
+    share = -(-prototypes_of(query.config) // query.world_size)
     wanted = torch.tensor(_terms(query.rows, query.dim, share), dtype=torch.float64)
     return ObjectiveWork(*(wanted @ coefficients).tolist())
 
@@ -125,7 +138,8 @@ def _terms(b: float, d: float, c: float) -> list[float]:
 def _run(query: ObjectiveQuery, columns: int = 1) -> tuple[list[Call], ObjectiveWork]:
     """Run steps of the objective with `columns` prototypes a rank; return all their collectives and a step's work."""
     config, rows = query.config.model_copy(deep=True), query.rows
-    config.objective.section(NpnConfig).prototypes = columns * query.world_size
+    for section in _prototype_sections(config):
+        section.prototypes = columns * query.world_size
     rank = SimulatedRank(query.world_size)
     objective = query.build(config, Context(query.dim, rows, rank), query.comm_dtype)
     generator = torch.Generator().manual_seed(0)

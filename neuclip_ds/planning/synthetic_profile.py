@@ -17,11 +17,10 @@ from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, FeatureGradients, Step
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.planning.memory import MemoryQuery, StandInTokenizer
-from neuclip_ds.planning.objective_cost import Build
+from neuclip_ds.planning.objective_cost import Build, prototypes_of
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.recipe import dump
 from neuclip_ds.training.step import TrainStep
@@ -33,10 +32,9 @@ _TOKENS = 512  # of a pretrained tokenizer that does not tell its vocabulary
 
 
 def first_prediction(config: Config) -> int:
-    """Return the step at which NeuCLIP's network, having seen as many samples as prototypes, predicts; 0 without it."""
-    if "npn" not in find_method(config.objective.method).sections:
-        return 0
-    return math.ceil(config.objective.section(NpnConfig).prototypes / config.data.batch_size) + 1
+    """Return the first step that has all prototypes to compare with, drawn from as many samples; 0 without any."""
+    prototypes = prototypes_of(config)
+    return math.ceil(prototypes / config.data.batch_size) + 1 if prototypes else 0
 
 
 class SyntheticSteps:

@@ -33,6 +33,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "neuclip": ("neuclip", {"npn": {"prototypes": 8, "updates": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
     "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "updates": 3, "mlp_lr": 0.02}}),
+    "neuclip_queue": ("neuclip_queue", {"queue": {"prototypes": 16, "kappa": 2.0}}),
     "amorlip_ema": ("amorlip", {"amortized": {"width": 1.0, "updates": 3, "lr": 0.02, "ema": 0.5}}),
     "amorlip_combined": ("amorlip", {"amortized": {"width": 1.0, "stage2": "combined", "previous_epochs": 1}}),
 }
@@ -174,6 +175,17 @@ def predictions(method: Any) -> Tensor:
     return oracle.alphas(*FEATURES, tau, w["w1"], w["w2"], eps=1e-6)
 
 
+def pooled(method: Any) -> Tensor:
+    """(2, N) estimates from the queue and the rows of the same batch that count."""
+    state, result = method.replicated_state(), torch.zeros(2, N, dtype=torch.float64)
+    queues = state["normalizer.queue_text"], state["normalizer.queue_image"]
+    for batch in ORDER.split(BATCH):
+        rows = batch[torch.isin(batch, VALID)]
+        image, text = (x[rows] for x in FEATURES)
+        result[:, rows] = oracle.queue_estimates(image, text, temperatures(method)[0, 0], queues, 2.0, 1e-6)[2]
+    return result
+
+
 def networks(method: Any, weights: str) -> Tensor:
     """(2, N) answers of the MLPs relative to the positives, log lambda_i - s_ii / tau."""
     flat = method.replicated_state()[f"normalizer.{weights}"]
@@ -197,6 +209,7 @@ ESTIMATES: dict[str, Any] = {
     "tuneclip": averages,
     "neuclip": predictions,
     "neuclip_not_drawn": lambda method: (batch_means(method).exp() + 1e-6).log(),
+    "neuclip_queue": pooled,
     "neuclip_mlp": lambda method: (networks(method, "weights").exp() + 1e-6).log(),
     "amorlip_ema": lambda method: networks(method, "target"),
     "amorlip_combined": combined,

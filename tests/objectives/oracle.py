@@ -111,3 +111,39 @@ def amorlip(image: Tensor, text: Tensor, tau: Tensor, log_lambda: Tensor, c: flo
     weight = (1 + (c - 1) * torch.eye(size).to(image)) / (size - 1)
     mass = [(weight * x.exp()).sum(1) / lam.exp() for x, lam in zip((scores, scores.T), log_lambda, strict=True)]
     return tau.detach() * (-2 * scores.diagonal().mean() + mass[0].mean() + mass[1].mean()) + rho * tau
+
+
+def queue_estimates(
+    image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], kappa: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(2, B) log(eps + g), log(eps + ghat) and their pooled alpha, held constant, for queues of texts and of images.
+
+    A prototype's weight is (sum_i p_ik r_i + delta)/(sum_i p_ik + delta), held constant.
+    """
+    positive, found = (image * text).sum(1, keepdim=True), []
+    for exponent, anchors, queue in zip(logits(image, text, tau), (image, text), queues, strict=True):
+        target = torch.log(eps + log_mean_exp(exponent).exp())
+        terms = torch.exp((anchors @ queue.T - positive) / tau) / len(queue)
+        share = terms / (eps + terms.sum(1, keepdim=True))
+        ratio = target.exp() / (eps + terms.sum(1))
+        delta = 1e-3 * len(image) / len(queue)
+        weight = (ratio @ share + delta) / (share.sum(0) + delta)
+        prediction = torch.log(eps + terms @ weight.detach())
+        alpha = torch.log((target.exp() + kappa * prediction.exp()) / (1 + kappa))
+        found.append(torch.stack([target, prediction, alpha.detach()]))
+    target, prediction, alpha = torch.stack(found, dim=1)
+    return target, prediction, alpha
+
+
+def pooled_queue(
+    image: Tensor, text: Tensor, tau: Tensor, queues: tuple[Tensor, Tensor], kappa: float, eps: float, rho: float
+) -> tuple[Tensor, Tensor]:
+    """NeuCLIP's loss at the pooled alpha, and the same number with the derivatives of the method.
+
+    By the leading tau they are the loss's; else tau times those of both estimates, by the shares R and 1 - R.
+    """
+    target, prediction, alpha = queue_estimates(image, text, tau, queues, kappa, eps)
+    ratio = (target - alpha).exp().detach()
+    loss = tau * ((ratio + alpha - 1).mean(1).sum() + 2 * rho)
+    slope = (ratio * target + (1 - ratio) * prediction).mean(1).sum()
+    return loss, loss + tau.detach() * (slope - slope.detach())

@@ -20,6 +20,7 @@ _NAMES = (
     "fastclip_v3",
     "amorlip",
     "neuclip",
+    "neuclip_queue",
     "gcl",
     "tuneclip",
 )

@@ -13,16 +13,14 @@ from pydantic import Field
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
-from neuclip_ds.section import Section
+from neuclip_ds.objectives.prototypes_config import PrototypesConfig
 
 
-class NpnConfig(Section):
+class NpnConfig(PrototypesConfig):
     network: Literal["prototypes", "mlp"] = "prototypes"
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
     mlp_lr: float = Field(1e-3, gt=0)
     """Adam's learning rate with network=mlp."""
-    prototypes: int = Field(4096, ge=1, le=1 << 24)
-    """Columns m of W1 and of W2."""
     updates: int = Field(10, ge=0)
     """AdaGrad updates T_u per step."""
     restart_every: int = Field(500, ge=0)

@@ -1,0 +1,51 @@
+"""NeuCLIP's loss with a normaliser from a queue, which needs no inner optimizer.
+
+    L = tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau,   w_i = exp(-alpha_i)
+    alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k c_k exp((e1_i . W_k - s_ii)/tau)
+
+W holds the other side's last m features, and c_k weighs them so that ghat follows the batch's g.
+normalizers/pooled_queue.py has the derivation and the gradient. tau follows dL/dtau (temperature.RobustTemperature).
+"""
+
+from typing import Any
+
+from pydantic import Field
+
+from neuclip_ds.objectives.method import Context, Method, Objective, ObjectiveConfig, Search
+from neuclip_ds.objectives.prototypes_config import PrototypesConfig
+
+
+class QueueConfig(PrototypesConfig):
+    kappa: float = Field(1.0, gt=0, le=1e6)
+    """Weight of the queue's estimate where it is pooled with the batch's, which weighs 1. Bounds (eps + g)/exp(alpha)
+    by 1 + kappa."""
+
+
+def compose(config: ObjectiveConfig, context: Context) -> Objective:
+    from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
+    from neuclip_ds.objectives.normalizers.pooled_queue import PooledQueueNormalizer
+    from neuclip_ds.objectives.pair_loss import PairLoss
+    from neuclip_ds.objectives.temperature import RobustTemperature
+
+    normalizer = PooledQueueNormalizer(config.section(QueueConfig), config.eps, context)
+    temperature = RobustTemperature(config.temperature, context)
+    return ContrastiveObjective(config, context, PairLoss(), normalizer, temperature, scale_tau)
+
+
+# fewer prototypes than a batch has rows, and more
+_FEW: dict[str, Any] = {"prototypes": 7}
+_MANY: dict[str, Any] = {"prototypes": 40, "kappa": 3.0}
+METHOD = Method(
+    source="this project, from NeuCLIP eq. 10-12",
+    normalizer="weighted queue of features, pooled with the batch: exp(-alpha_i)",
+    temperature="RGCL-g with rho",
+    compose=compose,
+    sections={"queue": QueueConfig},
+    starts={"temperature": {"initial": 0.07}},
+    test_options={
+        "": {"eps": 1e-6, "queue": _FEW},
+        "long": {"queue": _MANY},
+        "fixed_temperature": {"queue": {**_FEW, "kappa": 0.3}, "temperature": {"lr": 0.0}},
+    },
+    search=Search({"temperature.rho": 6.5}),
+)

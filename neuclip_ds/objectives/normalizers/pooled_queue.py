@@ -1,0 +1,202 @@
+"""NeuCLIP's normaliser without an inner optimizer: weighted recent features, pooled with the batch.
+
+Prototypes. For an image anchor they are the last m text features W_k, for a text anchor the last m image features; a
+batch enters the queue after use. With weights c_k, all 1 at the start of a step, their estimate of g_i is
+
+    z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m sum_k c_k exp(z_ik)
+
+Weights. NeuCLIP fits its network to sum_i [ (eps + g_i)/(eps + ghat_i) + log(eps + ghat_i) ], which as a function of
+ghat is the Itakura-Saito divergence of eps + ghat from eps + g, and ghat is linear in c with coefficients that are not
+negative. Its derivative by c_k is a difference of two positive sums, sum_i p_ik - sum_i p_ik r_i, with
+
+    r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m (eps + ghat_i)),   both at c = 1
+
+so one multiplicative update, which needs no step size, is the quotient of these sums. delta pulls it to 1 where hardly
+an anchor is close to the prototype:
+
+    c_k = (sum_i p_ik r_i + delta)/(sum_i p_ik + delta),   delta = 1e-3 B/m                     `_log_weights`
+
+The weights are this batch's and not kept.
+
+Pooling. The queue's estimate is stale and the batch's is noisy; their weighted mean bounds the ratio R:
+
+    alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
+
+Gradient. That of NeuCLIP eq. 12 for encoders and temperature, with c and R held constant; where R < 1 the rest of an
+anchor's negatives comes from the queue, so that they weigh 1 together:
+
+    R_i grad log(eps + g_i) + (1 - R_i) grad log(eps + ghat_i)
+
+The first term is exp(-alpha_i) grad g_i, which all methods share (contrastive.py). In the second, with q_ik the softmax
+of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
+
+    tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
+
+Ranks. Each holds the whole queue, the same bits on all, and computes the rows of its own anchors. Besides w_i, only the
+two sums over anchors of each prototype travel. They travel as float64: their logarithms lie within 2/tau, which it
+holds with tau >= 0.003. Everything else is a logarithm relative to the largest term.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
+from neuclip_ds.objectives.exponents import bounded_exp_, log_sum_exp
+from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.methods.neuclip_queue import QueueConfig
+from neuclip_ds.objectives.normalizers.npn import log_eps_plus
+from neuclip_ds.objectives.normalizers.prediction_gradient import prediction_gradient
+from neuclip_ds.objectives.pair_grid import block_bytes
+from neuclip_ds.objectives.product_precision import products_exact_for
+
+_DELTA = 1e-3  # of the anchors' mean mass on a prototype
+_RATIO = "normalizer_ratio"  # mean of R_i
+
+
+class _Estimate(NamedTuple):
+    """What the queue and the batch say about this rank's anchors; direction 0 is that of the images."""
+
+    alpha: Tensor  # (2, local)
+    ratio: Tensor  # (2, local): R_i
+    log_ghat: Tensor  # (2, local)
+    drawn: Tensor  # (2, local, d): sum_k q_ik W_k
+
+
+class PooledQueueNormalizer(Normalizer):
+    """w_i = exp(-alpha_i), with alpha from a queue of features and the batch.
+
+    Until m samples have been seen, the queue holds fewer, and that number takes the place of m. In the first step there
+    is none; alpha_i is then log(eps + g_i).
+    """
+
+    def __init__(self, config: QueueConfig, eps: float, context: Context) -> None:
+        self._config, self._eps, self._communicator = config, eps, context.communicator
+        empty = torch.zeros((config.prototypes, context.dim), dtype=context.dtype, device=context.communicator.device)
+        self._images, self._texts = empty, empty.clone()
+        self._seen = 0  # samples that have gone into the queue
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
+        log_target = log_eps_plus(log_g, self._eps)
+        if self._seen:
+            output = self._from_both(batch, log_target, tau)
+        else:
+            alpha = batch.gather(log_target, "normalizer")
+            ratio = torch.ones_like(log_target)
+            output = NormalizerOutput(-alpha, log_target, log_target, {"alpha": alpha.mean()}, None, {_RATIO: ratio})
+        if step.learn:
+            self._enqueue(batch)
+        return output
+
+    def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
+        log_target = log_eps_plus(log_g, self._eps)
+        return self._estimate(batch, log_target, tau).alpha if self._seen else log_target
+
+    def _from_both(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> NormalizerOutput:
+        """Loss, weights and the gradient of (1 - R_i) log(eps + ghat_i)."""
+        estimate = self._estimate(batch, log_target, tau)
+        residual = 1 - estimate.ratio
+        mass = (estimate.log_ghat - log_eps_plus(estimate.log_ghat, self._eps)).exp()  # M_i
+        feature_grad = prediction_gradient(residual, estimate.drawn * mass.unsqueeze(2), mass, batch, tau)
+        anchors = torch.stack([batch.image[batch.local], batch.text[batch.local]])
+        mean_logit = (torch.einsum("sid,sid->si", anchors, estimate.drawn) - _positive(batch)) / tau  # sum_k q_ik z_ik
+        value = estimate.ratio + estimate.alpha - 1  # NeuCLIP's loss of an anchor, which is also its part of dL/dtau
+        alpha = batch.gather(estimate.alpha, "normalizer")
+        return NormalizerOutput(
+            -alpha,
+            value,
+            value - residual * mass * mean_logit,
+            {"alpha": alpha.mean()},
+            feature_grad,
+            {_RATIO: estimate.ratio},
+        )
+
+    def _estimate(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> _Estimate:
+        """Compare this rank's anchors with the queue, weigh the prototypes, and pool with log(eps + g)."""
+        count = min(self._seen, self._config.prototypes)
+        prototypes = (self._texts[:count], self._images[:count])
+        with products_exact_for(batch.comm_dtype):
+            logits = [x[batch.local] @ w.T for x, w in zip((batch.image, batch.text), prototypes, strict=True)]
+        offset = _positive(batch) / tau + math.log(count)
+        for logit in logits:  # to z_ik - log m
+            for rows in _blocks(logit):
+                logit[rows].div_(tau).sub_(offset[rows].unsqueeze(1))
+        log_weights = self._log_weights(logits, log_target, batch.size)
+        log_ghat, drawn = [], []
+        for logit, w, log_weight in zip(logits, prototypes, log_weights, strict=True):
+            log_ghat.append(_log_sum_exp_(logit, log_weight))
+            with products_exact_for(batch.comm_dtype):
+                drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
+        estimate = torch.stack(log_ghat)
+        log_kappa = math.log(self._config.kappa)
+        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + log_kappa)
+        alpha = pooled - math.log1p(self._config.kappa)
+        return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
+
+    def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
+        """Return (2, prototypes) log c_k from (local, prototypes) z_ik - log m of both directions; B is `size`."""
+        sums = torch.stack([self._sums(*side) for side in zip(logits, log_target, strict=True)])
+        moved, mass = self._communicator.all_reduce(sums, "normalizer").unbind(dim=1)
+        delta = _DELTA * size / logits[0].shape[1]
+        return ((moved + delta) / (mass + delta)).log().to(log_target)
+
+    def _sums(self, logit: Tensor, log_target: Tensor) -> Tensor:
+        """Return (2, prototypes) sums of p_ik r_i and of p_ik over this rank's anchors, as float64."""
+        log_moved = logit.new_full(logit.shape[1:], -math.inf)
+        mass = torch.zeros_like(log_moved)
+        for rows in _blocks(logit):
+            block, spare = logit[rows], torch.empty_like(logit[rows])
+            log_prediction = log_eps_plus(log_sum_exp(block, 1, spare), self._eps)
+            log_ratio = log_target[rows] - log_prediction
+            torch.sub(block, (log_prediction - log_ratio).unsqueeze(1), out=spare)
+            torch.logaddexp(log_moved, log_sum_exp(spare, 0, spare), out=log_moved)
+            mass += bounded_exp_(torch.sub(block, log_prediction.unsqueeze(1), out=spare)).sum(dim=0)
+        return torch.stack([log_moved.double().exp(), mass.double()])
+
+    def _enqueue(self, batch: GatheredFeatures) -> None:
+        """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m."""
+        self._seen += batch.size
+        kept = min(batch.size, self._config.prototypes)
+        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._config.prototypes
+        for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
+            queue.index_copy_(0, places, features[-kept:])
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {"seen": torch.tensor(self._seen), "queue_image": self._images, "queue_text": self._texts}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        for name, queue in (("queue_image", self._images), ("queue_text", self._texts)):
+            if state[name].shape != queue.shape:
+                raise UserError(
+                    f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run has "
+                    f"{tuple(queue.shape)}; set objective.queue.prototypes={len(state[name])}, or start a new run."
+                )
+            queue.copy_(state[name])
+        self._seen = int(state["seen"])
+
+
+def _positive(batch: GatheredFeatures) -> Tensor:
+    """(local,) s_ii of this rank's anchors."""
+    return torch.einsum("id,id->i", batch.image[batch.local], batch.text[batch.local])
+
+
+def _log_sum_exp_(logit: Tensor, log_weight: Tensor) -> Tensor:
+    """Return (local,) log sum_k exp(logit_ik + log_weight_k); of `logit`, (local, prototypes), remain shares.
+
+    They are the terms relative to the largest of the row.
+    """
+    result = logit.new_empty(len(logit))
+    for rows in _blocks(logit):
+        block = logit[rows].add_(log_weight)
+        result[rows] = log_sum_exp(block, 1, block)
+    return result
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """Cut the rows of a matrix into blocks that stay in a CPU's cache, or are small next to a GPU's memory."""
+    at_once = max(1, block_bytes(x.device.type) // (x.element_size() * x.shape[1]))
+    return (slice(low, min(low + at_once, len(x))) for low in range(0, len(x), at_once))
