@@ -60,6 +60,7 @@ from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
 from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
+from neuclip_ds.objectives.normalizers.prediction_gradient import prediction_gradient
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
 
@@ -243,16 +244,11 @@ class NpnNormalizer(Normalizer):
         """Return r_i/B grad alpha_i by the features (local rows), and r_i tau dalpha_i/dtau; r_i (2, local)."""
         sides, mass = prediction.sides, self._log_mass(prediction).exp_()
         drawn = torch.stack([side.share @ side.unit for side in sides]) * mass.unsqueeze(2)
-        # sum_k p_ik W_k/|W_k|
-        image_drawn, text_drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").unbind(dim=1)
+        drawn = batch.sum_local(drawn.transpose(0, 1), "normalizer").transpose(0, 1)  # sum_k p_ik W_k/|W_k|
         log_share = torch.stack([torch.xlogy(side.share, side.share).sum(dim=1) for side in sides])  # their mean
         moments = torch.stack([mass, mass * (log_share + prediction.log_sum)], dim=1)  # sums of p_ik, p_ik z_ik
         mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
-        image, text = partner_gradient(batch, residual * mass, tau)
-        weight = residual.unsqueeze(2) / (batch.size * tau)
-        image = image + weight[IMAGE] * image_drawn
-        text = text + weight[TEXT] * text_drawn
-        return (image, text), -residual * mean_logit
+        return prediction_gradient(residual, drawn, mass, batch, tau), -residual * mean_logit
 
     def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
         """alpha_i = log(eps + g_i), while there are no prototypes."""

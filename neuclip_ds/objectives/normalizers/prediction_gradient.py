@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.normalizers.anchor_ratio import partner_gradient
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 
 
@@ -26,9 +27,6 @@ def prediction_gradient(
     Returns:
         (local, d) for images and for texts.
     """
-    scale = batch.size * tau
-    by_positive = (residual * mass).sum(dim=0).unsqueeze(1) / scale  # both directions' alpha_i fall with s_ii
-    weight = residual.unsqueeze(2) / scale
-    image = weight[IMAGE] * drawn[IMAGE] - by_positive * batch.text[batch.local]
-    text = weight[TEXT] * drawn[TEXT] - by_positive * batch.image[batch.local]
-    return image, text
+    image, text = partner_gradient(batch, residual * mass, tau)  # both directions' alpha_i fall with s_ii
+    weight = residual.unsqueeze(2) / (batch.size * tau)
+    return image + weight[IMAGE] * drawn[IMAGE], text + weight[TEXT] * drawn[TEXT]
