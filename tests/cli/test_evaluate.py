@@ -56,7 +56,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert "Flickr: data/wds_flickr30k has 23 samples, the published set 1000" in run.stderr
     assert "not found below data, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
-        "| retrieval | Flickr and MSCOCO (NeuCLIP, FastCLIP) | none: 1 of 2 tasks scored, mean of these" in run.stdout
+        "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: 1 of 2 tasks scored, mean" in run.stdout
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout
     assert "21.84" in run.stdout
