@@ -136,9 +136,10 @@ def whole(value: Tensor) -> Tensor:
 def assert_equal(found: Trained, wanted: Trained) -> None:
     """Compare in float64, as ranks sum in another order: measured, 3e-14 of a weight and 1e-14 of the largest gradient.
 
-    Gradients that are zero but for rounding, such as those of the keys' biases, are divided by Adam's eps.
+    Gradients that are zero but for rounding, such as those of the keys' biases, are divided by Adam's eps, and the
+    NPN's updates magnify rounding: with NeuCLIP's full gradient up to 1.2e-11 of a weight.
     """
     for have, want in ((found.weights, wanted.weights), (found.gradients, wanted.gradients)):
         assert want
-        torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-11)
+        torch.testing.assert_close(have, want, rtol=1e-11, atol=1e-10)
     assert abs(found.temperature / wanted.temperature - 1) < 1e-11
