@@ -22,6 +22,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_pairs(folder / "shards", [13, 13]))
 
 
+@pytest.mark.slow
 def test_the_best_stays_and_the_start_is_measured(shards: str, tmp_path: Path) -> None:
     every = [
         f"--data.val={Path(shards).parent}/val",
