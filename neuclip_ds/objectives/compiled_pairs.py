@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.contrastive import BlockWeights, GeneralPairs
-from neuclip_ds.objectives.exponents import bounded_exp_
+from neuclip_ds.objectives.exponents import log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block
 from neuclip_ds.objectives.pair_loss import PairLoss
 
@@ -61,8 +61,7 @@ def _log_sums(
         exponent = pair_loss.exponent(scaled, origin, torch.empty_like(scaled))
         if same:
             exponent = exponent.masked_fill(same[0] == same[1], -math.inf)
-        largest = exponent.amax(dim, keepdim=True).clamp(min=torch.finfo(exponent.dtype).min)
-        found.append(bounded_exp_(exponent - largest).sum(dim).log() + largest.squeeze(dim))
+        found.append(log_sum_exp(exponent, dim, torch.empty_like(exponent)))
     return found
 
 
