@@ -13,7 +13,8 @@ from neuclip_ds.recipe import nearest
 COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets",
-    "export": "write a trained model for transformers or open_clip",
+    "export": "write a trained model for transformers, open_clip or ONNX",
+    "push": "upload an exported model to the hub",
     "compare": "overlay the curves of several runs on one page",
     "nearest-captions": "write a page of images with the captions nearest to them",
     "build-manifest": "index the shards of a data set",

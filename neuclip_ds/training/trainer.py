@@ -253,6 +253,8 @@ def _architecture(model: ModelConfig) -> Fingerprint:
     """Return the options of a model that is built from the config; names of files may change between starts."""
     if model.pretrained:
         return {}
-    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+    files = {"vision": {"pretrained"}, "text": {"tokenizer", "pretrained"}}
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=files)
+    tree["vision"] |= dict(zip(("mean", "std"), map(list, model.vision.statistics()), strict=True))
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
     return {f"model.{name}": value for name, value in {**options, **tree}.items()}
