@@ -11,6 +11,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet
+from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import find_split, open_data, resolve
 
@@ -69,4 +70,4 @@ def likely_slips(config: Config, steps: int) -> list[str]:
         )
     if optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
-    return found
+    return found + find_method(config.objective.method).slips(config.objective)

@@ -61,6 +61,11 @@ def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path
     still = parse(["demo", "--optimizer.lr=0", "--optimizer.warmup_steps=50"]).config
     assert likely_slips(still, 3) == ["optimizer.lr=0: the encoders will not learn."]
     assert likely_slips(parse(["demo"]).config, 100) == []
+    young = ["demo", "--objective.method=amorlip", "--objective.amortized.start=released_code"]
+    (said,) = likely_slips(parse(young).config, 100)
+    assert "Set objective.amortized.max_ratio" in said
+    for cure in ("max_ratio=10", "stage2=combined", "start=batch_mean"):
+        assert likely_slips(parse([*young, f"--objective.amortized.{cure}"]).config, 100) == []
 
 
 def test_a_run_larger_than_the_machine_is_reported(
