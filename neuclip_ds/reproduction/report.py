@@ -30,6 +30,8 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("NeuCLIP without rho better than OpenCLIP", "neuclip, no rho", PEER),
     ("the rule without an inner optimizer better than OpenCLIP", "neuclip_queue", PEER),
     ("the rule without an inner optimizer as good as NeuCLIP", "neuclip_queue", "neuclip"),
+    ("the rule without rho better than OpenCLIP", "neuclip_queue, no rho", PEER),
+    ("a rising kappa helps the rule", "neuclip_queue, kappa rises over 150 steps", "neuclip_queue"),
     ("NeuCLIP better than FastCLIP-v3", "neuclip", "fastclip_v3"),
     ("FastCLIP-v3 better than OpenCLIP", "fastclip_v3", PEER),
     (

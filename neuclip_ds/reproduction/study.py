@@ -33,6 +33,8 @@ ARMS: dict[str, Arm] = {
     "neuclip, no rho": ("neuclip", {_RULE: "learned"}),
     "neuclip, alpha's part along the positive, no rho": ("neuclip", {_GRAD: "positive", _RULE: "learned"}),
     "neuclip, alpha constant, no rho": ("neuclip", {_GRAD: "stop", _RULE: "learned"}),
+    "neuclip_queue, no rho": ("neuclip_queue", {_RULE: "learned"}),
+    "neuclip_queue, kappa rises over 150 steps": ("neuclip_queue", {_Q + "kappa_steps": 150}),
     "fastclip_v3": ("fastclip_v3", {}),
     "fastclip_v3, drift corrected": ("fastclip_v3", {_U + "drift_rate": 0.1}),
     "siglip": ("siglip", {}),
