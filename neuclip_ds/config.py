@@ -240,9 +240,20 @@ class OptimizerConfig(Section):
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the schedule; `constant` does not come down to it."""
+    schedule: Literal["cosine", "constant", "cooldown", "wsd"] = "cosine"
+    """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant with a last part of `cooldown_steps`
+    that comes down linearly (`cooldown`, as open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
+    """
     warmup_steps: int = Field(500, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. One that is not shorter than the run is fitted to a tenth of it."""
+    cooldown_steps: int | None = Field(None, ge=1)
+    """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
+    base_batch_size: int | None = Field(None, ge=1)
+    """Batch size that lr and min_lr are given for: they are scaled to `data.batch_size` by `batch_rule`. By default
+    they are those of `data.batch_size`."""
+    batch_rule: Literal["linear", "sqrt"] = "linear"
+    """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
@@ -315,6 +326,16 @@ class Config(Section):
                 f"use {max(below, world_size)} or {below + world_size}, or another number of ranks."
             )
         return self.data.batch_size // world_size
+
+    def with_scaled_rates(self) -> Config:
+        """Return the config with the learning rates for `data.batch_size`, and no batch size to scale them from."""
+        optimizer = self.optimizer
+        if optimizer.base_batch_size is None:
+            return self
+        ratio = self.data.batch_size / optimizer.base_batch_size
+        factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
+        rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
+        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates)})
 
     def micro_batch(self, world_size: int) -> int:
         """Return the number of pairs that go through the towers at once on a rank."""

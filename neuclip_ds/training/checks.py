@@ -13,6 +13,7 @@ from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import find_split, open_data, resolve
+from neuclip_ds.training.schedules import fitted_warmup
 
 
 class HeldOut(NamedTuple):
@@ -62,11 +63,12 @@ def likely_slips(config: Config, steps: int) -> list[str]:
     if optimizer.lr == 0:
         found.append("optimizer.lr=0: the encoders will not learn.")
     elif optimizer.warmup_steps >= steps:
-        highest = optimizer.lr * steps / optimizer.warmup_steps
         found.append(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps, so the "
-            f"learning rate ends at {highest:.3g} without decay: set fewer warm-up steps, or train for longer."
+            f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps: it is "
+            f"fitted to {fitted_warmup(optimizer.warmup_steps, steps)}, a tenth of the run."
         )
-    if optimizer.min_lr > optimizer.lr:
+    if optimizer.min_lr > 0 and optimizer.schedule == "constant":
+        found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
+    elif optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
     return found

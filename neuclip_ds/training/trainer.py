@@ -50,7 +50,7 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
-from neuclip_ds.training.schedules import warmup_cosine
+from neuclip_ds.training.schedules import learning_rate
 
 log = logging.getLogger(__name__)
 
@@ -138,6 +138,7 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     context = RunContext(
         config,
         communicator,
+    config = config.with_scaled_rates()
         folder,
         data,
         engine,
@@ -193,7 +194,7 @@ def resumed_trainer(
         objective,
         context.folder,
         config.budget,
-        lambda step, total: warmup_cosine(step, total, config.optimizer),
+        lambda step, total: learning_rate(step, total, config.optimizer),
         context.fingerprint,
         epochs_behind(config.recovery),
     )

@@ -49,7 +49,7 @@ def test_a_deviation_that_cannot_divide_is_refused(std: str) -> None:
 
 def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path) -> None:
     slips = [
-        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps",
+        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is fitted to 0, a tenth of the run.",
         "optimizer.min_lr=1 is above optimizer.lr=0.001",
     ]
     options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
@@ -61,6 +61,8 @@ def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path
     still = parse(["demo", "--optimizer.lr=0", "--optimizer.warmup_steps=50"]).config
     assert likely_slips(still, 3) == ["optimizer.lr=0: the encoders will not learn."]
     assert likely_slips(parse(["demo"]).config, 100) == []
+    (slip,) = likely_slips(parse(["demo", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5"]).config, 100)
+    assert "min_lr has no effect with optimizer.schedule=constant" in slip
 
 
 def test_a_run_larger_than_the_machine_is_reported(
