@@ -266,6 +266,15 @@ class OptimizerConfig(Section):
     """Largest global gradient norm; 0 does not clip."""
 
 
+class EmaConfig(Section):
+    decay: float = Field(0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, kept in float32 besides them; 0 keeps none. In the first
+    steps n it is at most (1 + n)/(10 + n)."""
+    evaluate: Literal["weights", "average", "both"] = "both"
+    """What evaluations during training measure: the trained weights, their average, whose metrics begin with `ema/`,
+    or both."""
+
+
 class RecoveryConfig(Section):
     mode: Literal["none", "full", "cached"] = "none"
     """Recovery of u and the optimizer's moments with frozen weights before training (TuneCLIP's first stage): `full`,
@@ -302,6 +311,7 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    ema: EmaConfig = Field(default_factory=EmaConfig)
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
     deepspeed: str = "zero1_bf16"
@@ -317,16 +327,6 @@ class Config(Section):
         blank = {section: dict.fromkeys(options) for section, options in method_of(objective).starts.items()}
         return {**tree, "objective": merge(blank, objective)}
 
-    def rank_batch(self, world_size: int) -> int:
-        """Return the number of pairs of the global batch that each rank holds."""
-        if self.data.batch_size % world_size:
-            below = self.data.batch_size // world_size * world_size
-            raise UserError(
-                f"data.batch_size={self.data.batch_size} is not divisible by the {world_size} ranks; "
-                f"use {max(below, world_size)} or {below + world_size}, or another number of ranks."
-            )
-        return self.data.batch_size // world_size
-
     def with_scaled_rates(self) -> Config:
         """Return the config with the learning rates for `data.batch_size`, and no batch size to scale them from."""
         optimizer = self.optimizer
@@ -336,6 +336,16 @@ class Config(Section):
         factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
         rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
         return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates)})
+
+    def rank_batch(self, world_size: int) -> int:
+        """Return the number of pairs of the global batch that each rank holds."""
+        if self.data.batch_size % world_size:
+            below = self.data.batch_size // world_size * world_size
+            raise UserError(
+                f"data.batch_size={self.data.batch_size} is not divisible by the {world_size} ranks; "
+                f"use {max(below, world_size)} or {below + world_size}, or another number of ranks."
+            )
+        return self.data.batch_size // world_size
 
     def micro_batch(self, world_size: int) -> int:
         """Return the number of pairs that go through the towers at once on a rank."""

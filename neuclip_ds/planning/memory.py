@@ -175,8 +175,9 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     rows, micro, batch = query.rank_batch, query.micro_batch, config.data.batch_size
     engine = load_engine_config(config, world_size)
     state = objective_state(query)
+    optimizer, averages = config.optimizer.name, config.ema.decay > 0
     return MemoryAccount(
-        engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
+        engine=engine_memory(engine, optimizer, towers.parameters, world_size, query.device, rows > micro, averages),
         activations=towers.activations,
         batch=_inputs(query),
         # local ones and gradients in float32, and gathered ones in float32 and as sent

@@ -20,6 +20,7 @@ from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.average import discard_average
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
@@ -147,6 +148,8 @@ class Loop:
         if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
             log.warning("the run ends before it trains on the new shards; raise budget.epochs")
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
+        if not self.context.config.ema.decay:
+            discard_average(self.context.engine)
         self.saved = self._tried = self.done
         self._hook_states = saved.get("hooks", {})
 

@@ -16,6 +16,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.distributed.stop_signals import raising_interrupted
+from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype, set_matmul_precision
@@ -37,6 +38,7 @@ from neuclip_ds.training.data_sources import facts_of
 from neuclip_ds.training.decoder import with_decoder
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.hooks.average import AverageWeights
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.recovery import FOLDER as RECOVERY
 from neuclip_ds.training.recovery import (
@@ -108,13 +110,26 @@ class Trainer(NamedTuple):
             if recovered is None:  # stopped before its end
                 return
             take_over(recovered, context, objective)
+        ema = context.config.ema
+        average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluator):
-            complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+            averaging = [AverageWeights(average)] if average is not None else []
+            complete = self.loop.run(lambda: self._evaluate(average), [*averaging, *hooks])
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
+
+    def _evaluate(self, average: WeightAverage | None) -> dict[str, float]:
+        """Evaluate the weights, their average as `ema/NAME`, or both, as `ema.evaluate` says."""
+        engine, which = self.loop.context.engine, self.loop.context.config.ema.evaluate
+        results = {} if average is not None and which == "average" else self.evaluator(engine, self.loop.objective)
+        if average is not None and which != "weights":
+            with average.in_use():
+                found = self.evaluator(engine, self.loop.objective)
+            results |= {f"ema/{name}": value for name, value in found.items()}
+        return results
 
 
 def build(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Trainer:
@@ -123,6 +138,7 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     Writes nothing into the run's folder: what is new goes to `staged`. Raises `UserError` for anything in config, data
     or checkpoints that cannot work.
     """
+    config = config.with_scaled_rates()
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
     source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
@@ -138,7 +154,6 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     context = RunContext(
         config,
         communicator,
-    config = config.with_scaled_rates()
         folder,
         data,
         engine,
