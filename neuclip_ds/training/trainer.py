@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,6 +41,7 @@ from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.average import AverageWeights
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import FOLDER as RECOVERY
 from neuclip_ds.training.recovery import (
     check_recovery,
@@ -52,9 +54,10 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
-from neuclip_ds.training.schedules import learning_rate
 
 log = logging.getLogger(__name__)
+
+_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop"}, "text": {"tokenizer"}}  # options that may change between starts
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -141,12 +144,13 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     config = config.with_scaled_rates()
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
-    source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+    source = model_source(model_for_phases(config), communicator.on_rank_zero(lambda: locate_model(config.model)))
     config = with_decoder(config, newest.order)
     data = open_training_data(config, source, communicator, folder, staged, newest.any, newest.order)
     config = with_order(config, data.order.interleave)
-    steps = DataPosition.start(data.order, data.manifest).end(config.budget)
-    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
+    start = DataPosition.start(data.order, data.manifest)
+    phases = plan_phases(config, start, start.end(config.budget))
+    for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
     set_matmul_precision(config, engine_config, communicator.device)
@@ -209,7 +213,7 @@ def resumed_trainer(
         objective,
         context.folder,
         config.budget,
-        lambda step, total: learning_rate(step, total, config.optimizer),
+        partial(plan_phases, config),
         context.fingerprint,
         epochs_behind(config.recovery),
     )
@@ -269,6 +273,6 @@ def _architecture(model: ModelConfig) -> Fingerprint:
     """Return the options of a model that is built from the config; names of files may change between starts."""
     if model.pretrained:
         return {}
-    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
     return {f"model.{name}": value for name, value in {**options, **tree}.items()}

@@ -14,6 +14,7 @@ from neuclip_ds.planning import memory_check
 from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import likely_slips
+from neuclip_ds.training.phases import plan_phases
 
 ONE = RankEnvironment(0, 0, 1)
 
@@ -58,10 +59,16 @@ def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path
     done = train(tmp_path, str(data), 3, *options)
     assert done.returncode == 0, done
     assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
-    still = parse(["demo", "--optimizer.lr=0", "--optimizer.warmup_steps=50"]).config
-    assert likely_slips(still, 3) == ["optimizer.lr=0: the encoders will not learn."]
-    assert likely_slips(parse(["demo"]).config, 100) == []
-    (slip,) = likely_slips(parse(["demo", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5"]).config, 100)
+
+    def slips_of(*options: str) -> list[str]:
+        config = parse(["demo", *options]).config
+        return likely_slips(config, plan_phases(config, None, 3))  # type: ignore[arg-type]
+
+    assert slips_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
+        "optimizer.lr=0: the encoders will not learn."
+    ]
+    assert slips_of("--optimizer.warmup_steps=2") == []
+    (slip,) = slips_of("--optimizer.warmup_steps=2", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5")
     assert "min_lr has no effect with optimizer.schedule=constant" in slip
 
 
