@@ -29,7 +29,7 @@ tokenizer = open_clip.get_tokenizer("local-dir:.")
 }
 
 
-def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
+def export_run(path: Path, form: str, folder: Path, best: bool = False, average: bool = False) -> Path:
     """Export a checkpoint.
 
     Args:
@@ -37,6 +37,7 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
         form: `transformers` or `open_clip`.
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
+        average: take the moving average of the weights (`ema.decay`).
 
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
     the model.
@@ -45,7 +46,8 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
     verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    package = run.source.package(run.tokenizer, StateFiles(checkpoint / "engine", verified=True).weights(), logits)
+    weights = StateFiles(checkpoint / "engine", verified=True).weights(average)
+    package = run.source.package(run.tokenizer, weights, logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 

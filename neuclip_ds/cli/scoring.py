@@ -39,6 +39,7 @@ class Scoring(NamedTuple):
     workers: int = 4
     precision: str = "float32"
     setting: str | None = None
+    ema: bool = False
 
 
 def score(name: str, scoring: Scoring) -> str:
@@ -53,7 +54,7 @@ def score(name: str, scoring: Scoring) -> str:
         )
     task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
     with connected(task, scoring.out or Path()) as communicator:
-        return _score(open_model(name, communicator), scoring, communicator)
+        return _score(open_model(name, communicator, scoring.ema), scoring, communicator)
 
 
 def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
@@ -120,4 +121,4 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
 def _results_folder(saved: SavedModel) -> Path:
     if saved.checkpoint is None:
         raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
-    return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
+    return saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name

@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neuclip_ds.config import Config
@@ -101,7 +102,7 @@ def _kind(annotation: Any) -> str:
         return "{...}"
     if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return _KINDS[annotation]
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]
 
 
 def _wrapped(text: str) -> str:

@@ -28,6 +28,7 @@ from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import bytes_in_use, needs_cache, open_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.data_sources import TrainingSet
+from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import recovery_budget
 
 T = TypeVar("T")
@@ -123,6 +124,7 @@ def _model(
 ) -> tuple[MemoryQuery, list[str]]:
     """Return the run to account for, and what is printed of its model."""
     device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+    model_for_phases(config)  # refuses sizes that its image tower cannot take
     query = MemoryQuery(config, world_size, device=device)
     model = query.build()
     image, text = parameter_count(model.vision), parameter_count(model.text)
@@ -145,12 +147,14 @@ def _data_lines(config: Config, manifest: Manifest | None, order: BatchOrder | N
         return [f"data       {config.data.first_train or 'not set'}: see the error below"]
     start = DataPosition.start(order, manifest)
     steps = start.end(config.budget)
+    phases = plan_phases(config, start, steps)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.interleave.streams} shard streams)",
-        *(f"warning    {slip}" for slip in likely_slips(config, steps)),
+        *(f"warning    {slip}" for slip in likely_slips(config, phases)),
     ]
+    lines += [f"phase      {phase.describe()}" for phase in phases if len(phases) > 1]
     recovery = config.recovery
     if recovery.reuse is not None:
         lines.append(f"recovery   taken from {recovery.reuse}")

@@ -49,7 +49,7 @@ class EngineMemory:
     weights: int
     gradients: int  # that stay between steps
     growing: int  # gradients that the backward pass makes and the step frees
-    optimizer: int  # float32 masters and moments
+    optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during forward and backward: buckets, gathered weights
     update: int  # during the last reduction and the optimizer's step
     host: int = 0
@@ -57,13 +57,20 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: dict[str, Any], optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
+    engine: dict[str, Any],
+    optimizer: str,
+    parameters: Parameters,
+    world_size: int,
+    device: str,
+    accumulates: bool,
+    averages: bool = False,
 ) -> EngineMemory:
     """Return the memory account of an engine, on `cuda` or `cpu`, where untouched pages take no memory.
 
-    Whether a step `accumulates` is whether it has several backward passes.
+    Whether a step `accumulates` is whether it has several backward passes; `averages` counts the weights' moving
+    average.
     """
-    case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates)
+    case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates, averages)
     if case.rules.wrapper is Wrapper.ZERO_3:
         return case.stage3()
     if case.rules.wrapper is Wrapper.ZERO_1_2:
@@ -75,11 +82,18 @@ class _Case:
     """Quantities that the accounts share."""
 
     def __init__(
-        self, rules: ZeroRules, optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
+        self,
+        rules: ZeroRules,
+        optimizer: str,
+        parameters: Parameters,
+        world_size: int,
+        device: str,
+        accumulates: bool,
+        averages: bool,
     ) -> None:
         self.rules, self.parameters, self.ranks, self.accumulates = rules, parameters, world_size, accumulates
         self.share = -(-parameters.trained // world_size)
-        self.states = 4 * (1 + _MOMENTS[optimizer])  # float32 master and moments
+        self.states = 4 * (1 + _MOMENTS[optimizer] + averages)  # float32 master, moments and average
         self.bucket = min(rules.bucket, parameters.trained)  # as far as it can be filled
         self.bucket_size = self.bucket if device == "cpu" else rules.bucket
         on_gpu = device == "cuda" and not rules.offloads

@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.distributed.stop_signals import raising_interrupted
+from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype, set_matmul_precision
@@ -37,7 +39,9 @@ from neuclip_ds.training.data_sources import facts_of
 from neuclip_ds.training.decoder import with_decoder
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.hooks.average import AverageWeights
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import FOLDER as RECOVERY
 from neuclip_ds.training.recovery import (
     check_recovery,
@@ -50,9 +54,10 @@ from neuclip_ds.training.recovery import (
 )
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
-from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
+
+_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop"}, "text": {"tokenizer"}}  # options that may change between starts
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -108,13 +113,26 @@ class Trainer(NamedTuple):
             if recovered is None:  # stopped before its end
                 return
             take_over(recovered, context, objective)
+        ema = context.config.ema
+        average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluator):
-            complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+            averaging = [AverageWeights(average)] if average is not None else []
+            complete = self.loop.run(lambda: self._evaluate(average), [*averaging, *hooks])
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
+
+    def _evaluate(self, average: WeightAverage | None) -> dict[str, float]:
+        """Evaluate the weights, their average as `ema/NAME`, or both, as `ema.evaluate` says."""
+        engine, which = self.loop.context.engine, self.loop.context.config.ema.evaluate
+        results = {} if average is not None and which == "average" else self.evaluator(engine, self.loop.objective)
+        if average is not None and which != "weights":
+            with average.in_use():
+                found = self.evaluator(engine, self.loop.objective)
+            results |= {f"ema/{name}": value for name, value in found.items()}
+        return results
 
 
 def build(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Trainer:
@@ -123,14 +141,16 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     Writes nothing into the run's folder: what is new goes to `staged`. Raises `UserError` for anything in config, data
     or checkpoints that cannot work.
     """
+    config = config.with_scaled_rates()
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
-    source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+    source = model_source(model_for_phases(config), communicator.on_rank_zero(lambda: locate_model(config.model)))
     config = with_decoder(config, newest.order)
     data = open_training_data(config, source, communicator, folder, staged, newest.any, newest.order)
     config = with_order(config, data.order.interleave)
-    steps = DataPosition.start(data.order, data.manifest).end(config.budget)
-    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
+    start = DataPosition.start(data.order, data.manifest)
+    phases = plan_phases(config, start, start.end(config.budget))
+    for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
     set_matmul_precision(config, engine_config, communicator.device)
@@ -193,7 +213,7 @@ def resumed_trainer(
         objective,
         context.folder,
         config.budget,
-        lambda step, total: warmup_cosine(step, total, config.optimizer),
+        partial(plan_phases, config),
         context.fingerprint,
         epochs_behind(config.recovery),
     )
@@ -253,6 +273,6 @@ def _architecture(model: ModelConfig) -> Fingerprint:
     """Return the options of a model that is built from the config; names of files may change between starts."""
     if model.pretrained:
         return {}
-    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
     return {f"model.{name}": value for name, value in {**options, **tree}.items()}

@@ -68,6 +68,16 @@ def small_engine(name: str, communicator: Communicator, optimizer: str = "adamw"
     return start_engine(net, OptimizerConfig(name=optimizer, lr=0.1), engine_config, communicator), expected
 
 
+def test_an_average_takes_a_master_more() -> None:
+    parameters = Parameters((100, 20), 120)
+    for name in ENGINES + OFFLOADS:
+        config = Config.model_validate({"data": {"batch_size": 8}, "deepspeed": name})
+        engine = load_engine_config(config, 2)
+        plain, more = (engine_memory(engine, "adamw", parameters, 2, "cpu", False, ema) for ema in (False, True))
+        share = 120 if name.startswith("zero0") else 60
+        assert (more.optimizer + more.host) - (plain.optimizer + plain.host) == 4 * share, name
+
+
 def train(engine: Any, is_bf16: bool) -> None:
     rows = torch.ones(2, WIDTH, dtype=torch.bfloat16 if is_bf16 else torch.float32)
     engine.backward(engine(rows).float().square().mean())
