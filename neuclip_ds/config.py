@@ -175,7 +175,46 @@ class DataConfig(Section):
         return self.train or next((source.train for source in self.sources.values()), "")
 
 
-class VisionConfig(Section):
+Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
+"""What trains of a tower: a number is that of its last blocks."""
+
+
+class LoraConfig(Section):
+    """LoRA adapters of a tower."""
+
+    rank: int = Field(0, ge=0, le=1 << 12)
+    """Rank of the adapters; 0 adds none."""
+    alpha: float = Field(16, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs."""
+    targets: list[str] = Field(default_factory=list)
+    """Linear layers that get adapters, by the end of their names, such as [q_proj, v_proj]. By default all of the
+    frozen blocks."""
+
+
+class TowerConfig(Section):
+    """What both towers share."""
+
+    train: Trained | None = None
+    """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
+    projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+
+    @model_validator(mode="after")
+    def _adapters_adapt_frozen_weights(self) -> TowerConfig:
+        if self.lora.rank and self.train == "all":
+            raise ValueError("train=all leaves no frozen weights for lora; set train to frozen or a number of blocks")
+        return self
+
+    @property
+    def trained(self) -> Trained:
+        """What trains of the tower's own weights, whether it is set or not."""
+        default: Trained = "frozen" if self.lora.rank else "all"
+        return default if self.train is None else self.train
+
+
+class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
     image_size: int = Field(224, ge=8, le=1 << 14)
@@ -199,7 +238,7 @@ class VisionConfig(Section):
         return options
 
 
-class TextConfig(Section):
+class TextConfig(TowerConfig):
     tokenizer: str | None = None
     """transformers tokenizer, a local folder or hub name. By default a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
@@ -236,6 +275,22 @@ class ModelConfig(Section):
     """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
     open_clip sets. bf16 towers and the loss do not follow it."""
 
+    @model_validator(mode="after")
+    def _something_trains(self) -> ModelConfig:
+        if all(tower.trained == "frozen" and not tower.lora.rank for tower in (self.vision, self.text)):
+            raise ValueError("vision.train and text.train are both frozen, so nothing trains; free a part of a tower")
+        return self
+
+
+class TowerRates(Section):
+    """The learning rates of a tower."""
+
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the tower, on the same schedule. By default `optimizer.lr`."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the learning rate from each layer of the tower to the one before it: what follows the blocks has the
+    tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
+
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
@@ -267,6 +322,14 @@ class OptimizerConfig(Section):
     """Momentum of sgd."""
     clip_norm: float = Field(0.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
+    vision: TowerRates = Field(default_factory=TowerRates)
+    text: TowerRates = Field(default_factory=TowerRates)
+
+    @model_validator(mode="after")
+    def _rates_have_a_base(self) -> OptimizerConfig:
+        if self.lr == 0 and (self.vision.lr or self.text.lr):
+            raise ValueError("lr=0 leaves no schedule that a tower's lr could follow; set lr to the larger of the two")
+        return self
 
 
 class EmaConfig(Section):

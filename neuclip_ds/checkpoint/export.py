@@ -12,6 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import merged_weights
 from neuclip_ds.objectives.temperature import trained_temperature
 
 _LOADING = {
@@ -46,7 +47,8 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False, average:
     verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    weights = StateFiles(checkpoint / "engine", verified=True).weights(average)
+    trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
+    weights = merged_weights(run.config.model, run.source, run.tokenizer, trained)
     package = run.source.package(run.tokenizer, weights, logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint

@@ -32,6 +32,23 @@ def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float])
 class Encoder(nn.Module, ABC):
     """A tower, which maps images or tokens to features of the joint space."""
 
+    def train(self, mode: bool = True) -> "Encoder":
+        """Set training mode, in which modules of frozen weights stay in evaluation mode.
+
+        They have no dropout, keep the statistics of batch norm, and need no activation checkpointing.
+        """
+        super().train(mode)
+        for module in self.modules() if mode else ():
+            weights = list(module.parameters())
+            if weights and not any(weight.requires_grad for weight in weights):
+                module.eval()
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of the tower trains."""
+        return not any(weight.requires_grad for weight in self.parameters())
+
     @abstractmethod
     def checkpoint_activations(self) -> None:
         """Make the blocks recompute activations in the backward pass; raise UserError if the model cannot."""

@@ -18,7 +18,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.planning.data_flow import BANDWIDTH, RATE, Node, simulate
 from neuclip_ds.planning.loader_memory import loader_memory
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
@@ -127,12 +127,15 @@ def _model(
     model_for_phases(config)  # refuses sizes that its image tower cannot take
     query = MemoryQuery(config, world_size, device=device)
     model = query.build()
-    image, text = parameter_count(model.vision), parameter_count(model.text)
+    image, text = Trainable.of(model.vision), Trainable.of(model.text)
     checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
     lines = [
-        f"model      {query.source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
+        f"model      {query.source.name} {image.total:,} + text {text.total:,} = {image.total + text.total:,} "
+        f"parameters{checkpointing}",
         f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
+    if image.frozen or text.frozen:
+        lines.insert(1, f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}")
     return query, lines
 
 

@@ -21,24 +21,29 @@ _SCRATCH = {"cpu": {"adamw": 0, "lamb": 1, "lion": 1, "sgd": 1}, "cuda": {"adamw
 class Parameters(NamedTuple):
     """Sizes of a module's parameters, in elements."""
 
-    sizes: tuple[int, ...]
-    trained: int
+    sizes: tuple[int, ...]  # of those that train
+    frozen: int  # of all others
 
     @staticmethod
     def of(module: nn.Module) -> Parameters:
         parameters = list(module.parameters())
-        return Parameters(tuple(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        return Parameters(tuple(p.numel() for p in parameters if p.requires_grad), frozen)
+
+    @property
+    def trained(self) -> int:
+        return sum(self.sizes)
 
     @property
     def total(self) -> int:
-        return sum(self.sizes)
+        return self.trained + self.frozen
 
     @property
     def largest(self) -> int:
         return max(self.sizes)
 
     def below(self, size: int) -> int:
-        """Return the elements of all smaller parameters."""
+        """Return the elements of all smaller parameters that train."""
         return sum(one for one in self.sizes if one < size)
 
 
@@ -153,18 +158,21 @@ class _Case:
         return _offloaded(common, host, self.scratch * self.share, rules.weight * largest, common.gradients)
 
     def stage3(self) -> EngineMemory:
-        """Weights gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`."""
-        rules, total = self.rules, self.parameters.total
+        """Weights gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`.
+
+        Frozen weights are whole on every rank.
+        """
+        rules, trained = self.rules, self.parameters.trained
         zero = rules.zero
-        live = min(total, int(zero["stage3_max_live_parameters"]))
-        prefetch = min(total, int(zero["stage3_prefetch_bucket_size"]))
+        live = min(trained, int(zero["stage3_max_live_parameters"]))
+        prefetch = min(trained, int(zero["stage3_prefetch_bucket_size"]))
         threshold = int(zero["stage3_param_persistence_threshold"])
         whole = self.parameters.below(threshold) if self.ranks > 1 else 0  # small ones stay whole
         gathered = rules.weight * (live + prefetch) if self.ranks > 1 else 0
         reduced = 2 * rules.sent * self.bucket + rules.weight * self.parameters.largest
         at_once = min(self.share, max(int(zero["sub_group_size"]), -(-self.parameters.largest // self.ranks)))
         common = EngineMemory(
-            weights=rules.weight * (-(-total // self.ranks) + whole),
+            weights=rules.weight * (self.share + whole + self.parameters.frozen),
             gradients=rules.accumulated * self.share,
             growing=0,
             optimizer=self.states * self.share,

@@ -22,10 +22,10 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype, set_matmul_precision
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.trained_parts import TOWERS, Trainable
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
@@ -57,7 +57,8 @@ from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_i
 
 log = logging.getLogger(__name__)
 
-_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop"}, "text": {"tokenizer"}}  # options that may change between starts
+# options that may change between starts, and what the fingerprint lists by itself
+_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop", "train", "lora"}, "text": {"tokenizer", "train", "lora"}}
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -241,10 +242,12 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)
     communicator.on_rank_zero(lambda: _save_source(source, folder / MODEL, logits))
-    parameters = parameter_count(model)  # before ZeRO 3 partitions them
+    parameters = Trainable.of(model)  # before ZeRO 3 partitions them
+    if parameters.frozen:
+        log.info("%d of %d parameters train", parameters.trained, parameters.total)
     if config.model.compile:
         model.compile_towers()
-    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
+    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters.total
 
 
 def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> None:
@@ -270,9 +273,12 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the options of a model that is built from the config; names of files may change between starts."""
+    """Return what trains, adapters, and the options of a model built from the config; names of files may change."""
+    trains = {f"model.{name}.train": getattr(model, name).trained for name in TOWERS}
+    adapters = {name: getattr(model, name).lora for name in TOWERS}
+    trains |= {f"model.{name}.lora": lora.model_dump() for name, lora in adapters.items() if lora.rank}
     if model.pretrained:
-        return {}
+        return trains
     tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
-    return {f"model.{name}": value for name, value in {**options, **tree}.items()}
+    return {f"model.{name}": value for name, value in {**options, **tree}.items()} | trains
