@@ -12,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
@@ -167,17 +167,12 @@ class DataConfig(Section):
 
     @field_validator("train", "captions", mode="before")
     @classmethod
-    def _parse_json(cls, value: Any) -> Any:
+    def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
         """Read a list or mapping that was typed as an option; `[ab].tar` is a glob."""
         if isinstance(value, str) and value[:1] in ("[", "{"):
             with suppress(ValueError):
                 return json.loads(value)
-        return value
-
-    @field_validator("captions", mode="before")
-    @classmethod
-    def _split_names(cls, value: Any) -> Any:
-        return value.split(",") if isinstance(value, str) else value
+        return value.split(",") if isinstance(value, str) and info.field_name == "captions" else value
 
     @field_validator("train", mode="after")
     @classmethod

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.children import process_pool
-from neuclip_ds.data.pack import Packed, choose_columns, pack
+from neuclip_ds.data.pair_packing import Packed, choose_columns, pack
 from neuclip_ds.data.pair_table import open_table
 from neuclip_ds.errors import UserError
 

@@ -153,7 +153,7 @@ class _FileTable:
             for piece in (fragment.split_by_row_group() if hasattr(fragment, "row_groups") else [fragment])
         ]
         for piece in pieces:
-            if begin and begin >= (rows := piece.count_rows()):
+            if begin and begin >= (rows := _rows_of(piece)):
                 begin -= rows
                 continue
             options = {"batch_size": size, "batch_readahead": 1, "schema": self._dataset.schema}
@@ -203,6 +203,13 @@ def _open_files(paths: Sequence[Path], kind: str) -> pyarrow.dataset.Dataset:
     converting = pyarrow.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
     form = pyarrow.dataset.CsvFileFormat(parsing, convert_options=converting)
     return pyarrow.dataset.dataset(names, schema=schema, format=form)
+
+
+def _rows_of(piece: pyarrow.dataset.Fragment) -> int:
+    """Return the rows of a file or of some of its row groups, where pyarrow's `count_rows` counts the whole file."""
+    if hasattr(piece, "row_groups"):
+        return sum(group.num_rows for group in piece.row_groups)
+    return int(piece.count_rows())
 
 
 @contextmanager

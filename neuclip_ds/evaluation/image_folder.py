@@ -68,9 +68,9 @@ class ImageFolder:
 
 
 def is_image_folder(path: Path) -> bool:
-    """Whether a folder has several folders with images in them."""
-    folders = _class_folders(path)
-    return len(folders) > 1 and any(_is_image(entry) for folder in folders for entry in folder.iterdir())
+    """Whether at least half of the folders in a folder, and several, have images in them."""
+    has_images = [any(_is_image(entry) for entry in folder.iterdir()) for folder in _class_folders(path)]
+    return sum(has_images) > max(1, (len(has_images) - 1) // 2)
 
 
 def _class_folders(path: Path) -> list[Path]:
