@@ -6,11 +6,14 @@ tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, model_validator
+from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.config import ObjectiveConfig
@@ -74,7 +77,7 @@ class RunConfig(Section):
 class SourceConfig(Section):
     """A source of a mixture."""
 
-    train: str = Field(min_length=1)
+    path: str = Field(min_length=1)
     """Its pairs, in the forms of `data.train`."""
     weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
     """Its share of the rows of each batch, relative to the other weights; or [step, share] pairs, each from a step on,
@@ -94,19 +97,19 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = ""
-    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`."""
-    sources: dict[str, SourceConfig] = Field(default_factory=dict)
-    """Instead of `train`, several weighted sources by name: {dfn: {train: /data/dfn, weight: 3}, cc: {train: ...}}."""
+    train: Annotated[str | list[SourceConfig], NoDecode] = ""
+    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
+    weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     stratified: bool = True
     """Whether every batch has the same share of each source; else the rows are drawn at random, over 64 batches in the
     same shares."""
     val: str = "auto"
     """Held-out pairs for retrieval, in the same forms; `auto` takes a folder `val` next to `train`, empty is none."""
     zero_shot: str = "auto"
-    """Zero-shot set in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next to `train`, empty is none."""
+    """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next
+    to `train`, empty is none."""
     evaluation_sets: Path | None = None
-    """Folder of DataComp's evaluation sets (docs/reference/evaluation.md) to score. By default none."""
+    """Folder of evaluation sets to score, DataComp's or your own (docs/reference/evaluation.md). By default none."""
     evaluation_tasks: list[str] = Field([])
     """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
     batch_size: int = Field(256, ge=2, le=1 << 30)
@@ -125,8 +128,9 @@ class DataConfig(Section):
     may stall a tenth of it."""
     restarts: int = Field(2, ge=0)
     """Restarts in a row of loader processes that were killed or hang; then the run stops with a message."""
-    captions: list[str] = Field(["txt"])
-    """Where captions are: txt, txt:lines (one per line), json:KEY (a string or a list). One of several is drawn."""
+    captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
+    """Where captions are: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
+    list). One of several is drawn; {txt: 0.7, syn.txt: 0.3} draws where from with these probabilities."""
     decoder: Literal["simplejpeg", "pil", "torchvision"] | None = None
     """Library that decodes JPEGs. By default simplejpeg, the fastest; pil gives open_clip's pixels. A run keeps its
     decoder when it resumes; those of earlier versions had pil."""
@@ -161,18 +165,32 @@ class DataConfig(Section):
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Share of bad samples above which the run stops; of those of one node's last 1,000 steps, ten times that share."""
 
-    @model_validator(mode="after")
-    def _train_or_sources(self) -> DataConfig:
-        if self.train and self.sources:
-            raise ValueError("data.train and data.sources are both set; name the data as one of them")
-        if len({source.weight is None for source in self.sources.values()}) > 1:
+    @field_validator("train", "captions", mode="before")
+    @classmethod
+    def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a list or mapping that was typed as an option; `[ab].tar` is a glob."""
+        if isinstance(value, str) and value[:1] in ("[", "{"):
+            with suppress(ValueError):
+                return json.loads(value)
+        return value.split(",") if isinstance(value, str) and info.field_name == "captions" else value
+
+    @field_validator("train", mode="after")
+    @classmethod
+    def _all_have_weights_or_none(cls, train: str | list[SourceConfig]) -> str | list[SourceConfig]:
+        if not isinstance(train, str) and len({source.weight is None for source in train}) > 1:
             raise ValueError("some sources have a weight and others not; give each one, or none")
-        return self
+        return train
 
     @property
-    def first_train(self) -> str:
-        """What `train` or the first source names."""
-        return self.train or next((source.train for source in self.sources.values()), "")
+    def sources(self) -> list[SourceConfig]:
+        """The sources of a mixture, none for a single data set."""
+        return [] if isinstance(self.train, str) else self.train
+
+    @property
+    def train_paths(self) -> list[str]:
+        """What `train` or its sources name; none if it is empty."""
+        paths = [self.train] if isinstance(self.train, str) else [source.path for source in self.train]
+        return [path for path in paths if path]
 
 
 Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]

@@ -89,7 +89,7 @@ A dual encoder of images and texts, {origin}.
 | | |
 |---|---|
 | trained with | neuclip_ds, `objective.method={config.objective.method}` |
-| data | `{config.data.train or ", ".join(source.train for source in config.data.sources.values())}` |
+| data | `{", ".join(config.data.train_paths)}` |
 | steps | {step:,} of {config.data.batch_size:,} pairs |
 | learning rate | {config.optimizer.lr:g} ({config.optimizer.name}, weight decay {config.optimizer.weight_decay:g}) |
 

@@ -22,6 +22,7 @@ from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import EvaluationLoader
 from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
 from neuclip_ds.evaluation.results import Results
+from neuclip_ds.evaluation.sets import open_captioned
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 class Scoring(NamedTuple):
     """Options of `neuclip-ds evaluate`, whose help explains them."""
 
-    data: Path
+    data: Sequence[Path]
     tasks: Sequence[str] = ()
     out: Path | None = None
     batch_size: int = 256
@@ -82,7 +83,8 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     if results is None:
         return ""
     setting = scoring.setting or (setting_of(str(saved.config.run.name)) if saved.config else None)
-    text, tree = summary_text(tasks, results.metrics, setting), summary_tree(tasks, results.metrics)
+    text = summary_text(tasks.with_scored(results.metrics), results.metrics, setting)
+    tree = summary_tree(tasks, results.metrics)
     (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
     return text
@@ -98,7 +100,9 @@ def _encoder(
 
 
 def _compare_size(task: Task, folder: Path) -> None:
-    """Warn where a set differs in size from the published one."""
+    """Warn where a set of DataComp differs in size from the published one."""
+    if task.size is None:
+        return
     found = sum(1 for _ in EvaluationFolder.read(folder).samples())
     if found != task.size:
         log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)
@@ -111,7 +115,7 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
         UserError: the model or the set cannot be used.
     """
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
-    saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
+    saved, captioned = open_model(name, communicator), open_captioned(folder)
     encoder, transform = _encoder(saved, communicator, 64)
     shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.captions import Captions, CaptionSources
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest, indices_at
@@ -70,7 +70,7 @@ class PairDataset(Dataset[Batch]):
         tokenize: Tokenize,
         *,
         seed: int = 0,
-        captions: Sequence[str] = ("txt",),
+        captions: CaptionSources = ("txt",),
         reader: Literal["tar", "webdataset"] = "tar",
         cache: ShardCache | None = None,
     ) -> None:
@@ -119,11 +119,11 @@ class PairDataset(Dataset[Batch]):
             raise _Unusable("no image")
         if not raw.texts:
             raise _Unusable("no caption")
-        captions = self._captions.of(raw.texts)
-        if not captions:
+        caption = self._captions.draw(raw.texts, which)
+        if caption is None:
             raise _Unusable("blank caption")
         try:
-            return self._transform(raw.image, seed), captions[which % len(captions)]
+            return self._transform(raw.image, seed), caption
         except DecodeError as error:
             raise _Unusable(f"image cannot be decoded: {error}") from error
 
@@ -150,7 +150,7 @@ class PairDataset(Dataset[Batch]):
 
 
 def iter_captions(
-    manifest: Manifest, limit: int, captions: Sequence[str] = ("txt",), cache: ShardCache | None = None
+    manifest: Manifest, limit: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 

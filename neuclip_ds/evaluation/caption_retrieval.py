@@ -18,7 +18,7 @@ from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import hit_probability
 from neuclip_ds.evaluation.retrieval import count_negatives, inner_products
@@ -39,7 +39,7 @@ class _Queries(NamedTuple):
 @torch.no_grad()
 def caption_retrieval(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     ks: Sequence[int] = (1, 5, 10),
     loader: EvaluationLoader = IN_PROCESS,
@@ -101,7 +101,7 @@ def _recalls(
 
 
 def _encode_all(
-    encoder: BatchEncoder, folder: EvaluationFolder, transform: Callable[[bytes], Tensor], loader: EvaluationLoader
+    encoder: BatchEncoder, folder: EvaluationSet, transform: Callable[[bytes], Tensor], loader: EvaluationLoader
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
     prepare = partial(_prepare, transform=transform)

@@ -18,7 +18,7 @@ from torch import Tensor
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.caption_retrieval import read_captions
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.folder import EvaluationSet
 from neuclip_ds.evaluation.retrieval import score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
@@ -49,7 +49,7 @@ class CaptionedImage(NamedTuple):
 @torch.no_grad()
 def nearest_captions(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     images: int,
     k: int = 5,

@@ -20,7 +20,7 @@ from torch import Tensor
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
@@ -40,7 +40,7 @@ class Instance(NamedTuple):
 @torch.no_grad()
 def winogavil(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float | None]:

@@ -147,7 +147,7 @@ def _open(config: Config, source: str) -> Manifest:
 
 def _data_lines(config: Config, manifest: Manifest | None, order: BatchOrder | None) -> list[str]:
     if manifest is None or order is None:
-        return [f"data       {config.data.first_train or 'not set'}: see the error below"]
+        return [f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below"]
     start = DataPosition.start(order, manifest)
     steps = start.end(config.budget)
     phases = plan_phases(config, start, steps)

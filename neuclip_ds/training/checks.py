@@ -41,8 +41,8 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
     Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
     """
     options = config.data
-    val = find_split(options.val, "val", options.first_train)
-    images = find_split(options.zero_shot, "zero_shot", options.first_train)
+    val = find_split(options.val, "val", options.train_paths)
+    images = find_split(options.zero_shot, "zero_shot", options.train_paths)
     manifest = open_data(val, options, communicator, folder) if val else None
     if train is not None and manifest is not None:
         training, held_out = train, manifest
@@ -53,7 +53,7 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
         zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
     if options.evaluation_sets is not None:
         root = options.evaluation_sets
-        on_disk = communicator.on_rank_zero(lambda: load_tasks().on_disk(root, options.evaluation_tasks))
+        on_disk = communicator.on_rank_zero(lambda: load_tasks().on_disk([root], options.evaluation_tasks))
     return HeldOut(manifest, zero_shot, on_disk)
 
 

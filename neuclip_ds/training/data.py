@@ -1,7 +1,7 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -107,8 +107,9 @@ def open_training_data(
     return TrainingData(manifest, order, loading, transform, source.tokenizer(trained_tokenizer))
 
 
-def find_split(source: str, name: str, train: str) -> str:
-    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the training data."""
+def find_split(source: str, name: str, train_paths: Sequence[str]) -> str:
+    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the first training data."""
+    train = next(iter(train_paths), "")
     if source != "auto":
         return source
     if train.startswith("demo:"):
@@ -185,7 +186,7 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
         data.timeout,
         data.restarts,
         data.reader,
-        tuple(data.captions),
+        data.captions,
         cache,
         pin_memory=communicator.device.type == "cuda",
     )

@@ -108,7 +108,7 @@ def batches(
     crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
     transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(vision.mean, vision.std)])
     pipeline = wds.DataPipeline(
-        wds.ResampledShards(resolve_shards(data.train), seed=environment.rank, deterministic=True),
+        wds.ResampledShards(resolve_shards("::".join(data.train_paths)), seed=environment.rank, deterministic=True),
         wds.tarfile_to_samples(),
         wds.shuffle(_SHUFFLED, initial=_SHUFFLED_AT_FIRST),
         wds.decode("pilrgb"),
