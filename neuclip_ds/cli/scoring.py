@@ -20,12 +20,14 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import EvaluationLoader
-from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
+from neuclip_ds.evaluation.nearest_captions import nearest_captions, records
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.sets import open_captioned
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.reporting.gallery import gallery
+from neuclip_ds.reporting.page import html_page
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +121,8 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     encoder, transform = _encoder(saved, communicator, 64)
     shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
+    page = html_page(f"{saved.name} on {folder.name}", [gallery({saved.name: records(shown)})])
+    out.write_text(page, encoding="utf-8")
 
 
 def _results_folder(saved: SavedModel) -> Path:

@@ -65,6 +65,7 @@ class StepResult:
     last: bool  # whether it is the run's last
     logs: bool  # whether metrics are logged after it
     saves: bool  # whether a checkpoint is saved after it
+    rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with that of a full one
     batch: RankBatch  # this rank's samples, whose pixels have been released
     gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
     loss: float  # of the global batch
@@ -272,6 +273,7 @@ class Loop:
             logs=logs,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
             saves=last or (outcome.applied and (number + 1) // every > self._tried // every),
+            rest=self.position.is_rest(number),
             batch=batch.host,
             lr=lr,
             **outcome._asdict(),
