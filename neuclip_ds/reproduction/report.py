@@ -221,7 +221,8 @@ def _plot_errors(results: Results) -> Figure:
             if all("normalizer_mse" in one for one in seeds.values()) and (gained := gain(seeds, peers)) is not None
         ]
         if points:
-            axes.scatter(*zip(*points, strict=True), label=f"{regime}", color=f"C{number}", s=18)
+            errors, gains = zip(*points, strict=True)
+            axes.scatter(errors, gains, label=str(regime), color=f"C{number}", s=18)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="normaliser's error (mean squared, log)", ylabel="mean recall minus OpenCLIP's")
     if axes.get_legend_handles_labels()[0]:
