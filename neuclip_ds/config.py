@@ -50,6 +50,11 @@ class RunConfig(Section):
     background_saves: bool = False
     """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
     weights and moments twice."""
+    remote: str | None = Field(None, min_length=1)
+    """Folder of a remote store, such as s3://bucket/runs, to whose folder NAME checkpoints, metrics and logs are copied
+    while training continues. A run resumes from there where its local checkpoints are older or absent."""
+    keep_remote: int | None = Field(None, ge=1)
+    """Number of newest checkpoints that are kept there, besides the best one. By default all."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
@@ -72,6 +77,13 @@ class RunConfig(Section):
     profile_after: int = Field(10, ge=1)
     """Steps before the profile begins. NeuCLIP's network predicts once `objective.npn.prototypes` samples have been
     seen."""
+
+    @field_validator("remote")
+    @classmethod
+    def _remote_outlives_the_run(cls, remote: str | None) -> str | None:
+        if remote is not None and remote.startswith("memory:"):
+            raise ValueError("memory:// ends with the process; name a store that outlives the run, such as s3://...")
+        return remote
 
 
 class SourceConfig(Section):

@@ -52,6 +52,7 @@ from neuclip_ds.training.recovery import (
     recovery_loop,
     take_over,
 )
+from neuclip_ds.training.remote import complete_copy, restore
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
 
@@ -79,9 +80,12 @@ def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = 
     ):
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:
+            restore(config, communicator, folder, *([RECOVERY] if is_asked_for(config.recovery) else []))
             trainer = build(config, communicator, folder, staged)
             if trainer.is_complete():
                 log.info("%s is complete after %d steps; for more, raise budget.*", folder, trainer.loop.done)
+                if communicator.rank == 0:
+                    complete_copy(config, folder)
                 return
             communicator.on_rank_zero(lambda: take_in(staged, folder, trainer.loop.context.config))
         record_environment(folder, communicator)
@@ -124,6 +128,8 @@ class Trainer(NamedTuple):
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
+        if context.communicator.rank == 0:  # the other ranks need not wait
+            complete_copy(context.config, context.folder)
 
     def _evaluate(self, average: WeightAverage | None) -> dict[str, float]:
         """Evaluate the weights, their average as `ema/NAME`, or both, as `ema.evaluate` says."""
