@@ -373,18 +373,21 @@ class EmaConfig(Section):
 
 class RecoveryConfig(Section):
     mode: Literal["none", "full", "cached"] = "none"
-    """Recovery of u and the optimizer's moments with frozen weights before training (TuneCLIP's first stage): `full`,
-    or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
+    """Recovery of the optimizer's moments, and of u, with frozen weights before training (TuneCLIP's first stage):
+    `full`, or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
     epochs: float = Field(5, gt=0, le=1e6)
     """Passes over the data with mode=full."""
-    loss: Literal["gcl", "hgcl"] = "gcl"
-    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), or the hinged one."""
+    loss: Literal["gcl", "hgcl", "method"] | None = None
+    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or that of
+    `objective.method`. By default gcl for methods that keep u, and that of the method for others, such as openclip and
+    neuclip, which recover moments alone."""
     cached_block: int = Field(32768, ge=2, le=1 << 30)
     """Pairs that contrast with each other in a block, with mode=cached."""
     cached_steps: int = Field(200, ge=1)
     """Backward steps for the moments, with mode=cached."""
     transfer: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
-    """State that training takes over: the optimizer's moments and step count, the u of each sample."""
+    """State that training takes over: the optimizer's moments and step count, the u of each sample where the method
+    keeps it."""
     gamma: Literal["continue", "restart"] = "continue"
     """Schedule of gamma where u is taken over: `continue` after the epochs of the recovery, or `restart` at 1, which
     replaces u at a sample's next visit. The paper leaves it open."""

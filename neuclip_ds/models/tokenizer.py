@@ -41,10 +41,6 @@ class ModelTokenizer(Protocol):
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
 
-    def of_length(self, context_length: int) -> CaptionTokenizer:
-        """Return the same tokenizer with rows of another length."""
-        return CaptionTokenizer(self._tokenizer, context_length)
-
     @property
     def special_ids(self) -> dict[str, int | None]:
         """Ids of BOS, EOS and padding under the names in transformers' configs."""
@@ -92,6 +88,10 @@ class CaptionTokenizer:
         for row, ids in zip(rows, token_ids(self._tokenizer, captions, room, add_special_tokens=False), strict=True):
             row[: len(start) + len(ids) + 1] = torch.tensor([*start, *ids, self.eos_id])
         return rows
+
+    def of_length(self, context_length: int) -> CaptionTokenizer:
+        """Return the same tokenizer with rows of another length."""
+        return CaptionTokenizer(self._tokenizer, context_length)
 
     @property
     def special_ids(self) -> dict[str, int | None]:

@@ -44,7 +44,6 @@ from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import FOLDER as RECOVERY
 from neuclip_ds.training.recovery import (
-    check_recovery,
     epochs_behind,
     find_reused,
     is_asked_for,
@@ -175,7 +174,6 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     evaluator.check(objective)
-    check_recovery(config, objective)
     return resumed_trainer(context, objective, evaluator, newest)
 
 
@@ -222,7 +220,7 @@ def resumed_trainer(
         config.budget,
         partial(plan_phases, config),
         context.fingerprint,
-        epochs_behind(config.recovery),
+        epochs_behind(config),
     )
     if newest.training is not None:
         loop.resume(newest.training)

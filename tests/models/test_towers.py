@@ -236,7 +236,7 @@ def test_a_tower_takes_other_sizes_and_keeps_its_own_features() -> None:
     assert any_size(pixels(16)).shape == (2, 16)
     assert taking_other_sizes(RESNET) == RESNET, "convolutions do"
     with pytest.raises(UserError, match="dynamic_img_size"):
-        check_image_size(VisionConfig(name="swin_tiny_patch4_window7_224"), 112)
+        check_image_size(VisionConfig(name="mixer_s16_224"), 112)
 
 
 def test_patches_are_dropped_in_training_only() -> None:
