@@ -12,7 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
-from neuclip_ds.models.source import merged_weights
+from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
 _LOADING = {
@@ -46,9 +46,8 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
     verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    trained = StateFiles(checkpoint / "engine", verified=True).weights()
-    weights = merged_weights(run.config.model, run.source, run.tokenizer, trained)
-    package = run.source.package(run.tokenizer, weights, logits)
+    source, weights = merged(run.source, run.tokenizer, StateFiles(checkpoint / "engine", verified=True).weights())
+    package = source.package(run.tokenizer, weights, logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 
