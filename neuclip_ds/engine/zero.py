@@ -162,8 +162,13 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 
 
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
-    """Return what every rank holds with the same bits: weights below ZeRO 3; masters and moments without ZeRO."""
-    weights = dict(engine.module.named_parameters()) if _wrapper_of(engine) is not Wrapper.ZERO_3 else {}
+    """Return what every rank holds with the same bits.
+
+    These are frozen weights, all weights below ZeRO 3, and masters and moments without ZeRO.
+    """
+    weights = dict(engine.module.named_parameters())
+    if _wrapper_of(engine) is Wrapper.ZERO_3:
+        weights = {name: weight.ds_tensor for name, weight in weights.items() if not weight.requires_grad}
     found: dict[str, Tensor] = dict(weights)
     for place in placements(engine, rank):
         if place.replicated:

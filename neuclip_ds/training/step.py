@@ -80,10 +80,11 @@ class TrainStep:
         gather = self._objective.begin_gather(index, valid)
         rows = batch.rows
         micro_batches = batch.micro_batches(passes=1 if len(rows) == 1 else 2)
+        features: tuple[Tensor | None, Tensor | None]
         if len(rows) == 1:
             self._fix_dropout(step, 0)
-            features = self._forward(*next(micro_batches), gather)
-            collected = features[0].detach(), features[1].detach()
+            features = image, text = self._forward(*next(micro_batches), gather)
+            collected = image.detach(), text.detach()
         else:
             collected = self._first_pass(micro_batches, len(rows), step, gather)
         with phase_range("objective"):
