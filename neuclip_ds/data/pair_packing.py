@@ -34,6 +34,7 @@ from neuclip_ds.data.pair_table import (
     find_column,
 )
 from neuclip_ds.errors import UserError
+from neuclip_ds.redaction import redact
 
 OnProgress = Callable[[int, int], None]  # (rows done, total rows)
 
@@ -183,7 +184,7 @@ def _write_shard(job: _Job, rows: Rows) -> int:
                     members = _members(image, captions)
                 except DecodeError as error:
                     where = image.source if image is not None and isinstance(image.source, str) else ""
-                    broken.append(Broken(number, where, str(error)))
+                    broken.append(Broken(number, redact(where), redact(str(error))))
                     continue
                 several += any(len(found) > 1 for found in captions.values())
                 _add(archive, f"{number:09d}", {**members, **_metadata(values, job.columns)})

@@ -75,7 +75,7 @@ class ImageCell(NamedTuple):
         if isinstance(self.source, bytes):
             return self.source
         if is_local(self.source):
-            return (self.folder / self.source).expanduser().read_bytes()
+            return (self.folder / self.source).read_bytes()
         try:
             with fsspec.open(self.source, "rb") as file:
                 return bytes(file.read())
@@ -208,7 +208,7 @@ class _ParquetTable:
                 if first < last:
                     pieces.append((path, first, last - first))
                 start += rows
-            yield _ParquetRows(self.name, tuple(pieces), columns and list(columns))
+            yield _ParquetRows(self.name, tuple(pieces), None if columns is None else list(columns))
 
 
 def _parquet_batches(path: Path, first: int, count: int, columns: list[str] | None) -> Iterator[pa.RecordBatch]:

@@ -47,7 +47,7 @@ class PairFile:
             else:
                 yield _sample(f"{self.path}: row {row}", image, texts)
         for image, texts in captions.items():
-            yield _sample(f"{self.path}: {image.source}", image, texts)
+            yield _sample(f"{self.path}: {image.source!s}", image, texts)
 
     def _rows(self) -> Iterator[tuple[ImageCell, list[str]]]:
         table = open_table(str(self.path))
