@@ -172,7 +172,7 @@ def _read_stats(out: Path, number: int) -> dict[str, Any] | None:
 
 def _write_shard(job: _Job, rows: Rows) -> int:
     """Write a shard in a worker; return the number of its rows."""
-    broken, several = list[Broken](), 0
+    broken, packed, several = list[Broken](), 0, 0
     path = job.out / f"{job.stem}.tar"
     with explain_disk(job.out, RESUME):
         with atomic_write(path) as temporary, tarfile.open(temporary, "w") as archive:
@@ -186,12 +186,13 @@ def _write_shard(job: _Job, rows: Rows) -> int:
                     where = image.source if image is not None and isinstance(image.source, str) else ""
                     broken.append(Broken(number, redact(where), redact(str(error))))
                     continue
+                packed += 1
                 several += any(len(found) > 1 for found in captions.values())
                 _add(archive, f"{number:09d}", {**members, **_metadata(values, job.columns)})
-        if len(broken) == len(rows):
+        if not packed:
             path.unlink()
         # img2dataset's names, from which build-manifest --from-side-files counts
-        stats = {"count": len(rows), "successes": len(rows) - len(broken), "several": several, "broken": broken}
+        stats = {"count": packed + len(broken), "successes": packed, "several": several, "broken": broken}
         with atomic_write(job.out / f"{job.stem}{_STATS}") as temporary:
             temporary.write_text(json.dumps(stats), encoding="utf-8")
     return len(rows)
@@ -251,7 +252,7 @@ def _finish(out: Path, table: PairTable, shards: int) -> Packed:
     found = [stats for number in range(shards) if (stats := _read_stats(out, number)) is not None]
     rows, pairs, several = (sum(stats[name] for stats in found) for name in ("count", "successes", "several"))
     broken = [Broken(*one) for stats in found for one in stats["broken"]]
-    if rows != table.rows or pairs + len(broken) != rows:
+    if rows != table.rows:
         raise UserError(f"{table.name} has changed while it was packed ({rows} of {table.rows} rows); pack it again.")
     if broken:
         with explain_disk(out, RESUME), atomic_write(out / _BROKEN) as temporary:
