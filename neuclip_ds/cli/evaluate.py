@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
+    parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     parser.add_argument("--setting", help="also print the papers' scores for this setting (default: the run's own)")
     options = parser.parse(arguments)
     from neuclip_ds.cli.scoring import Scoring, score  # torch and deepspeed take seconds to import

@@ -15,6 +15,7 @@ COMMANDS = {
     "evaluate": "score a model on DataComp's evaluation sets or your own",
     "export": "write a trained model for transformers or open_clip",
     "compare": "overlay the curves of several runs on one page",
+    "watch": "serve the page of runs while they train",
     "nearest-captions": "write a page of images with the captions nearest to them",
     "pack": "pack tables of pairs or Hugging Face datasets into shards",
     "build-manifest": "index the shards of a data set",

@@ -20,12 +20,14 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import EvaluationLoader
-from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
+from neuclip_ds.evaluation.nearest_captions import nearest_captions, records
 from neuclip_ds.evaluation.results import Results
 from neuclip_ds.evaluation.sets import open_captioned
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.reporting.gallery import gallery
+from neuclip_ds.reporting.page import html_page
 
 log = logging.getLogger(__name__)
 
@@ -40,6 +42,7 @@ class Scoring(NamedTuple):
     workers: int = 4
     precision: str = "float32"
     setting: str | None = None
+    ema: bool = False
 
 
 def score(name: str, scoring: Scoring) -> str:
@@ -54,7 +57,7 @@ def score(name: str, scoring: Scoring) -> str:
         )
     task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
     with connected(task, scoring.out or Path()) as communicator:
-        return _score(open_model(name, communicator), scoring, communicator)
+        return _score(open_model(name, communicator, scoring.ema), scoring, communicator)
 
 
 def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
@@ -118,10 +121,11 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
     encoder, transform = _encoder(saved, communicator, 64)
     shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
+    page = html_page(f"{saved.name} on {folder.name}", [gallery({saved.name: records(shown)})])
+    out.write_text(page, encoding="utf-8")
 
 
 def _results_folder(saved: SavedModel) -> Path:
     if saved.checkpoint is None:
         raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
-    return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
+    return saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name

@@ -102,7 +102,7 @@ def _kind(annotation: Any) -> str:
         return "{...}"
     if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return _KINDS[annotation]
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]
 
 
 def _wrapped(text: str) -> str:

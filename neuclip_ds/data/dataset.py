@@ -113,7 +113,21 @@ class PairDataset(Dataset[Batch]):
                 bad.append(self._describe(index, str(error)))
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
+    def original(self, index: int) -> tuple[bytes, str] | None:
+        """Return a sample's image file and the caption that it has in the first epoch; None if it cannot be used."""
+        try:
+            return self._stored(index, int(hash64(self._seed, 0, np.array([index]), _WHICH_CAPTION)[0]))
+        except _Unusable:
+            return None
+
     def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str]:
+        image, caption = self._stored(index, which)
+        try:
+            return self._transform(image, seed), caption
+        except DecodeError as error:
+            raise _Unusable(f"image cannot be decoded: {error}") from error
+
+    def _stored(self, index: int, which: int) -> tuple[bytes, str]:
         raw = self._read(index)
         if raw.image is None:
             raise _Unusable("no image")
@@ -122,10 +136,7 @@ class PairDataset(Dataset[Batch]):
         caption = self._captions.draw(raw.texts, which)
         if caption is None:
             raise _Unusable("blank caption")
-        try:
-            return self._transform(raw.image, seed), caption
-        except DecodeError as error:
-            raise _Unusable(f"image cannot be decoded: {error}") from error
+        return raw.image, caption
 
     def _read(self, index: int) -> RawSample:
         try:

@@ -17,6 +17,7 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
@@ -53,8 +54,8 @@ def caption_retrieval(
         loader: of samples.
 
     Returns:
-        `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions) and
-        `mean_recall@1`, in [0, 1] and equal on all ranks.
+        `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),
+        `mean_recall@1` and its `chance`, in [0, 1] and equal on all ranks.
 
     Raises:
         UserError: the set is empty, or a sample is broken or has no caption.
@@ -73,6 +74,8 @@ def caption_retrieval(
     for name, queries, candidates in (("image", by_caption, by_image), ("text", by_image, by_caption)):
         recalls = _recalls(queries, *_gather(candidates.features, candidates.label, communicator), ks, communicator)
         found.update({f"{name}_retrieval_recall@{k}": recall for k, recall in zip(ks, recalls, strict=True)})
+    count = communicator.all_reduce(rows.new_tensor(len(images)), "evaluation")
+    found["chance"] = chance.recall(1, int(count))  # in either direction, however the captions are shared out
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 

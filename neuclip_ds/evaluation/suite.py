@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
 from neuclip_ds.evaluation.encoding import BatchEncoder
@@ -31,7 +32,9 @@ class Suite:
     loader: EvaluationLoader = IN_PROCESS
 
     def measure(self, task: Task, folder: Path) -> Metrics:
-        """Return the metrics of a task from its folder, equal on all ranks; `main_metric` is its score.
+        """Return the metrics of a task from its folder, equal on all ranks.
+
+        `main_metric` is its score, `chance` what a random choice scores, where that is known.
 
         Raises:
             UserError: on all ranks; the data are incomplete or broken.
@@ -51,7 +54,9 @@ class Suite:
 
     def _classification(self, task: Task, image_set: ZeroShotSet) -> Metrics:
         counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.loader)
+        top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
         metrics: Metrics = {
+            "chance": chance.recall(top, len(counts.support)),
             "acc1": ratio(counts.top1, counts.support),
             "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
             "mean_per_class_recall": mean_recall(counts.top1, counts.support),
@@ -60,6 +65,7 @@ class Suite:
             metrics["acc_avg"] = metrics["acc1"]
             metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
             metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
+            metrics["chance"] = chance.macro_f1(counts.support)
         for rule, groups in zip(task.groups, by_group, strict=True):
             metrics.update(_group_accuracies(rule, groups))
         return metrics

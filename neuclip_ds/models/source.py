@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from neuclip_ds.config import ModelConfig
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
 from neuclip_ds.models.export.convert import clip_vision_config
+from neuclip_ds.models.lora import has_adapters, merge_adapters, without_adapters
 from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
@@ -63,9 +64,9 @@ class FromConfig:
         """Save what `open_saved` needs in addition to config and tokenizer: nothing; or into the folder, created."""
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build`, in the form of the family's files."""
+        """Return trained weights, named as those of `build` without adapters, in the form of the family's files."""
         with torch.device("meta"):
-            model = self.build(tokenizer)
+            model = FromConfig(without_adapters(self._config)).build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
         config = {
             "embed_dim": self.embed_dim,
@@ -79,7 +80,7 @@ class FromConfig:
 
 
 class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets activation checkpointing."""
+    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets what `prepare` applies."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
         self._config, self._checkpoint = config, checkpoint
@@ -90,11 +91,11 @@ class Pretrained:
         return self._checkpoint.tokenizer()
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        return self._prepared(self._checkpoint.build())
+        return prepare(self._checkpoint.build(), self._config)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         model, logits = self._checkpoint.load()
-        return LoadedModel(self._prepared(model), logits)
+        return LoadedModel(prepare(model, self._config), logits)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         self._checkpoint.save(folder)
@@ -102,11 +103,6 @@ class Pretrained:
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         return self._checkpoint.package(weights, logits)
-
-    def _prepared(self, model: DualEncoder) -> DualEncoder:
-        if self._config.activation_checkpointing:
-            model.checkpoint_activations()
-        return model
 
 
 ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
@@ -124,6 +120,18 @@ def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | N
 def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
     """Open the source that `locate_model` found; raise UserError if the checkpoint's config lacks something."""
     return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
+
+
+def merged_weights(
+    config: ModelConfig, source: ModelSource, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor]
+) -> Mapping[str, Tensor]:
+    """Return trained weights, named as those of `source.build`, with LoRA adapters merged, for `source.package`."""
+    if not has_adapters(config):
+        return weights
+    model = source.build(tokenizer)
+    model.load_state_dict(weights)
+    merge_adapters(model)
+    return model.state_dict()
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:

@@ -41,6 +41,10 @@ class ModelTokenizer(Protocol):
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
 
+    def of_length(self, context_length: int) -> CaptionTokenizer:
+        """Return the same tokenizer with rows of another length."""
+        return CaptionTokenizer(self._tokenizer, context_length)
+
     @property
     def special_ids(self) -> dict[str, int | None]:
         """Ids of BOS, EOS and padding under the names in transformers' configs."""

@@ -14,8 +14,10 @@ from neuclip_ds.errors import UserError
 _SIDE = 40  # pixels of the shorter side, for crops of 32
 
 
-def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
-    """Writes FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
+def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int | None = None) -> None:
+    """Write FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
+
+    `pairs` limits those for training.
 
     If the source has a folder `val` next to it, that is the test set.
 
@@ -25,15 +27,16 @@ def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
     if (folder / "done").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    pairs = list(_shrunken(source))
+    found = list(_shrunken(source))
     beside = source.parent / "val"
     held_out = (
-        list(_shrunken(beside))[:test] if beside.is_dir() else [pairs.pop() for _ in range(min(test, len(pairs)))]
+        list(_shrunken(beside))[:test] if beside.is_dir() else [found.pop() for _ in range(min(test, len(found)))]
     )
-    checked = [pairs.pop() for _ in range(min(validation, len(pairs)))]
-    if len(pairs) < 1000:
-        raise UserError(f"{source} leaves only {len(pairs)} pairs for training; a comparison needs at least 1000.")
-    splits = {"train": pairs, "train_tenth": pairs[: len(pairs) // 10], "validation": checked, "test": held_out}
+    checked = [found.pop() for _ in range(min(validation, len(found)))]
+    found = found[:pairs]
+    if len(found) < 1000:
+        raise UserError(f"{source} leaves only {len(found)} pairs for training; a comparison needs at least 1000.")
+    splits = {"train": found, "train_tenth": found[: len(found) // 10], "validation": checked, "test": held_out}
     for name, content in splits.items():
         (folder / name).mkdir(parents=True)
         with webdataset.ShardWriter(str(folder / name / "%05d.tar"), maxcount=500, verbose=0) as writer:

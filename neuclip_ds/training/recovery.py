@@ -7,6 +7,7 @@ reads them from there, as can other runs from the same weights and data (`recove
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.device_batches import DeviceBatches
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.phases import plan_phases
 
 log = logging.getLogger(__name__)
 
@@ -64,10 +66,12 @@ def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
     chosen = {"method": method, "moving_average": average.model_copy(update=cached)}
     objective_config = context.config.objective.model_copy(update=chosen)
     config = context.config.model_copy(update={"objective": objective_config})
+    at_rest = config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
+    frozen = config.model_copy(update={"optimizer": at_rest, "phases": []})
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     fingerprint = {**context.fingerprint, "method": method, "mode": recovery.mode}
     folder = context.folder / FOLDER
-    loop = Loop(context, objective, folder, recovery_budget(recovery), lambda step, total: 0.0, fingerprint)
+    loop = Loop(context, objective, folder, recovery_budget(recovery), partial(plan_phases, frozen), fingerprint)
     if checkpoint is not None:
         loop.resume(checkpoint)
     return loop

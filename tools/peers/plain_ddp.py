@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     if config.model.compile:
         model = torch.compile(model)
     constants = config.optimizer
-    groups = parameter_groups(towers, constants.weight_decay)
+    groups = parameter_groups(towers, constants)
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
     _, loss_of = peer_loss(Communicator(device))
     loaded: Iterator[tuple[Tensor, Tensor]]
