@@ -60,12 +60,15 @@ class _Study:
 
     def _recoveries(self) -> Iterator[cold_start.Job]:
         """Yield the recoveries that the variants take over, for the search's model those of variants that search."""
-        final = {self._plan.checkpoint(seed) for seed in self._seeds}
+        final = self._final_models()
         for model in sorted({self._plan.checkpoint(0), *final}):
             names = self._variants if model in final else self._searched
             recovered = (cold_start.VARIANTS[name].recovered for name in names)
             for name in dict.fromkeys([cold_start.NOTHING, *filter(None, recovered)]):
                 yield cold_start.recovery(self._plan, name, model)
+
+    def _final_models(self) -> list[int]:
+        return sorted({self._plan.checkpoint(seed) for seed in self._seeds})
 
     def _model(self, seed: int) -> Path:
         return self._plan.models / f"seed{seed}"
@@ -96,7 +99,7 @@ class _Study:
     def _differences(self) -> list[Record]:
         """Return how the cached recovery differs from the full one, where variants have both."""
         found = []
-        for seed in sorted({self._plan.checkpoint(seed) for seed in self._seeds}):
+        for seed in self._final_models():
             runs = [self._plan.runs / f"recover/{name}/seed{seed}" for name in (cold_start.FULL, cold_start.CACHED)]
             if all(run.is_dir() for run in runs):
                 one, other = (max(complete_checkpoints(run / "recovery/checkpoints")) for run in runs)
@@ -107,17 +110,14 @@ class _Study:
         """Return how near the models put their negatives, at the start and at the end of fine-tuning."""
         pairs = list(shrunken(self._out / "data" / self._plan.tuning))
         images, texts = [pair["jpg"] for pair in pairs], [pair["txt"].decode() for pair in pairs]
+        ends = [name for name in cold_start.MEASURED if name in self._variants]
+        models = {(cold_start_report.START, seed): self._model(seed) for seed in self._final_models()}
+        models |= {(name, s): self._plan.runs / f"tune/{name}/seed{s}" for s in self._seeds for name in ends}
         found = []
-        for seed in self._seeds:
-            ends = {name: self._plan.runs / f"tune/{name}/seed{seed}" for name in cold_start.MEASURED}
-            models = {
-                cold_start_report.START: self._model(seed),
-                **{n: p for n, p in ends.items() if n in self._variants},
-            }
-            for name, path in models.items():
-                model = api.load(path, "cpu")
-                measured = nearest_negatives(model.encode_images(images), model.encode_texts(texts))
-                found.append(Record(f"nearest/{name}/seed{seed}", seed, {}, measured._asdict()))
+        for (name, seed), path in models.items():
+            model = api.load(path, "cpu")
+            measured = nearest_negatives(model.encode_images(images), model.encode_texts(texts))
+            found.append(Record(f"nearest/{name}/seed{seed}", seed, {}, measured._asdict()))
         return found
 
 
