@@ -178,5 +178,6 @@ def _fine_tuning(name: str, variant: Variant, plan: Plan, seed: int, split: str,
     options = {**_tuning(variant.method, plan, seed), **variant.options, "optimizer.lr": lr}
     options["optimizer.warmup_steps"] = variant.warmup_epochs * plan.epoch_steps
     if variant.recovered is not None:
+        options["recovery.epochs"] = plan.epochs  # gamma continues after these
         options["recovery.reuse"] = plan.runs / f"recover/{variant.recovered}/seed{plan.checkpoint(seed)}"
     return Job(name, variant.method, seed, split, options, plan.noisy if variant.noisy else plan.tuning)
