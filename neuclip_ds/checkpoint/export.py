@@ -17,10 +17,13 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import WRITERS, check_new, export
 from neuclip_ds.models.export.onnx import write_onnx
 from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
 
-def export_run(path: Path, form: str, folder: Path, best: bool = False, licence: str | None = None) -> Path:
+def export_run(
+    path: Path, form: str, folder: Path, best: bool = False, average: bool = False, licence: str | None = None
+) -> Path:
     """Export a checkpoint.
 
     Args:
@@ -28,6 +31,7 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False, licence:
         form: a key of FORMATS.
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
+        average: take the moving average of the weights (`ema.decay`).
         licence: identifier for the model card, such as apache-2.0.
 
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
@@ -37,8 +41,10 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False, licence:
     verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    weights = StateFiles(checkpoint / "engine", verified=True).weights()
-    FORMATS[form](run, weights, logits, folder, model_card(run.config, checkpoint, form, licence))
+    trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
+    source, weights = merged(run.source, run.tokenizer, trained)
+    card = model_card(run.config, checkpoint, form, licence, average)
+    FORMATS[form](run._replace(source=source), weights, logits, folder, card)
     return checkpoint
 
 

@@ -44,10 +44,11 @@ Features have unit norm; `clip_config.json` holds the logit scale and bias.""",
 _SCORES = ("*_recall@*", "zero_shot_top*", "task/*", "average/*")  # names of evaluation metrics
 _PATH = re.compile(r"[/~.]|[a-z0-9]+://")
 _WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
+_AVERAGE = "ema/"  # before names of metrics of the moving average
 _UNKNOWN = "unknown"
 
 
-def model_card(config: Config, checkpoint: Path, form: str, licence: str | None = None) -> str:
+def model_card(config: Config, checkpoint: Path, form: str, licence: str | None = None, average: bool = False) -> str:
     """Return README.md of an exported checkpoint, with the metadata that the hub reads.
 
     Args:
@@ -55,10 +56,11 @@ def model_card(config: Config, checkpoint: Path, form: str, licence: str | None 
         checkpoint: in the run's folder, from which its scores come.
         form: the export's format.
         licence: the hub's identifier of a licence, such as apache-2.0; `unknown` by default.
+        average: whether the weights are their moving average.
     """
     name, step = str(config.run.name), read_meta(checkpoint)["step"]
     bases = _hub_names(config)
-    scores = evaluation_scores(checkpoint, step)
+    scores = evaluation_scores(checkpoint, step, average)
     metadata = ModelCardData(
         license=licence or _UNKNOWN,
         library_name=form,
@@ -73,10 +75,10 @@ def model_card(config: Config, checkpoint: Path, form: str, licence: str | None 
         or None,
     )
     data, optimizer = config.data, config.optimizer
-    sources = [data.train, *(source.train for source in data.sources.values())]
     rows = {
         "trained with": f"neuclip_ds, `objective.method={config.objective.method}`",
-        "data": ", ".join(f"`{public_name(source)}`" for source in sources if source),
+        "data": ", ".join(f"`{public_name(path)}`" for path in data.train_paths),
+        "weights": f"moving average, decay {config.ema.decay:g}" if average else "as trained",
         "steps": f"{step:,} of {data.batch_size:,} pairs, {step * data.batch_size:,} pairs in all",
         "learning rate": f"{optimizer.lr:g} ({optimizer.name}, weight decay {optimizer.weight_decay:g})",
     }
@@ -98,15 +100,20 @@ def model_card(config: Config, checkpoint: Path, form: str, licence: str | None 
     return "\n\n".join(parts) + "\n"
 
 
-def evaluation_scores(checkpoint: Path, step: int) -> dict[str, float]:
-    """Return what the run's evaluations at a step, and `neuclip-ds evaluate` of its checkpoint, have measured."""
+def evaluation_scores(checkpoint: Path, step: int, average: bool) -> dict[str, float]:
+    """Return what the run's evaluations at a step, and `neuclip-ds evaluate` of its checkpoint, have measured.
+
+    With `average`, those of the moving average of the weights.
+    """
     run = checkpoint.parent.parent
     scores: dict[str, float] = {}
     if (run / "metrics.jsonl").is_file():
         for record in read_metrics(run / "metrics.jsonl"):
             if record["step"] == step:
-                scores |= {name: value for name, value in record.items() if any(fnmatch(name, p) for p in _SCORES)}
-    measured = run / "evaluation" / checkpoint.name / FILE
+                own = {name: value for name, value in record.items() if name.startswith(_AVERAGE) == average}
+                named = {name.removeprefix(_AVERAGE): value for name, value in own.items()}
+                scores |= {name: value for name, value in named.items() if any(fnmatch(name, p) for p in _SCORES)}
+    measured = run / "evaluation" / f"{checkpoint.name}{' (ema)' if average else ''}" / FILE
     if measured.is_file():
         for line in measured.read_text(encoding="utf-8").splitlines():
             task = json.loads(line)
@@ -145,7 +152,7 @@ def _hub_names(config: Config) -> list[str]:
 
 def _recipe(config: Config) -> str:
     """Return the options that differ from their defaults, except those of the machine."""
-    parts = {"data", "model", "objective", "optimizer", "recovery", "budget"}
+    parts = {"data", "model", "objective", "optimizer", "ema", "recovery", "phases", "budget"}
     defaults = Config.model_validate({"objective": {"method": config.objective.method}})
     trees = [tree.model_dump(mode="json", include=parts) for tree in (config, defaults)]
     return yaml.safe_dump(_different(*trees), sort_keys=False)

@@ -18,9 +18,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--format", choices=forms, default="transformers", help="to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
+    parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
     parser.add_argument("--license", help="licence for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
     from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
-    checkpoint = export_run(options.run, options.format, options.out, options.best, options.license)
+    checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema, options.license)
     print(f"Wrote {checkpoint} to {options.out} in the format of {options.format}.")

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from copy import copy
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple, cast
@@ -10,8 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from neuclip_ds.config import ModelConfig
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
 from neuclip_ds.models.export.convert import clip_text_config, clip_vision_config
+from neuclip_ds.models.lora import has_adapters, merge_adapters, without_adapters
 from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
@@ -51,7 +53,7 @@ class FromConfig:
         self._towers = towers
         mean, std = config.vision.statistics() if towers.image is None else towers.image[1:]
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
-        self._config = config.model_copy(update={"vision": vision})
+        self.config = config.model_copy(update={"vision": vision})
         self._text = TextEncoder(towers.text, config.text, config.context_stretch) if towers.text else None
         self.name = config.vision.name  # for messages
         self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
@@ -59,7 +61,7 @@ class FromConfig:
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         """Return the model's tokenizer, from `train` if none is named; raise UserError if it cannot be found."""
-        text = self._config.text
+        text = self.config.text
         if self._text is not None:
             return self._text.tokenizer()
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
@@ -89,18 +91,18 @@ class FromConfig:
             self._text.save(folder)
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build`, in the form of the family's files."""
+        """Return trained weights, named as those of `build`, in the form of the family's files; without adapters."""
         with torch.device("meta"):
             model = self.build(tokenizer)
         vision = cast(VisionTower, model.vision)
         config = {
             "embed_dim": self.embed_dim,
-            "vision": self._config.vision.model_dump(),
+            "vision": self.config.vision.model_dump(),
             "clip_vision": clip_vision_config(vision, self.preprocessing.size),
             "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
             "linear_projection": isinstance(vision.projection, nn.Linear),
             "text": clip_text_config(model.text),
-            "text_encoder": self._config.text.pretrained,
+            "text_encoder": self.config.text.pretrained,
         }
         return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.preprocessing, tokenizer)
 
@@ -109,16 +111,16 @@ class FromConfig:
         image, encoder = self._towers.image, self._text
         tensors = read_tensors(Path(image.path)) if pretrained and image is not None else None
         if encoder is None:  # the tokenizer is the one that `tokenizer` returned
-            return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer), tensors)
+            return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)
         tower = partial(encoder.tower, cast(LibraryTokenizer, tokenizer), self.embed_dim, pretrained)
-        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer), tensors, tower)
+        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors, tower)
 
 
 class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets activation checkpointing."""
+    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets what `prepare` applies."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self.config, self._checkpoint = config, checkpoint
         self.name = config.pretrained
         self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
@@ -126,11 +128,11 @@ class Pretrained:
         return self._checkpoint.tokenizer()
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        return self._prepared(self._checkpoint.build())
+        return prepare(self._checkpoint.build(), self.config)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         model, logits = self._checkpoint.load()
-        return LoadedModel(self._prepared(model), logits)
+        return LoadedModel(prepare(model, self.config), logits)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         self._checkpoint.save(folder)
@@ -138,11 +140,6 @@ class Pretrained:
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         return self._checkpoint.package(weights, logits)
-
-    def _prepared(self, model: DualEncoder) -> DualEncoder:
-        if self._config.activation_checkpointing:
-            model.checkpoint_activations()
-        return model
 
 
 ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
@@ -169,6 +166,20 @@ def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
         return FromConfig(config, ref)
     sizes = ForcedSizes(config.force_image_size, config.force_context_length, config.context_stretch)
     return Pretrained(config, open_checkpoint(ref, sizes))
+
+
+def merged(
+    source: ModelSource, tokenizer: ModelTokenizer, weights: dict[str, Tensor]
+) -> tuple[ModelSource, dict[str, Tensor]]:
+    """Return the source of the same model without LoRA adapters, and its weights, into which they are merged."""
+    if not has_adapters(source.config):
+        return source, weights
+    model = source.build(tokenizer)
+    model.load_state_dict(weights)
+    merge_adapters(model)
+    plain = copy(source)
+    plain.config = without_adapters(source.config)
+    return plain, model.state_dict()
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:
