@@ -19,7 +19,7 @@ code: all are text or safetensors.
 
 import logging
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -99,6 +99,10 @@ class Checkpoints:
         keep: number of newest checkpoints that are kept.
         trained_with: what else each of them holds, content by name: config, tokenizer, model description.
         background: write from a copy of the state in host memory while training continues.
+
+    Attributes:
+        changes: how often this object has completed a checkpoint or kept a best one.
+        in_use: whether a checkpoint must not be deleted yet, because it is being copied; asked on rank 0.
     """
 
     def __init__(
@@ -112,6 +116,8 @@ class Checkpoints:
         self._folder, self._communicator, self._keep = folder, communicator, keep
         self._trained_with, self._background = trained_with or {}, background
         self._saving: _Saving | None = None
+        self.changes = 0
+        self.in_use: Callable[[Path], bool] = lambda path: False
 
     @property
     def saving(self) -> bool:
@@ -196,6 +202,7 @@ class Checkpoints:
         except SaveFailed:
             self._communicator.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
             raise
+        self.changes += 1
         return True
 
     def abandon(self) -> None:
@@ -216,6 +223,7 @@ class Checkpoints:
                 path.write_text(seal(best._asdict()), encoding="utf-8")
 
         self._communicator.on_rank_zero(write)
+        self.changes += 1
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
@@ -282,7 +290,7 @@ class Checkpoints:
             best = self._find_best()
             kept = step_folder(self._folder, best.step) if best else None
             for path in _all_of(self._folder)[self._keep :]:
-                if path != kept:
+                if path != kept and not self.in_use(path):
                     _delete(path)
         log.info("checkpoint %s", target)
 

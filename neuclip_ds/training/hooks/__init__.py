@@ -12,6 +12,7 @@ from neuclip_ds.training.hooks.data import ListBadSamples, LogSamples, PrefetchS
 from neuclip_ds.training.hooks.evaluation import Evaluate, EvaluateModel
 from neuclip_ds.training.hooks.health import WatchHealth
 from neuclip_ds.training.hooks.metrics import ProfileSteps, ShowProgress, WriteMetrics, open_metrics
+from neuclip_ds.training.hooks.remote import CopyCheckpoints
 from neuclip_ds.training.hooks.replicas import CompareReplicas
 
 if TYPE_CHECKING:
@@ -38,4 +39,5 @@ def standard_hooks(loop: Loop, evaluate: Evaluate | None, further: Sequence[Hook
         StopOnSignal(),
         saver,
         *([EvaluateModel(evaluate, metrics, saver)] if evaluate is not None else []),
+        *([CopyCheckpoints(events, run.remote)] if run.remote is not None else []),
     ]
