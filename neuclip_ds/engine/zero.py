@@ -184,6 +184,11 @@ def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
 
 
+def fetches_weights(module: nn.Module) -> bool:
+    """Whether ZeRO 3 fetches weights as modules run, in an order that it records and that every pass must keep."""
+    return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
+
+
 def release_gathered(engine: Any) -> None:
     """Free ZeRO 3's gathered copies of weights that are about to change."""
     if _wrapper_of(engine) is Wrapper.ZERO_3:
