@@ -46,6 +46,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--duplicates", type=float, default=0.0, help=duplicates)
     mismatched = "of `tuneclip`: share with another pair's caption in its noisy pairs"
     parser.add_argument("--mismatched", type=float, default=0.3, help=mismatched)
+    rate = "of `tuneclip`: learning rate of all variants with AdamW; default: each one's best of the search"
+    parser.add_argument("--rate", type=float, help=rate)
     captions = "of `tuneclip`: captions to fine-tune on, as data.captions names them"
     parser.add_argument("--captions", nargs="+", default=["txt"], help=captions)
     parser.add_argument("--variants", nargs="+", help="of `tuneclip`: ways to fine-tune; default: all")
