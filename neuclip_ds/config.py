@@ -338,7 +338,7 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
     base_batch_size: int | None = Field(None, ge=1)
-    """Batch size that lr, min_lr and the lr of phases are given for: they are scaled to `data.batch_size` by
+    """Batch size that lr, min_lr and the lr of towers and phases are given for: they are scaled to `data.batch_size` by
     `batch_rule`. By default they are those of `data.batch_size`."""
     batch_rule: Literal["linear", "sqrt"] = "linear"
     """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""
@@ -484,10 +484,14 @@ class Config(Section):
         ratio = self.data.batch_size / optimizer.base_batch_size
         factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
         rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
+        towers = {
+            name: rates if rates.lr is None else rates.model_copy(update={"lr": rates.lr * factor})
+            for name, rates in (("vision", optimizer.vision), ("text", optimizer.text))
+        }
         phases = [
             phase if phase.lr is None else phase.model_copy(update={"lr": phase.lr * factor}) for phase in self.phases
         ]
-        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates), "phases": phases})
+        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates | towers), "phases": phases})
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""
