@@ -321,6 +321,10 @@ class TowerRates(Section):
     """Factor on the learning rate from each layer of the tower to the one before it: what follows the blocks has the
     tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
 
+    def scaled(self, factor: float) -> TowerRates:
+        """Return the rates times a factor."""
+        return self if self.lr is None else self.model_copy(update={"lr": self.lr * factor})
+
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
@@ -483,15 +487,13 @@ class Config(Section):
             return self
         ratio = self.data.batch_size / optimizer.base_batch_size
         factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
-        rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
-        towers = {
-            name: rates if rates.lr is None else rates.model_copy(update={"lr": rates.lr * factor})
-            for name, rates in (("vision", optimizer.vision), ("text", optimizer.text))
-        }
+        rates: dict[str, Any] = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
+        rates |= {name: getattr(optimizer, name).scaled(factor) for name in ("vision", "text")}
         phases = [
             phase if phase.lr is None else phase.model_copy(update={"lr": phase.lr * factor}) for phase in self.phases
         ]
-        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates | towers), "phases": phases})
+        optimizer = optimizer.model_copy(update={**rates, "base_batch_size": None})
+        return self.model_copy(update={"optimizer": optimizer, "phases": phases})
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""

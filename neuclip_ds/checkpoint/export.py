@@ -12,7 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
-from neuclip_ds.models.source import merged_weights
+from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
 _LOADING = {
@@ -48,8 +48,8 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False, average:
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
     trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
-    weights = merged_weights(run.config.model, run.source, run.tokenizer, trained)
-    package = run.source.package(run.tokenizer, weights, logits)
+    source, weights = merged(run.source, run.tokenizer, trained)
+    package = source.package(run.tokenizer, weights, logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 

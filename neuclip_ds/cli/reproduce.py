@@ -35,13 +35,27 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="of `methods`: what the finals compare")
     parser.add_argument("--pairs", type=int, default=8000, help="training pairs n of `methods`; tuneclip takes all")
     parser.add_argument("--pretrained", type=Path, help="of `methods`: exported model that every run starts from")
-    parser.add_argument("--batch", type=int, default=128, help="of `tuneclip`: global batch B")
-    parser.add_argument("--epochs", type=int, default=3, help="of fine-tuning in `tuneclip`")
+    parser.add_argument("--batch", type=int, default=64, help="of `tuneclip`: global batch B")
+    parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning in `tuneclip`")
     parser.add_argument("--pretraining-epochs", type=int, default=8, help="of `tuneclip`")
+    parser.add_argument("--pretraining-temperature", type=float, help="of `tuneclip`: constant tau; default: learned")
+    checkpoints = "of `tuneclip`: pretrained models, which the seeds share in turn; default: one for each seed"
+    parser.add_argument("--checkpoints", type=int, help=checkpoints)
+    parser.add_argument("--tuning-pairs", type=int, default=4000, help="of `tuneclip`: pairs to fine-tune on")
+    duplicates = "of `tuneclip`, demo: share of the fine-tuning pairs that show the scene of another one, drawn anew"
+    parser.add_argument("--duplicates", type=float, default=0.0, help=duplicates)
+    mismatched = "of `tuneclip`: share with another pair's caption in its noisy pairs"
+    parser.add_argument("--mismatched", type=float, default=0.3, help=mismatched)
+    captions = "of `tuneclip`: captions to fine-tune on, as data.captions names them"
+    parser.add_argument("--captions", nargs="+", default=["txt"], help=captions)
+    parser.add_argument("--variants", nargs="+", help="of `tuneclip`: ways to fine-tune; default: all")
+    results = "print the tables of a study's tuneclip.jsonl instead of running it"
+    parser.add_argument("--results", type=Path, help=f"of `tuneclip`: {results}")
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm, the same for all")
     parser.add_argument("--anchors", type=int, default=1000, help="anchors for the error of the normalizer")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     options = parser.parse(arguments)
-    from neuclip_ds.cli.reproduce_studies import methods, tuneclip  # torch and matplotlib take seconds to import
+    from neuclip_ds.cli.reproduce_studies import methods  # torch and matplotlib take seconds to import
+    from neuclip_ds.cli.reproduce_tuneclip import tuneclip
 
     {"methods": methods, "tuneclip": tuneclip}[options.study](options)

@@ -14,20 +14,27 @@ import json
 import re
 import tarfile
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import pyarrow as pa
 
 from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.captions import JSON, TEXT
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.journal import RESUME
-from neuclip_ds.data.pair_table import CAPTION_COLUMNS, IMAGE_COLUMNS, ImageCell, PairTable, captions_of, find_column
+from neuclip_ds.data.pair_table import (
+    CAPTION_COLUMNS,
+    IMAGE_COLUMNS,
+    ImageCell,
+    PairTable,
+    Rows,
+    captions_of,
+    find_column,
+)
 from neuclip_ds.errors import UserError
+from neuclip_ds.redaction import redact
 
 OnProgress = Callable[[int, int], None]  # (rows done, total rows)
 
@@ -35,7 +42,6 @@ _ABOUT, _BROKEN, _STATS = "pack.json", "broken.jsonl", "_stats.json"
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
 _AHEAD = 2  # shards of each process that are read before they are packed
-_AT_ONCE = 256  # rows of a shard that are Python objects at once: they may hold images
 
 
 class Columns(NamedTuple):
@@ -164,35 +170,32 @@ def _read_stats(out: Path, number: int) -> dict[str, Any] | None:
     return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else None
 
 
-def _write_shard(job: _Job, rows: pa.Table) -> int:
+def _write_shard(job: _Job, rows: Rows) -> int:
     """Write a shard in a worker; return the number of its rows."""
-    broken, several = list[Broken](), 0
+    broken, packed, several = list[Broken](), 0, 0
     path = job.out / f"{job.stem}.tar"
     with explain_disk(job.out, RESUME):
         with atomic_write(path) as temporary, tarfile.open(temporary, "w") as archive:
-            for number, values in enumerate(_values(rows), start=job.first):
+            values_of = (values for batch in rows.batches() for values in batch.to_pylist())
+            for number, values in enumerate(values_of, start=job.first):
                 image = ImageCell.of(values[job.columns.image], job.folder)
                 captions = {member: captions_of(values[column]) for member, column in job.columns.captions}
                 try:
                     members = _members(image, captions)
                 except DecodeError as error:
                     where = image.source if image is not None and isinstance(image.source, str) else ""
-                    broken.append(Broken(number, where, str(error)))
+                    broken.append(Broken(number, redact(where), redact(str(error))))
                     continue
+                packed += 1
                 several += any(len(found) > 1 for found in captions.values())
-                _add(archive, f"{number:09d}", {**members, **_metadata(values, rows.schema, job.columns)})
-        if len(broken) == len(rows):
+                _add(archive, f"{number:09d}", {**members, **_metadata(values, job.columns)})
+        if not packed:
             path.unlink()
         # img2dataset's names, from which build-manifest --from-side-files counts
-        stats = {"count": len(rows), "successes": len(rows) - len(broken), "several": several, "broken": broken}
+        stats = {"count": packed + len(broken), "successes": packed, "several": several, "broken": broken}
         with atomic_write(job.out / f"{job.stem}{_STATS}") as temporary:
             temporary.write_text(json.dumps(stats), encoding="utf-8")
     return len(rows)
-
-
-def _values(rows: pa.Table) -> Iterator[dict[str, Any]]:
-    for batch in rows.to_batches(max_chunksize=_AT_ONCE):
-        yield from batch.to_pylist()
 
 
 def _members(image: ImageCell | None, captions: Mapping[str, Sequence[str]]) -> dict[str, bytes]:
@@ -206,12 +209,18 @@ def _members(image: ImageCell | None, captions: Mapping[str, Sequence[str]]) -> 
     return {extension: data, **texts}
 
 
-def _metadata(values: Mapping[str, Any], schema: pa.Schema, columns: Columns) -> dict[str, bytes]:
+def _metadata(values: Mapping[str, Any], columns: Columns) -> dict[str, bytes]:
     """Return the other columns, but those that hold bytes, as a member; none if there are none."""
     taken = {columns.image, *(column for _, column in columns.captions)}
-    others = [field.name for field in schema if field.name not in taken and "binary" not in str(field.type)]
-    text = json.dumps({name: values[name] for name in others}, default=str, ensure_ascii=False)
+    others = {name: value for name, value in values.items() if name not in taken and not _holds_bytes(value)}
+    text = json.dumps(others, default=str, ensure_ascii=False)
     return {JSON: text.encode("utf-8", "replace")} if others else {}
+
+
+def _holds_bytes(value: Any) -> bool:
+    if isinstance(value, dict | list):
+        return any(_holds_bytes(part) for part in (value.values() if isinstance(value, dict) else value))
+    return isinstance(value, bytes)
 
 
 def _add(archive: tarfile.TarFile, key: str, members: Mapping[str, bytes]) -> None:
@@ -243,7 +252,7 @@ def _finish(out: Path, table: PairTable, shards: int) -> Packed:
     found = [stats for number in range(shards) if (stats := _read_stats(out, number)) is not None]
     rows, pairs, several = (sum(stats[name] for stats in found) for name in ("count", "successes", "several"))
     broken = [Broken(*one) for stats in found for one in stats["broken"]]
-    if rows != table.rows or pairs + len(broken) != rows:
+    if rows != table.rows:
         raise UserError(f"{table.name} has changed while it was packed ({rows} of {table.rows} rows); pack it again.")
     if broken:
         with explain_disk(out, RESUME), atomic_write(out / _BROKEN) as temporary:

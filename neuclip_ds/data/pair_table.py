@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +19,7 @@ import fsspec
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
+import pyarrow.parquet as pq
 
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
@@ -26,7 +29,17 @@ CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentence
 TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
 _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _HUB = "hf:"
-_BATCH = 1024  # rows of a file that are read at once, at most: they may hold images
+_BATCH = 256  # rows that are read at once: they may hold images
+
+
+class Rows(Protocol):
+    """Consecutive rows of a table, which can be sent to another process."""
+
+    def __len__(self) -> int:
+        """Return their number."""
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        """Yield the rows, few at a time; raise UserError if they cannot be read."""
 
 
 class PairTable(Protocol):
@@ -38,7 +51,7 @@ class PairTable(Protocol):
     folder: Path  # that relative paths of images begin at
     identity: str  # tells tables with other contents apart
 
-    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[Rows]:
         """Yield the rows from `begin` on, `size` at a time, with all columns or some; raise UserError if that fails."""
 
 
@@ -62,7 +75,7 @@ class ImageCell(NamedTuple):
         if isinstance(self.source, bytes):
             return self.source
         if is_local(self.source):
-            return (self.folder / self.source).expanduser().read_bytes()
+            return (self.folder / self.source).read_bytes()
         try:
             with fsspec.open(self.source, "rb") as file:
                 return bytes(file.read())
@@ -115,51 +128,116 @@ def open_table(source: str, split: str | None = None) -> PairTable:
         paths = [path] if path.is_file() else [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 - absolute
     if not paths:
         raise UserError(f"{source} names no table; name a file, folder or glob ({', '.join(TABLES)}), or hf:DATASET.")
-    return _FileTable(source, paths)
+    kinds = sorted({file.suffix.lower() for file in paths})
+    if len(kinds) > 1 or kinds[0] not in TABLES:
+        raise UserError(f"{source} names files of {', '.join(kinds)}; name files of one of {', '.join(TABLES)}.")
+    return (_ParquetTable if kinds == [".parquet"] else _TextTable)(source, paths)
 
 
-class _FileTable:
-    """Files of one kind with the same columns, one after the other."""
+@dataclass(frozen=True)
+class _HeldRows:
+    table: pa.Table
+
+    def __len__(self) -> int:
+        return len(self.table)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        yield from self.table.to_batches(max_chunksize=_BATCH)
+
+
+class _TextTable:
+    """CSV, TSV or JSON lines, read once from the start; they hold paths of images."""
 
     def __init__(self, name: str, paths: Sequence[Path]) -> None:
-        self.name, self.folder = name, paths[0].parent.absolute()
-        kinds = sorted({path.suffix.lower() for path in paths})
-        if len(kinds) > 1 or kinds[0] not in TABLES:
-            raise UserError(f"{name} names files of {', '.join(kinds)}; name files of one of {', '.join(TABLES)}.")
+        self.name, self.folder, self.identity = name, paths[0].parent.absolute(), _identity(paths)
         with _explaining(name):
-            self._dataset = _open_files(paths, kinds[0])
+            self._dataset = _open_text(paths)
             self.rows = self._dataset.count_rows()
         self.columns = self._dataset.schema.names
-        status = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
-        self.identity = hashlib.sha256(repr(status).encode()).hexdigest()[:32]
 
-    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows in parts."""
         waiting, held = list[pa.RecordBatch](), 0
         with _explaining(self.name):
-            for batch in self._batches(begin, min(size, _BATCH), columns):
+            for batch in self._dataset.to_batches(columns=columns and list(columns), fragment_readahead=1):
+                batch, begin = batch.slice(min(begin, len(batch))), max(0, begin - len(batch))
                 while held + len(batch) >= size:
                     waiting, batch = [*waiting, batch.slice(0, size - held)], batch.slice(size - held)
-                    yield pa.Table.from_batches(waiting)
+                    yield _HeldRows(pa.Table.from_batches(waiting))
                     waiting, held = [], 0
                 waiting, held = [*waiting, batch], held + len(batch)
             if held:
-                yield pa.Table.from_batches(waiting)
+                yield _HeldRows(pa.Table.from_batches(waiting))
 
-    def _batches(self, begin: int, size: int, columns: Sequence[str] | None) -> Iterator[pa.RecordBatch]:
-        """Yield the rows from `begin` on; of parquet files, row groups before it are not read."""
-        pieces = [
-            piece
-            for fragment in self._dataset.get_fragments()
-            for piece in (fragment.split_by_row_group() if hasattr(fragment, "row_groups") else [fragment])
-        ]
-        for piece in pieces:
-            if begin and begin >= (rows := _rows_of(piece)):
-                begin -= rows
-                continue
-            options = {"batch_size": size, "batch_readahead": 1, "schema": self._dataset.schema}
-            for batch in piece.to_batches(columns=columns and list(columns), **options):
-                yield batch.slice(min(begin, len(batch)))
-                begin -= min(begin, len(batch))
+
+@dataclass(frozen=True)
+class _ParquetRows:
+    name: str  # of the table
+    pieces: tuple[tuple[Path, int, int], ...]  # files, with the first row in each and the number of rows
+    columns: list[str] | None
+
+    def __len__(self) -> int:
+        return sum(count for _, _, count in self.pieces)
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        with _explaining(self.name):
+            for path, first, count in self.pieces:
+                yield from _parquet_batches(path, first, count, self.columns)
+
+
+class _ParquetTable:
+    """Parquet files, whose rows are read where they are needed: they may hold images."""
+
+    def __init__(self, name: str, paths: Sequence[Path]) -> None:
+        self.name, self.folder, self.identity = name, paths[0].parent.absolute(), _identity(paths)
+        with _explaining(name):
+            found = [(path, pq.read_metadata(path)) for path in paths]
+        self.columns = found[0][1].schema.to_arrow_schema().names
+        for path, metadata in found:
+            if metadata.schema.to_arrow_schema().names != self.columns:
+                raise UserError(f"{path} has other columns than {paths[0]}; name files with the same ones.")
+        self._files = [(path, metadata.num_rows) for path, metadata in found]
+        self.rows = sum(rows for _, rows in self._files)
+
+    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows in parts, which are not read yet."""
+        for low in range(begin, self.rows, size):
+            pieces, start = [], 0
+            for path, rows in self._files:
+                first, last = max(low - start, 0), min(low + size - start, rows)
+                if first < last:
+                    pieces.append((path, first, last - first))
+                start += rows
+            yield _ParquetRows(self.name, tuple(pieces), None if columns is None else list(columns))
+
+
+def _parquet_batches(path: Path, first: int, count: int, columns: list[str] | None) -> Iterator[pa.RecordBatch]:
+    """Yield `count` rows of a file from `first` on; row groups without any of them are not read."""
+    with pq.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        groups = [n for n, end in enumerate(ends) if end > first and end - sizes[n] < first + count]
+        skipped = first - (ends[groups[0]] - sizes[groups[0]])
+        for batch in file.iter_batches(_BATCH, row_groups=groups, columns=columns):
+            batch, skipped = batch.slice(min(skipped, len(batch))), max(0, skipped - len(batch))
+            batch = batch.slice(0, count)
+            count -= len(batch)
+            yield batch
+
+
+@dataclass(frozen=True)
+class _LibraryRows:
+    dataset: Any  # in Arrow's format; a process that it is sent to maps its files
+    first: int
+    count: int
+
+    def __len__(self) -> int:
+        return self.count
+
+    def batches(self) -> Iterator[pa.RecordBatch]:
+        end = self.first + self.count
+        for start in range(self.first, end, _BATCH):
+            yield from self.dataset[start : min(start + _BATCH, end)].to_batches()
 
 
 class _LibraryTable:
@@ -180,24 +258,25 @@ class _LibraryTable:
             reason = " ".join(str(error).split())[:300]
             raise UserError(f"{source} cannot be opened ({type(error).__name__}: {reason}); check the name.") from error
         if isinstance(found, datasets.DatasetDict):
-            if split not in found and len(found) > 1:
+            if split not in found and (split is not None or len(found) > 1):
                 raise UserError(f"{source} has the splits {', '.join(found)}; choose one with --split.")
             found = found[split or next(iter(found))]
         self._dataset = found.with_format("arrow")
         self.name, self.columns, self.rows = source, list(found.column_names), len(found)
         self.folder, self.identity = Path(name).absolute(), str(found._fingerprint)
 
-    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[pa.Table]:
+    def slices(self, size: int, begin: int = 0, columns: Sequence[str] | None = None) -> Iterator[Rows]:
+        """Yield the rows in parts, which are not read yet."""
         chosen = self._dataset if columns is None else self._dataset.select_columns(list(columns))
         for start in range(begin, self.rows, size):
-            yield chosen[start : start + size]
+            yield _LibraryRows(chosen, start, min(size, self.rows - start))
 
 
-def _open_files(paths: Sequence[Path], kind: str) -> pyarrow.dataset.Dataset:
-    names = [str(path) for path in paths]
-    if kind not in _DELIMITERS:
-        return pyarrow.dataset.dataset(names, format="json" if kind == ".jsonl" else "parquet")
-    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
+def _open_text(paths: Sequence[Path]) -> pyarrow.dataset.Dataset:
+    names, delimiter = [str(path) for path in paths], _DELIMITERS.get(paths[0].suffix.lower())
+    if delimiter is None:
+        return pyarrow.dataset.dataset(names, format="json")
+    parsing = pyarrow.csv.ParseOptions(delimiter=delimiter, newlines_in_values=True)
     with pyarrow.csv.open_csv(names[0], parse_options=parsing) as first:
         schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # or a caption "7" would be a number
     converting = pyarrow.csv.ConvertOptions(column_types=schema, strings_can_be_null=False)
@@ -205,11 +284,9 @@ def _open_files(paths: Sequence[Path], kind: str) -> pyarrow.dataset.Dataset:
     return pyarrow.dataset.dataset(names, schema=schema, format=form)
 
 
-def _rows_of(piece: pyarrow.dataset.Fragment) -> int:
-    """Return the rows of a file or of some of its row groups, where pyarrow's `count_rows` counts the whole file."""
-    if hasattr(piece, "row_groups"):
-        return sum(group.num_rows for group in piece.row_groups)
-    return int(piece.count_rows())
+def _identity(paths: Sequence[Path]) -> str:
+    status = [(str(path.absolute()), path.stat().st_size, path.stat().st_mtime_ns) for path in paths]
+    return hashlib.sha256(repr(status).encode()).hexdigest()[:32]
 
 
 @contextmanager

@@ -101,7 +101,10 @@ class Communicator:
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
         """A process group of this rank alone; all ranks may ask for theirs at any time."""
-        return dist.new_group([dist.get_rank()], use_local_synchronization=True) if self.world_size > 1 else self.group
+        if self.world_size == 1:
+            return self.group
+        group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return group
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""

@@ -163,8 +163,13 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 
 
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
-    """Return what every rank holds with the same bits: weights below ZeRO 3; masters and moments without ZeRO."""
-    weights = dict(engine.module.named_parameters()) if _wrapper_of(engine) is not Wrapper.ZERO_3 else {}
+    """Return what every rank holds with the same bits.
+
+    These are frozen weights, all weights below ZeRO 3, and masters and moments without ZeRO.
+    """
+    weights = dict(engine.module.named_parameters())
+    if _wrapper_of(engine) is Wrapper.ZERO_3:
+        weights = {name: weight.ds_tensor for name, weight in weights.items() if not weight.requires_grad}
     found: dict[str, Tensor] = dict(weights)
     for place in placements(engine, rank):
         if place.replicated:
@@ -178,6 +183,11 @@ def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
     """Return the full shapes by name, also of parameters that ZeRO 3 has partitioned."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def fetches_weights(module: nn.Module) -> bool:
+    """Whether ZeRO 3 fetches weights as modules run, in an order that it records and that every pass must keep."""
+    return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
 
 
 def release_gathered(engine: Any) -> None:

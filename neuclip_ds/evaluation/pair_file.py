@@ -10,13 +10,10 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import pyarrow as pa
-
 from neuclip_ds.data.pair_table import CAPTION_COLUMNS, IMAGE_COLUMNS, ImageCell, captions_of, find_column, open_table
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import Held, Sample
 
-_ROWS = 256  # read at once: they may hold images
 _ADVICE = "rename one of them"
 
 
@@ -50,20 +47,17 @@ class PairFile:
             else:
                 yield _sample(f"{self.path}: row {row}", image, texts)
         for image, texts in captions.items():
-            yield _sample(f"{self.path}: {image.source}", image, texts)
+            yield _sample(f"{self.path}: {image.source!s}", image, texts)
 
     def _rows(self) -> Iterator[tuple[ImageCell, list[str]]]:
         table = open_table(str(self.path))
         columns = [self.image_column, self.caption_column]
-        rows: Iterator[pa.Table] = table.slices(_ROWS, columns=columns)
-        cells = (
-            cell for part in rows for cell in zip(*(part.column(name).to_pylist() for name in columns), strict=True)
-        )
-        for row, (value, text) in enumerate(cells):
-            image = ImageCell.of(value, table.folder)
+        batches = (batch for rows in table.slices(max(1, table.rows), columns=columns) for batch in rows.batches())
+        for row, values in enumerate(values for batch in batches for values in batch.to_pylist()):
+            image = ImageCell.of(values[self.image_column], table.folder)
             if image is None:
                 raise UserError(f"{self.path}: row {row} has no image in the column {self.image_column}; remove it.")
-            yield image, captions_of(text)
+            yield image, captions_of(values[self.caption_column])
 
 
 def _sample(name: str, image: ImageCell, captions: list[str]) -> Sample:

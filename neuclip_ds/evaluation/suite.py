@@ -7,7 +7,6 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval

@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping
+from copy import copy
 from pathlib import Path
 from typing import cast
 
@@ -34,14 +35,14 @@ class FromConfig:
     """A model built from the config with random weights, which depend on torch's seed only."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
+        self.config = config
         self.name = config.vision.name  # for messages
         self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
         self.embed_dim = config.embed_dim  # width d of the joint space
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         """Return the model's tokenizer, from `train` if none is named; raise UserError if it cannot be found."""
-        text = self._config.text
+        text = self.config.text
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -50,7 +51,7 @@ class FromConfig:
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
-        return build_dual_encoder(self._config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
+        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
@@ -64,13 +65,13 @@ class FromConfig:
         """Save what `open_saved` needs in addition to config and tokenizer: nothing; or into the folder, created."""
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build` without adapters, in the form of the family's files."""
+        """Return trained weights, named as those of `build`, in the form of the family's files; without adapters."""
         with torch.device("meta"):
-            model = FromConfig(without_adapters(self._config)).build(tokenizer)
+            model = self.build(tokenizer)
         vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
         config = {
             "embed_dim": self.embed_dim,
-            "vision": self._config.vision.model_dump(),
+            "vision": self.config.vision.model_dump(),
             "clip_vision": clip_vision_config(vision, self.preprocessing.size),
             "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
             "linear_projection": isinstance(vision.projection, nn.Linear),
@@ -83,7 +84,7 @@ class Pretrained:
     """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets what `prepare` applies."""
 
     def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
-        self._config, self._checkpoint = config, checkpoint
+        self.config, self._checkpoint = config, checkpoint
         self.name = config.pretrained
         self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
@@ -91,11 +92,11 @@ class Pretrained:
         return self._checkpoint.tokenizer()
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        return prepare(self._checkpoint.build(), self._config)
+        return prepare(self._checkpoint.build(), self.config)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         model, logits = self._checkpoint.load()
-        return LoadedModel(prepare(model, self._config), logits)
+        return LoadedModel(prepare(model, self.config), logits)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         self._checkpoint.save(folder)
@@ -122,16 +123,18 @@ def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
     return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
 
 
-def merged_weights(
-    config: ModelConfig, source: ModelSource, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor]
-) -> Mapping[str, Tensor]:
-    """Return trained weights, named as those of `source.build`, with LoRA adapters merged, for `source.package`."""
-    if not has_adapters(config):
-        return weights
+def merged(
+    source: ModelSource, tokenizer: ModelTokenizer, weights: dict[str, Tensor]
+) -> tuple[ModelSource, dict[str, Tensor]]:
+    """Return the source of the same model without LoRA adapters, and its weights, into which they are merged."""
+    if not has_adapters(source.config):
+        return source, weights
     model = source.build(tokenizer)
     model.load_state_dict(weights)
     merge_adapters(model)
-    return model.state_dict()
+    plain = copy(source)
+    plain.config = without_adapters(source.config)
+    return plain, model.state_dict()
 
 
 def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitParameters]:

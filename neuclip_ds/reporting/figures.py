@@ -21,7 +21,7 @@ from neuclip_ds.reporting.scores import Series
 _INK, _GRID = COLOURS["ink"][0], COLOURS["grid"][0]
 _CYCLE = [light for name, (light, _) in COLOURS.items() if name.startswith("curve")]
 _DASHES = ("-", "--", ":", "-.")  # of curves beyond the colours
-_RC: dict[str, Any] = {
+_RC: Any = {  # typed by matplotlib as a dictionary of each key that it knows
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text, in the page's font
     "axes.spines.top": False,
@@ -105,7 +105,8 @@ def draw_histogram(title: str, unit: str, columns: Mapping[str, Sequence[float]]
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG element, whose colours are the variables --NAME of the page's style."""
     # the salt makes ids differ among the figures of a page, and not from one page to the next
-    with rc_context({**_RC, "svg.hashsalt": figure.get_label()}):
+    label = str(figure.get_label())
+    with rc_context({**_RC, "svg.hashsalt": label}):
         figure.savefig(out := io.StringIO(), format="svg", transparent=True, metadata={"Date": None})
     element = out.getvalue().partition("<svg")[2]
     attributes, _, content = element.partition(">")
@@ -114,7 +115,7 @@ def svg(figure: Figure) -> str:
     content = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", r"font-size: \2px; font-weight: \1", content)
     for name, (light, _) in COLOURS.items():
         content = content.replace(light, f"var(--{name})")
-    return f'<svg role="img" aria-label="{html.escape(figure.get_label())}" {box[0] if box else ""}>{content}'
+    return f'<svg role="img" aria-label="{html.escape(label)}" {box[0] if box else ""}>{content}'
 
 
 def png(figure: Figure) -> bytes:

@@ -64,7 +64,7 @@ def _list(picture: Picture) -> str:
     """Return the nearest captions, and the picture's own below them if it is not one of them."""
     lines = [*picture["nearest"], *(own for own in picture["own"] if own[0] not in [x[0] for x in picture["nearest"]])]
     best = picture["own"][0][1]
-    return "<ol>" + "".join(_line(*line, best) for line in lines) + "</ol>"
+    return "<ol>" + "".join(_line(text, near, own, best) for text, near, own in lines) + "</ol>"
 
 
 def _line(text: str, similarity: float, own: bool, best: float) -> str:

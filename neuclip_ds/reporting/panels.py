@@ -7,6 +7,8 @@ import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
+AVERAGED = "ema/"  # before a metric's name: that of the averaged weights
+
 
 class Panel(NamedTuple):
     """Plot of curves that share an axis."""
@@ -16,17 +18,19 @@ class Panel(NamedTuple):
     unit: str  # of the values' axis; "%" of metrics that are shares of 1
     meaning: str = ""  # sentences below the plot
     log_scale: bool = False
+    averages: bool = True  # whether it also shows the metrics of averaged weights
 
     def has(self, metric: str) -> bool:
-        """Return whether the panel shows a metric."""
-        return any(fnmatch.fnmatchcase(metric, pattern) for pattern in self.metrics)
+        """Return whether the panel shows a metric, of the weights or of their average."""
+        names = {metric, metric.removeprefix(AVERAGED)} if self.averages else {metric}
+        return any(fnmatch.fnmatchcase(name, pattern) for name in names for pattern in self.metrics)
 
     def split(self, names: Iterable[str]) -> list[Panel]:
-        """Return a panel for each of several metrics, for the runs of a comparison to share it alone."""
+        """Return a panel for each of several metrics, which it shows alone."""
         found = [name for name in names if self.has(name)]
         if len(found) == 1:
             return [self]
-        return [self._replace(title=f"{self.title}: {short(name)}", metrics=(name,)) for name in found]
+        return [self._replace(title=f"{self.title}: {short(name)}", metrics=(name,), averages=False) for name in found]
 
 
 PANELS = (
@@ -162,7 +166,8 @@ def panels_of(names: Iterable[str]) -> list[Panel]:
 
 def short(metric: str) -> str:
     """Return what tells a metric from the others of its panel."""
-    return re.sub(r"(image_to_text|text_to_image|zero_shot)_", "", metric).rpartition("/")[2]
+    name = re.sub(r"(image_to_text|text_to_image|zero_shot)_", "", metric).rpartition("/")[2]
+    return f"{name}, EMA" if metric.startswith(AVERAGED) else name
 
 
 def in_order(names: Iterable[str]) -> list[str]:

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from neuclip_ds.reporting.page import Table
+from neuclip_ds.reporting.panels import AVERAGED
 
 Series = Mapping[str, tuple[Sequence[int], Sequence[float]]]  # metric -> steps and values
 
@@ -40,13 +41,14 @@ class _Row(NamedTuple):
 def scores_among(names: Iterable[str]) -> list[str]:
     """Return the names of metrics that are shares of right answers: averages first, single tasks last."""
     found = list(dict.fromkeys(names))
-    return [name for kind in _KINDS for name in found if name.startswith(kind)]
+    return [name for kind in _KINDS for name in found if name.removeprefix(AVERAGED).startswith(kind)]
 
 
 def headline(runs: Mapping[str, Series], reference: Reference) -> str:
     """Return tiles of a few scores as HTML: averages, zero-shot top1 and recall@1, or else the first of all."""
-    scores = scores_among(name for series in runs.values() for name in series)
-    chosen = [name for name in scores if name.startswith("average/") or name.endswith(("_top1", "_recall@1"))]
+    found = scores_among(name for series in runs.values() for name in series)
+    scores = [name for name in found if not name.startswith(AVERAGED)] or found
+    chosen = [name for name in scores if "average/" in name or name.endswith(("_top1", "_recall@1"))]
     tiles = "".join(_tile(_row(name, runs, reference), list(runs)) for name in (chosen or scores)[:_TILES])
     return f'<div class="tiles">{tiles}</div>' if tiles else ""
 
@@ -83,7 +85,7 @@ def score_lines(results: Mapping[str, float]) -> Iterator[str]:
     """Yield a line of the log for each result of an evaluation, with what chance gives."""
     for name, value in results.items():
         if not name.startswith(CHANCE):
-            chance = results.get(CHANCE + name)
+            chance = results.get(CHANCE + name.removeprefix(AVERAGED))
             yield f"{name}: {value:.4g}" + (f" (chance {chance:.3g})" if chance is not None else "")
 
 
@@ -93,12 +95,13 @@ def percent(share: float | None) -> str:
 
 
 def _row(name: str, runs: Mapping[str, Series], reference: Reference) -> _Row:
-    chances = [series[CHANCE + name][1][-1] for series in runs.values() if CHANCE + name in series]
+    plain = name.removeprefix(AVERAGED)
+    chances = [series[CHANCE + plain][1][-1] for series in runs.values() if CHANCE + plain in series]
     return _Row(
-        reference.labels.get(name) or _label(name),
+        (reference.labels.get(plain) or _label(plain)) + (", EMA" if plain != name else ""),
         [series.get(name, ((), ())) for series in runs.values()],
         chances[0] if chances else None,
-        reference.published.get(name, {}),
+        reference.published.get(plain, {}),
     )
 
 
@@ -106,7 +109,7 @@ def _label(name: str) -> str:
     direction = re.fullmatch(r"(image|text)_to_(image|text)_recall(@\d+)", name)
     if direction:
         return f"{direction[1].capitalize()} to {direction[2]} recall{direction[3]}"
-    return re.sub(r"zero_shot_top(\d+)", r"Zero-shot top-\1 accuracy", name)
+    return re.sub(r"zero_shot_top(\d+)", r"Zero-shot top-\1 accuracy", name.removeprefix("task/"))
 
 
 def _history(steps: Sequence[int], values: Sequence[float]) -> list[str]:

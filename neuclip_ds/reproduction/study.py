@@ -21,6 +21,7 @@ Arm = tuple[str, Options]  # method, and what is changed in it
 _T, _N, _A, _U, _Q = (
     f"objective.{section}." for section in ("temperature", "npn", "amortized", "moving_average", "queue")
 )
+_HELD: Options = {_T + "initial": 0.02, _T + "lr": 0.0}
 _RHO, _RULE, _GRAD = _T + "rho", _T + "rule", _N + "alpha_grad"
 SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
 """The methods of the study. All are searched in the same way: learning rate, then one option of each method."""
@@ -43,6 +44,10 @@ ARMS: dict[str, Arm] = {
 """What every regime compares."""
 ABLATIONS: dict[str, Arm] = {
     **{name: (name, {}) for name in SEARCHES if name not in ARMS},
+    **{f"{name}, bf16": (name, {"deepspeed": "zero0_bf16"}) for name in ("openclip", "neuclip", "neuclip_queue")},
+    **{f"{name}, tau 0.02": (name, _HELD) for name in ("openclip", "neuclip", "neuclip_queue")},
+    "neuclip, m = 64": ("neuclip", {_N + "prototypes": 64}),
+    "neuclip_queue, m = 64": ("neuclip_queue", {_Q + "prototypes": 64}),
     "neuclip_queue, kappa 0.3": ("neuclip_queue", {_Q + "kappa": 0.3}),
     "neuclip_queue, kappa 3": ("neuclip_queue", {_Q + "kappa": 3.0}),
     "neuclip, T_u = 1": ("neuclip", {_N + "updates": 1}),

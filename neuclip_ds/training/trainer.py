@@ -31,6 +31,8 @@ from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
+from neuclip_ds.reporting.panels import AVERAGED
+from neuclip_ds.reporting.scores import CHANCE
 from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
@@ -137,7 +139,7 @@ class Trainer(NamedTuple):
         if average is not None and which != "weights":
             with average.in_use():
                 found = self.evaluator(engine, self.loop.objective)
-            results |= {f"ema/{name}": value for name, value in found.items()}
+            results |= {name if name.startswith(CHANCE) else AVERAGED + name: value for name, value in found.items()}
         return results
 
 

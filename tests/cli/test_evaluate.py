@@ -68,7 +68,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
     assert "CIFAR-10: has a score" in run.stderr
     assert "Flickr: data/wds_flickr30k has 23 samples, the published set 1000" in run.stderr
-    assert "not found below data, and skipped: Caltech-101, CIFAR-100" in run.stderr
+    assert "not found below data, pets, pairs.tsv, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
         "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: 1 of 2 tasks scored, mean" in run.stdout
     )
@@ -83,6 +83,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
+    write_own(sets)
     done = train(
         tmp_path / "runs", str(data), 6, f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1"
     )
@@ -97,6 +98,8 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     scores = lines_of(tmp_path / "runs/run/evaluation/step_000000006")
     assert scores["CIFAR-10"]["main_metric"] == during[-1]["task/cifar10"]
     flickr = "task/retrieval/flickr_1k_test_image_text_retrieval"
+    assert scores["pets"]["main_metric"] == during[-1]["task/own/pets"]
+    assert scores["pairs"]["main_metric"] == pytest.approx(during[-1]["task/own/pairs"], abs=1e-12)
     assert scores["Flickr"]["main_metric"] == pytest.approx(during[-1][flickr], abs=1e-12)
     launcher = [
         str(Path(sys.executable).parent / "deepspeed"),

@@ -108,7 +108,8 @@ def dataset_of(count: int) -> datasets.Dataset:
     return datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image())
 
 
-def test_a_data_set_of_the_library_with_several_captions(tmp_path: Path) -> None:
+def test_a_data_set_of_the_library_with_several_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     dataset_of(7).save_to_disk(tmp_path / "saved")
     dataset_of(7).to_parquet(tmp_path / "rows.parquet")
     sources = (tmp_path / "saved", tmp_path / "rows.parquet", f"hf:{tmp_path / 'rows_as_hub'}")
@@ -117,6 +118,7 @@ def test_a_data_set_of_the_library_with_several_captions(tmp_path: Path) -> None
     for number, source in enumerate(sources):
         packed = run(source, tmp_path / f"out{number}", 3, ("text", "syn.txt=recaption"))
         assert (packed.rows, packed.pairs, packed.shards, packed.several) == (7, 7, 3, 7)
+        assert run(source, tmp_path / f"out{number}", 3, ("text", "syn.txt=recaption")) == packed, "the same one again"
     samples, *others = (samples_of(tmp_path / f"out{number}") for number in range(3))
     assert [sample["txt"] for sample in samples] == [f"one {n}\ntwo {n}".encode() for n in range(7)]
     assert [sample.get("syn.txt") for sample in samples] == [f"new {n}".encode() if n % 2 else None for n in range(7)]

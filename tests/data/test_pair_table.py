@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from neuclip_ds.data.pair_table import CAPTION_COLUMNS, ImageCell, captions_of, find_column, open_table
+from neuclip_ds.data.pair_table import CAPTION_COLUMNS, ImageCell, Rows, captions_of, find_column, open_table
 from neuclip_ds.errors import UserError
 
 ROWS = [
@@ -49,10 +50,16 @@ def test_every_form_gives_the_same_rows(tmp_path: Path, form: str) -> None:
     table = open_table(write(tmp_path, form), "train" if form == "splits" else None)
     assert (table.rows, table.columns) == (25, ["filepath", "title", "id"])
     for begin in (0, 3, 10, 14, 24):
-        parts = [part.to_pylist() for part in table.slices(10, begin)]
-        assert [row for part in parts for row in part] == ROWS[begin:]
+        parts = [pickle.loads(pickle.dumps(part)) for part in table.slices(10, begin)]
+        assert [row for part in parts for row in rows_of(part)] == ROWS[begin:]
         assert all(len(part) == 10 for part in parts[:-1])
-    assert next(table.slices(2, 1, ["title"])).to_pydict() == {"title": ["7", ""]}
+    assert rows_of(next(table.slices(2, 1, ["title"]))) == [{"title": "7"}, {"title": ""}]
+
+
+def rows_of(part: Rows) -> list[dict[str, Any]]:
+    found = [row for batch in part.batches() for row in batch.to_pylist()]
+    assert len(found) == len(part)
+    return found
 
 
 def test_what_a_glob_names_and_what_changes(tmp_path: Path) -> None:
@@ -114,6 +121,10 @@ def test_mistakes(tmp_path: Path) -> None:
         open_table(str(tmp_path))
     with pytest.raises(UserError, match="cannot be read"):
         open_table(str(tmp_path / "b.parquet"))
+    for name, column in (("x", "a"), ("y", "b")):
+        pq.write_table(pa.table({column: [1]}), tmp_path / f"{name}.parquet")
+    with pytest.raises(UserError, match=r"y\.parquet has other columns than .*x\.parquet"):
+        open_table(f"{tmp_path}/[xy].parquet")
     with pytest.raises(UserError, match=r"cannot be opened .* check the name"):
         open_table(f"hf:{tmp_path}/absent")
     write(tmp_path, "splits")

@@ -122,6 +122,12 @@ def test_learning_rates_of_towers_and_layers() -> None:
     assert learning_rate_scales(nn.Linear(2, 2), config_of().optimizer) == {}
 
 
+def test_the_rule_for_batches_scales_the_rates_of_towers() -> None:
+    tree = {"optimizer": {"lr": 1e-3, "base_batch_size": 64, "text": {"lr": 1e-4}}, "data": {"batch_size": 256}}
+    found = config_of(**tree).with_scaled_rates().optimizer
+    assert (found.lr, found.text.lr, found.vision.lr) == (pytest.approx(4e-3), pytest.approx(4e-4), None)
+
+
 def test_a_rate_of_a_tower_needs_a_schedule() -> None:
     with pytest.raises(UserError, match=r"lr=0 leaves no schedule"):
         parse(["demo", "--optimizer.lr=0", "--optimizer.text.lr=1e-3"])

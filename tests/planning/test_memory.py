@@ -146,11 +146,10 @@ def allocated_peak(work: Callable[[], object]) -> int:
     return peak
 
 
-@pytest.mark.parametrize("trained", ["all", "1"])
+@pytest.mark.parametrize("part", ["--model.vision.train=all", "--model.vision.train=1", "--model.text.lora.rank=4"])
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
-def test_activations_are_those_of_a_real_pass(checkpointing: str, trained: str) -> None:
-    options = [f"--model.activation_checkpointing={checkpointing}", f"--model.vision.train={trained}"]
-    config = parse(["demo", *SMALL, *options]).config
+def test_activations_are_those_of_a_real_pass(checkpointing: str, part: str) -> None:
+    config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}", part]).config
     source = model_source(config.model, None)
     tokenizer: Any = StandInTokenizer(config.model.text)
     with torch.device("meta"):

@@ -20,3 +20,10 @@ def test_runs_share_a_plot_for_each_metric():
     parts = recall.split(["image_to_text_recall@1", "image_to_text_recall@10", "loss"])
     assert [part.title for part in parts] == ["Image to text recall: recall@1", "Image to text recall: recall@10"]
     assert [part.has("image_to_text_recall@10") for part in parts] == [False, True]
+
+
+def test_averaged_weights_share_a_plot_with_the_others_of_a_run_alone():
+    (recall,) = panels_of(["image_to_text_recall@1", "ema/image_to_text_recall@1"])
+    parts = recall.split(["image_to_text_recall@1", "ema/image_to_text_recall@1"])
+    assert [part.title for part in parts] == ["Image to text recall: recall@1", "Image to text recall: recall@1, EMA"]
+    assert [part.has("ema/image_to_text_recall@1") for part in parts] == [False, True]

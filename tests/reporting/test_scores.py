@@ -36,7 +36,7 @@ def test_a_table_of_one_run_has_its_best():
     assert table.title == "Scores, % (papers: Paper)"
     assert table.header == ["score", "last", "at step", "best", "at step", "chance", "theirs"]
     assert table.rows[0] == ["Average: datacomp", "20.00", "2", "30.00", "1", "8.00", "25.08 ± 0.39"]
-    assert table.rows[1] == ["task/a", "50.00", "2", "50.00", "2", "-", "-"]
+    assert table.rows[1] == ["a", "50.00", "2", "50.00", "2", "-", "-"]
 
 
 def test_in_a_comparison_the_best_stands_out():
@@ -44,11 +44,25 @@ def test_in_a_comparison_the_best_stands_out():
     assert table is not None
     assert table.rows == [
         ["Average: datacomp", "20.00", "-", "8.00", "25.08 ± 0.39"],
-        ["task/a", "50.00", "75.00", "-", "-"],
+        ["a", "50.00", "75.00", "-", "-"],
     ]
     assert table.best == {(0, 1), (1, 2)}
 
 
 def test_lines_of_the_log_have_chance():
-    results = {"zero_shot_top1": 0.1955, "chance/zero_shot_top1": 0.0125, "normalizer_mse": 0.5}
-    assert list(score_lines(results)) == ["zero_shot_top1: 0.1955 (chance 0.0125)", "normalizer_mse: 0.5"]
+    results = {"zero_shot_top1": 0.1955, "chance/zero_shot_top1": 0.0125, "ema/zero_shot_top1": 0.2}
+    results["normalizer_mse"] = 0.5
+    assert list(score_lines(results)) == [
+        "zero_shot_top1: 0.1955 (chance 0.0125)",
+        "ema/zero_shot_top1: 0.2 (chance 0.0125)",
+        "normalizer_mse: 0.5",
+    ]
+
+
+def test_averaged_weights_have_rows_of_their_own():
+    series = {**SERIES, "ema/average/datacomp": ([2], [0.25])}
+    table = score_table({"run": series}, PAPERS)
+    assert table is not None
+    assert table.rows[1] == ["Average: datacomp, EMA", "25.00", "2", "25.00", "2", "8.00", "25.08 ± 0.39"]
+    assert "EMA" not in headline({"run": series}, PAPERS)
+    assert "<b>25.00 %</b>" in headline({"run": {"ema/average/datacomp": ([2], [0.25])}}, PAPERS)

@@ -145,13 +145,14 @@ PARTS: dict[str, Any] = {  # of the towers train, at several learning rates
 }
 
 
-def test_frozen_parts_and_their_rates_under_every_stage() -> None:
+@pytest.mark.parametrize("engines", [FLOAT32[3:], pytest.param(FLOAT32[:3], marks=pytest.mark.slow)])
+def test_frozen_parts_and_their_rates_under_every_stage(engines: list[str]) -> None:
     """Two ranks, micro-batches, two passes, activation checkpointing."""
     wanted, tau = plain("fastclip_v3", clip=0.5, options=PARTS)
     torch.manual_seed(0)
     before = dict(build_dual_encoder(config_of("fastclip_v3", **PARTS).model, TOKENS).named_parameters())  # type: ignore[arg-type]
-    for rank in run_ranks(2, under_deepspeed, "fastclip_v3", FLOAT32, 4, PARTS):
-        for name, (weights, found_tau) in zip(FLOAT32, rank, strict=True):
+    for rank in run_ranks(2, under_deepspeed, "fastclip_v3", engines, 4, PARTS):
+        for name, (weights, found_tau) in zip(engines, rank, strict=True):
             assert found_tau == pytest.approx(tau, rel=1e-5)
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
