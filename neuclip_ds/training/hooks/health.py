@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING
 
 from neuclip_ds.data.rank_batch import RankBatch
@@ -36,9 +35,8 @@ class WatchHealth(Hook):
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self._health.check_times(result.step, result.waited, result.seconds, result.batch.index.tolist())
-        scale = result.loss_scale
-        if not result.applied and scale is not None and not scale.is_least and math.isfinite(result.loss):
-            self._health.report_overflow(result.step, scale.cur_scale)
+        if result.overflowed:
+            self._health.report_overflow(result.step, result.metrics["loss_scale"])
             return
         problem = self._health.check_update(result.step, result.applied, lambda: result.metrics, result.not_finite)
         if problem is not None:
