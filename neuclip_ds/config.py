@@ -342,7 +342,7 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
     base_batch_size: int | None = Field(None, ge=1)
-    """Batch size that lr, min_lr and the lr of phases are given for: they are scaled to `data.batch_size` by
+    """Batch size that lr, min_lr and the lr of towers and phases are given for: they are scaled to `data.batch_size` by
     `batch_rule`. By default they are those of `data.batch_size`."""
     batch_rule: Literal["linear", "sqrt"] = "linear"
     """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""

@@ -22,7 +22,7 @@ EVERYDAY = (
     *("data.workers", "data.captions"),
     *("model.pretrained", "model.vision.name", "model.vision.image_size", "model.activation_checkpointing"),
     *("objective.method", "objective.temperature.initial"),
-    *("optimizer.name", "optimizer.lr", "optimizer.warmup_steps", "optimizer.weight_decay"),
+    *("optimizer.name", "optimizer.lr", "optimizer.schedule", "optimizer.warmup_steps", "optimizer.weight_decay"),
     *("budget.epochs", "budget.steps", "deepspeed"),
 )
 _KINDS = {int: "INT", float: "FLOAT", str: "TEXT", Path: "PATH", bool: "true|false"}
