@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -148,6 +151,39 @@ def test_a_damaged_copy_is_told_from_an_outage(run: Path, tmp_path: Path) -> Non
     with pytest.raises(TransferFailure, match="its checksum differs") as failed:
         remote.fetch_checkpoint(STEPS[2], str(tmp_path / "fetched"), 0, 1)
     assert failed.value.kind is FailureKind.DAMAGED
+
+
+def test_nothing_is_written_outside_the_checkpoint(tmp_path: Path) -> None:
+    remote = RemoteRun(f"memory://{uuid.uuid4().hex}/run")
+    for name in (META, "../../outside"):
+        remote._fs.pipe_file(f"{remote._checkpoints}/{STEPS[0]}/{name}", b"{}")
+    with pytest.raises(TransferFailure, match="outside the checkpoint"):
+        remote.fetch_checkpoint(STEPS[0], str(tmp_path / "a" / "b"), 0, 1)
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.slow
+def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path, tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/store/run"
+    began = time.monotonic()
+    RemoteCall(url, "copy", str(run), STEPS, None).result()
+    took, moments = time.monotonic() - began, random.Random(20261122)
+    seen = set()
+    for _ in range(15):
+        shutil.rmtree(tmp_path / "store")
+        call = RemoteCall(url, "copy", str(run), STEPS, None)
+        threading.Timer(took * moments.uniform(0.5, 1), call.kill).start()
+        try:
+            call.result()
+        except TransferFailure as failure:
+            assert "was killed" in str(failure)
+        complete = RemoteRun(url).complete()
+        for name in complete:
+            verify(tmp_path / "store" / "run" / "checkpoints" / name)
+        seen.add(len(complete))
+    assert len(seen) > 1, "the kills came at different moments"
+    RemoteCall(url, "copy", str(run), STEPS, None).result()
+    assert RemoteRun(url).complete() == STEPS
 
 
 def test_another_process_does_it(bucket: str, run: Path) -> None:
