@@ -55,18 +55,19 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
     return Run(config.run.folder / str(config.run.name))
 
 
-def load(model: str | PathLike[str], device: torch.device | str | None = None) -> Model:
+def load(model: str | PathLike[str], device: torch.device | str | None = None, *, ema: bool = False) -> Model:
     """Load a model to encode images and texts with.
 
     Args:
         model: a run's folder (its newest checkpoint), a checkpoint, or what `model.pretrained` takes.
         device: where to run it; by default a GPU if there is one.
+        ema: load the moving average of a run's weights (`ema.decay`).
 
     Raises:
         UserError: there is no such model, or its files do not match.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    return Model(open_model(str(model), Communicator(device)), device)
+    return Model(open_model(str(model), Communicator(device), ema), device)
 
 
 class Run:

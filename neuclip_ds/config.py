@@ -6,11 +6,14 @@ tree and `--dotted.name=value` overrides it; see `neuclip_ds.recipe`.
 
 from __future__ import annotations
 
+import json
 import math
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, field_validator, model_validator
+from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, model_validator
+from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.config import ObjectiveConfig
@@ -86,7 +89,7 @@ class RunConfig(Section):
 class SourceConfig(Section):
     """A source of a mixture."""
 
-    train: str = Field(min_length=1)
+    path: str = Field(min_length=1)
     """Its pairs, in the forms of `data.train`."""
     weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
     """Its share of the rows of each batch, relative to the other weights; or [step, share] pairs, each from a step on,
@@ -106,19 +109,19 @@ class SourceConfig(Section):
 
 
 class DataConfig(Section):
-    train: str = ""
-    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`."""
-    sources: dict[str, SourceConfig] = Field(default_factory=dict)
-    """Instead of `train`, several weighted sources by name: {dfn: {train: /data/dfn, weight: 3}, cc: {train: ...}}."""
+    train: Annotated[str | list[SourceConfig], NoDecode] = ""
+    """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
+    weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     stratified: bool = True
     """Whether every batch has the same share of each source; else the rows are drawn at random, over 64 batches in the
     same shares."""
     val: str = "auto"
     """Held-out pairs for retrieval, in the same forms; `auto` takes a folder `val` next to `train`, empty is none."""
     zero_shot: str = "auto"
-    """Zero-shot set in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next to `train`, empty is none."""
+    """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next
+    to `train`, empty is none."""
     evaluation_sets: Path | None = None
-    """Folder of DataComp's evaluation sets (docs/reference/evaluation.md) to score. By default none."""
+    """Folder of evaluation sets to score, DataComp's or your own (docs/reference/evaluation.md). By default none."""
     evaluation_tasks: list[str] = Field([])
     """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
     batch_size: int = Field(256, ge=2, le=1 << 30)
@@ -137,8 +140,9 @@ class DataConfig(Section):
     may stall a tenth of it."""
     restarts: int = Field(2, ge=0)
     """Restarts in a row of loader processes that were killed or hang; then the run stops with a message."""
-    captions: list[str] = Field(["txt"])
-    """Where captions are: txt, txt:lines (one per line), json:KEY (a string or a list). One of several is drawn."""
+    captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
+    """Where captions are: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
+    list). One of several is drawn; {txt: 0.7, syn.txt: 0.3} draws where from with these probabilities."""
     decoder: Literal["simplejpeg", "pil", "torchvision"] | None = None
     """Library that decodes JPEGs. By default simplejpeg, the fastest; pil gives open_clip's pixels. A run keeps its
     decoder when it resumes; those of earlier versions had pil."""
@@ -173,25 +177,81 @@ class DataConfig(Section):
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
     """Share of bad samples above which the run stops; of those of one node's last 1,000 steps, ten times that share."""
 
-    @model_validator(mode="after")
-    def _train_or_sources(self) -> DataConfig:
-        if self.train and self.sources:
-            raise ValueError("data.train and data.sources are both set; name the data as one of them")
-        if len({source.weight is None for source in self.sources.values()}) > 1:
+    @field_validator("train", "captions", mode="before")
+    @classmethod
+    def _read_option(cls, value: Any, info: ValidationInfo) -> Any:
+        """Read a list or mapping that was typed as an option; `[ab].tar` is a glob."""
+        if isinstance(value, str) and value[:1] in ("[", "{"):
+            with suppress(ValueError):
+                return json.loads(value)
+        return value.split(",") if isinstance(value, str) and info.field_name == "captions" else value
+
+    @field_validator("train", mode="after")
+    @classmethod
+    def _all_have_weights_or_none(cls, train: str | list[SourceConfig]) -> str | list[SourceConfig]:
+        if not isinstance(train, str) and len({source.weight is None for source in train}) > 1:
             raise ValueError("some sources have a weight and others not; give each one, or none")
+        return train
+
+    @property
+    def sources(self) -> list[SourceConfig]:
+        """The sources of a mixture, none for a single data set."""
+        return [] if isinstance(self.train, str) else self.train
+
+    @property
+    def train_paths(self) -> list[str]:
+        """What `train` or its sources name; none if it is empty."""
+        paths = [self.train] if isinstance(self.train, str) else [source.path for source in self.train]
+        return [path for path in paths if path]
+
+
+Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
+"""What trains of a tower: a number is that of its last blocks."""
+
+
+class LoraConfig(Section):
+    """LoRA adapters of a tower."""
+
+    rank: int = Field(0, ge=0, le=1 << 12)
+    """Rank of the adapters; 0 adds none."""
+    alpha: float = Field(16, gt=0)
+    """Adapters are scaled by alpha / rank."""
+    dropout: float = Field(0.0, ge=0, lt=1)
+    """Dropout of the adapters' inputs."""
+    targets: list[str] = Field(default_factory=list)
+    """Linear layers that get adapters, by the end of their names, such as [q_proj, v_proj]. By default all of the
+    frozen blocks."""
+
+
+class TowerConfig(Section):
+    """What both towers share."""
+
+    train: Trained | None = None
+    """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
+    projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+
+    @model_validator(mode="after")
+    def _adapters_adapt_frozen_weights(self) -> TowerConfig:
+        if self.lora.rank and self.train == "all":
+            raise ValueError("train=all leaves no frozen weights for lora; set train to frozen or a number of blocks")
         return self
 
     @property
-    def first_train(self) -> str:
-        """What `train` or the first source names."""
-        return self.train or next((source.train for source in self.sources.values()), "")
+    def trained(self) -> Trained:
+        """What trains of the tower's own weights, whether it is set or not."""
+        default: Trained = "frozen" if self.lora.rank else "all"
+        return default if self.train is None else self.train
 
 
-class VisionConfig(Section):
+class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
+    patch_drop: float = Field(0.0, ge=0, lt=1)
+    """Share of an image's patches that training leaves out, drawn anew in each step (FLIP), in models of timm that can;
+    a phase may have another. Evaluation sees all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
@@ -208,7 +268,7 @@ class VisionConfig(Section):
         return options
 
 
-class TextConfig(Section):
+class TextConfig(TowerConfig):
     tokenizer: str | None = None
     """transformers tokenizer, a local folder or hub name. By default a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
@@ -245,6 +305,22 @@ class ModelConfig(Section):
     """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
     open_clip sets. bf16 towers and the loss do not follow it."""
 
+    @model_validator(mode="after")
+    def _something_trains(self) -> ModelConfig:
+        if all(tower.trained == "frozen" and not tower.lora.rank for tower in (self.vision, self.text)):
+            raise ValueError("vision.train and text.train are both frozen, so nothing trains; free a part of a tower")
+        return self
+
+
+class TowerRates(Section):
+    """The learning rates of a tower."""
+
+    lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the tower, on the same schedule. By default `optimizer.lr`."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the learning rate from each layer of the tower to the one before it: what follows the blocks has the
+    tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
+
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
@@ -252,9 +328,20 @@ class OptimizerConfig(Section):
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the cosine."""
+    """Learning rate at the end of the schedule; `constant` does not come down to it."""
+    schedule: Literal["cosine", "constant", "cooldown", "wsd"] = "cosine"
+    """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant with a last part of `cooldown_steps`
+    that comes down linearly (`cooldown`, as open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
+    """
     warmup_steps: int = Field(500, ge=0)
-    """Steps of linear warm-up."""
+    """Steps of linear warm-up. One that is not shorter than the run is fitted to a tenth of it."""
+    cooldown_steps: int | None = Field(None, ge=1)
+    """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
+    base_batch_size: int | None = Field(None, ge=1)
+    """Batch size that lr, min_lr and the lr of phases are given for: they are scaled to `data.batch_size` by
+    `batch_rule`. By default they are those of `data.batch_size`."""
+    batch_rule: Literal["linear", "sqrt"] = "linear"
+    """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
@@ -265,22 +352,42 @@ class OptimizerConfig(Section):
     """Momentum of sgd."""
     clip_norm: float = Field(0.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
+    vision: TowerRates = Field(default_factory=TowerRates)
+    text: TowerRates = Field(default_factory=TowerRates)
+
+    @model_validator(mode="after")
+    def _rates_have_a_base(self) -> OptimizerConfig:
+        if self.lr == 0 and (self.vision.lr or self.text.lr):
+            raise ValueError("lr=0 leaves no schedule that a tower's lr could follow; set lr to the larger of the two")
+        return self
+
+
+class EmaConfig(Section):
+    decay: float = Field(0.0, ge=0, lt=1)
+    """Decay of an exponential moving average of the weights, kept in float32 besides them; 0 keeps none. In the first
+    steps n it is at most (1 + n)/(10 + n)."""
+    evaluate: Literal["weights", "average", "both"] = "both"
+    """What evaluations during training measure: the trained weights, their average, whose metrics begin with `ema/`,
+    or both."""
 
 
 class RecoveryConfig(Section):
     mode: Literal["none", "full", "cached"] = "none"
-    """Recovery of u and the optimizer's moments with frozen weights before training (TuneCLIP's first stage): `full`,
-    or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
+    """Recovery of the optimizer's moments, and of u, with frozen weights before training (TuneCLIP's first stage):
+    `full`, or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
     epochs: float = Field(5, gt=0, le=1e6)
     """Passes over the data with mode=full."""
-    loss: Literal["gcl", "hgcl"] = "gcl"
-    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), or the hinged one."""
+    loss: Literal["gcl", "hgcl", "method"] | None = None
+    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or that of
+    `objective.method`. By default gcl for methods that keep u, and that of the method for others, such as openclip and
+    neuclip, which recover moments alone."""
     cached_block: int = Field(32768, ge=2, le=1 << 30)
     """Pairs that contrast with each other in a block, with mode=cached."""
     cached_steps: int = Field(200, ge=1)
     """Backward steps for the moments, with mode=cached."""
     transfer: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
-    """State that training takes over: the optimizer's moments and step count, the u of each sample."""
+    """State that training takes over: the optimizer's moments and step count, the u of each sample where the method
+    keeps it."""
     gamma: Literal["continue", "restart"] = "continue"
     """Schedule of gamma where u is taken over: `continue` after the epochs of the recovery, or `restart` at 1, which
     replaces u at a sample's next visit. The paper leaves it open."""
@@ -295,6 +402,32 @@ class BudgetConfig(Section):
     """Steps to run instead of whole epochs."""
 
 
+class PhaseConfig(Section):
+    """A part of a run."""
+
+    epochs: float | None = Field(None, gt=0, le=1e6)
+    """Passes over the training data in this phase. The last phase takes the rest of the budget."""
+    steps: int | None = Field(None, ge=1)
+    """Steps instead of epochs, in all phases but the last."""
+    image_size: int | None = Field(None, ge=8)
+    """Side of its images, in pixels. By default, and at most, `model.vision.image_size`."""
+    context_length: int | None = Field(None, ge=4)
+    """Tokens that its captions are cut or padded to. By default, and at most, `model.text.context_length`."""
+    patch_drop: float | None = Field(None, ge=0, lt=1)
+    """Share of the patches that it leaves out. By default `model.vision.patch_drop`."""
+    lr: float | None = Field(None, ge=0)
+    """Peak learning rate with which the schedule starts anew, for this phase and the next ones without a rate. By
+    default the schedule continues."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """Steps of warm-up to `lr`. By default `optimizer.warmup_steps`."""
+
+    @model_validator(mode="after")
+    def _warmup_has_a_rate(self) -> PhaseConfig:
+        if self.warmup_steps is not None and self.lr is None:
+            raise ValueError("warmup_steps belongs to a phase with lr, where the schedule starts anew; set lr too")
+        return self
+
+
 class Config(Section):
     """All options of a run, as a recipe nests them."""
 
@@ -303,8 +436,12 @@ class Config(Section):
     model: ModelConfig = Field(default_factory=ModelConfig)
     objective: ObjectiveConfig = Field(default_factory=ObjectiveConfig)
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
+    ema: EmaConfig = Field(default_factory=EmaConfig)
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
     budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    phases: list[PhaseConfig] = Field([])
+    """Parts of the run with other sizes of images and captions, patch dropout or rates, in their order:
+    [{epochs: 6, image_size: 112, patch_drop: 0.5}, {lr: 1e-4}] (docs/how-to/schedules.md)."""
     deepspeed: str = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
 
@@ -317,6 +454,40 @@ class Config(Section):
             return tree
         blank = {section: dict.fromkeys(options) for section, options in method_of(objective).starts.items()}
         return {**tree, "objective": merge(blank, objective)}
+
+    @model_validator(mode="after")
+    def _phases_fit(self) -> Config:
+        first = self.phases[:-1]
+        if any((phase.epochs is None) == (phase.steps is None) for phase in first):
+            raise ValueError("each phase but the last has either epochs or steps")
+        if len({phase.epochs is None for phase in first}) > 1:
+            raise ValueError("some phases have epochs and others steps; give all of them the same")
+        if self.phases and (self.phases[-1].epochs or self.phases[-1].steps):
+            raise ValueError("the last phase takes the rest of budget.*; remove its epochs and steps")
+        largest = {"image_size": self.model.vision.image_size, "context_length": self.model.text.context_length}
+        for phase in self.phases:
+            for name, most in largest.items():
+                value = getattr(phase, name)
+                if value is not None and self.model.pretrained:
+                    raise ValueError(f"a phase sets {name}, but the model of model.pretrained has one; remove it")
+                if value is not None and value > most:
+                    raise ValueError(f"a phase has {name}={value}, above the model's {most}; raise the model's")
+            if phase.patch_drop and self.model.pretrained:
+                raise ValueError("a phase sets patch_drop, which a model of model.pretrained has not; remove it")
+        return self
+
+    def with_scaled_rates(self) -> Config:
+        """Return the config with the learning rates for `data.batch_size`, and no batch size to scale them from."""
+        optimizer = self.optimizer
+        if optimizer.base_batch_size is None:
+            return self
+        ratio = self.data.batch_size / optimizer.base_batch_size
+        factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
+        rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
+        phases = [
+            phase if phase.lr is None else phase.model_copy(update={"lr": phase.lr * factor}) for phase in self.phases
+        ]
+        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates), "phases": phases})
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""

@@ -30,6 +30,7 @@ _SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # of a config and of a wrong value, in
 RENAMED = {  # SECTION.OPTION, or SECTION.OPTION=VALUE
     "data.slots": "data.shard_streams",
     "data.tail": "data.last_batch",
+    "data.sources": "data.train",
     "objective.wire": "objective.comm_dtype",
     "recovery.gamma=continued": "recovery.gamma=continue",
     "recovery.gamma=anew": "recovery.gamma=restart",
@@ -176,6 +177,9 @@ def load_saved(path: Path) -> Config:
     tree = read_yaml(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
+    if "sources" in (data := _mapping(tree, "data")):  # by name, before `data.train` was a list of them
+        sources = [dict(source) for source in data.pop("sources").values()]
+        data["train"] = [{"path": source.pop("train"), **source} for source in sources] or data.get("train", "")
     for old, new in list(_renamed(tree)):
         section, key = old.partition("=")[0].split(".")
         name, _, value = new.partition("=")

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 from neuclip_ds.reproduction.cold_start import VARIANTS
-from neuclip_ds.reproduction.study import ABLATIONS
+from neuclip_ds.reproduction.study import ABLATIONS, ARMS
 
 MEASURED = ("reference/reproduction.md", "explanation/cold_start.md")
 DOCS = Path(__file__).parents[1] / "docs"
@@ -24,7 +24,7 @@ def test_every_claim_has_a_state() -> None:
 def test_named_ablations_exist() -> None:
     named = set(re.findall(r'"([^"]+)"', PAGE))
     assert named
-    assert named <= {*ABLATIONS, *VARIANTS}
+    assert named <= {*ARMS, *ABLATIONS, *VARIANTS}
 
 
 def test_figures_are_those_of_the_measured_pages() -> None:

@@ -23,7 +23,7 @@ from torch.multiprocessing import ProcessRaisedException
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
-from neuclip_ds.planning.scaling import forward_flops
+from neuclip_ds.planning.scaling import count_flops
 from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps
 from neuclip_ds.recipe import dump, load_recipe, override, validate
 
@@ -76,7 +76,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             "predicted": found.peak + (0 if on_gpu else found.host),
             "parts": found.lines(),
             "seconds": min(seconds[1:]),
-            "flops": 3 * sum(forward_flops(query)) * config.rank_batch(case.ranks),
+            "flops": sum(map(sum, count_flops(query))) * config.rank_batch(case.ranks),
         }
 
 

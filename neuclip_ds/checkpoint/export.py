@@ -12,6 +12,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
 _LOADING = {
@@ -29,7 +30,7 @@ tokenizer = open_clip.get_tokenizer("local-dir:.")
 }
 
 
-def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
+def export_run(path: Path, form: str, folder: Path, best: bool = False, average: bool = False) -> Path:
     """Export a checkpoint.
 
     Args:
@@ -37,6 +38,7 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
         form: `transformers` or `open_clip`.
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
+        average: take the moving average of the weights (`ema.decay`).
 
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
     the model.
@@ -45,7 +47,9 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False) -> Path:
     verify(checkpoint)
     run = open_run(checkpoint)
     logits = _logits(checkpoint, run.config, run.start)
-    package = run.source.package(run.tokenizer, StateFiles(checkpoint / "engine", verified=True).weights(), logits)
+    trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
+    source, weights = merged(run.source, run.tokenizer, trained)
+    package = source.package(run.tokenizer, weights, logits)
     export(package, form, folder, _card(run.config, checkpoint, form))
     return checkpoint
 
@@ -85,7 +89,7 @@ A dual encoder of images and texts, {origin}.
 | | |
 |---|---|
 | trained with | neuclip_ds, `objective.method={config.objective.method}` |
-| data | `{config.data.train or ", ".join(source.train for source in config.data.sources.values())}` |
+| data | `{", ".join(config.data.train_paths)}` |
 | steps | {step:,} of {config.data.batch_size:,} pairs |
 | learning rate | {config.optimizer.lr:g} ({config.optimizer.name}, weight decay {config.optimizer.weight_decay:g}) |
 

@@ -76,6 +76,8 @@ def read_meta(path: Path) -> dict[str, Any]:
             "Finish the run with the version that wrote it, or start a new run under another --run.name."
         )
     meta["facts"] = {_RENAMED.get(name, name): value for name, value in meta["facts"].items()}
+    if isinstance(sources := meta["facts"].get("sources"), dict):  # by name, before they were a list
+        meta["facts"]["sources"] = list(sources.values())
     return meta
 
 

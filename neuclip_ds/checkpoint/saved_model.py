@@ -29,11 +29,12 @@ class SavedModel(NamedTuple):
     checkpoint: Path | None
 
 
-def open_model(name: str, communicator: Communicator) -> SavedModel:
+def open_model(name: str, communicator: Communicator, average: bool = False) -> SavedModel:
     """Open a model by name, on all ranks together; one of them downloads.
 
     Args:
         name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
+        average: take the moving average of the weights (`ema.decay`) of a run.
 
     Raises `UserError` where there is no such model, or its files do not match.
     """
@@ -43,8 +44,17 @@ def open_model(name: str, communicator: Communicator) -> SavedModel:
         verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
         model = run.source.build(run.tokenizer)
-        model.load_state_dict(StateFiles(checkpoint / "engine", verified=True).weights())
-        return SavedModel(str(checkpoint), model, run.tokenizer, run.source.preprocessing, run.config, checkpoint)
+        model.load_state_dict(StateFiles(checkpoint / "engine", verified=True).weights(average))
+        return SavedModel(
+            f"{checkpoint}{' (ema)' if average else ''}",
+            model,
+            run.tokenizer,
+            run.source.preprocessing,
+            run.config,
+            checkpoint,
+        )
+    if average:
+        raise UserError(f"{name} is not a run of this project, and has no average of its weights: omit --ema.")
     config = ModelConfig(pretrained=name)
     source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
     tokenizer = source.tokenizer(_no_tokenizer)

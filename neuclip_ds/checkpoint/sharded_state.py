@@ -13,7 +13,8 @@ with the keys
 
     weight/NAME/START-STOP    elements [START, STOP) of the flattened parameter NAME: its float32 master where it is
                               trained, else as it is
-    KIND/NAME/START-STOP      the same elements of an optimizer's tensor, such as KIND exp_avg
+    KIND/NAME/START-STOP      the same elements of an optimizer's tensor, such as KIND exp_avg, or of KIND average, the
+                              moving average of the weights
     KIND/NAME/scalar          a 0-dimensional tensor of the optimizer, such as KIND step; in rank 0's file alone
 
 The shards of a parameter cover each of its elements once, over all files; alignment padding is in none. KIND
@@ -35,6 +36,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from neuclip_ds.checkpoint.integrity import is_complete, verify
+from neuclip_ds.engine.average import AVERAGE
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.tensor_file import BytesFile, TensorFile
 
@@ -169,9 +171,16 @@ class StateFiles:
             raise UserError(f"{self.folder} lacks elements {filled} to {stop} of {name} ({kind}); {_FIX}.")
         return parts[0] if len(parts) == 1 else torch.cat(parts) if parts else torch.empty(0)
 
-    def weights(self) -> dict[str, Tensor]:
-        """Return all parameters in their shapes, float32 where they were trained, and all buffers, by name."""
-        parameters = {name: self.read(name, WEIGHT).view(shape) for name, shape in self._shapes.items()}
+    def weights(self, average: bool = False) -> dict[str, Tensor]:
+        """Return all parameters in their shapes, float32 where they were trained, and all buffers, by name.
+
+        With `average` the moving average of those that were trained; raises `UserError` where there is none.
+        """
+        averaged = {name for name in self._shapes if average and AVERAGE in self.kinds(name)}
+        if average and not averaged:
+            raise UserError(f"{self.folder} holds no average of the weights: train with ema.decay, or omit --ema.")
+        kinds = {name: AVERAGE if name in averaged else WEIGHT for name in self._shapes}
+        parameters = {name: self.read(name, kinds[name]).view(shape) for name, shape in self._shapes.items()}
         return {**parameters, **self.buffers()}
 
     def buffers(self) -> dict[str, Tensor]:

@@ -16,9 +16,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("runs", type=Path, nargs="+", help="folders of runs")
     parser.add_argument("--out", type=Path, required=True, help="folder for report.html and plots/")
     options = parser.parse(arguments)
-    from neuclip_ds.reporting.run_report import write_comparison  # matplotlib takes seconds to import
+    from neuclip_ds.training.report import page_of  # torch and matplotlib take seconds to import
 
-    print(f"The comparison is {write_comparison(labelled(options.runs), options.out)}.")
+    print(f"The comparison is {page_of(labelled(options.runs)).write(options.out)}.")
 
 
 def labelled(runs: Sequence[Path]) -> dict[str, Path]:

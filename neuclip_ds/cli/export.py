@@ -16,8 +16,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--format", choices=("transformers", "open_clip"), default="transformers", help="to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
+    parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
     options = parser.parse(arguments)
     from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
-    checkpoint = export_run(options.run, options.format, options.out, options.best)
+    checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema)
     print(f"Wrote {checkpoint} to {options.out} in the format of {options.format}.")

@@ -13,13 +13,15 @@ from neuclip_ds.recipe import nearest
 
 COMMANDS = {
     "train": "train a model from a recipe",
-    "evaluate": "score a model on DataComp's evaluation sets",
+    "evaluate": "score a model on DataComp's evaluation sets or your own",
     "export": "write a trained model for transformers or open_clip",
     "compare": "overlay the curves of several runs on one page",
+    "watch": "serve the page of runs while they train",
     "nearest-captions": "write a page of images with the captions nearest to them",
     "embed": "write the features of all samples of a data set",
     "filter": "select samples by similarity or another column",
     "nearest": "find the samples nearest to a text or an image",
+    "pack": "pack tables of pairs or Hugging Face datasets into shards",
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
     "doctor": "examine machines before a run: what is wrong, and the fix",

@@ -20,11 +20,14 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import EvaluationLoader
-from neuclip_ds.evaluation.nearest_captions import caption_page, nearest_captions
+from neuclip_ds.evaluation.nearest_captions import nearest_captions, records
 from neuclip_ds.evaluation.results import Results
+from neuclip_ds.evaluation.sets import open_captioned
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.reporting.gallery import gallery
+from neuclip_ds.reporting.page import html_page
 
 log = logging.getLogger(__name__)
 
@@ -32,13 +35,14 @@ log = logging.getLogger(__name__)
 class Scoring(NamedTuple):
     """Options of `neuclip-ds evaluate`, whose help explains them."""
 
-    data: Path
+    data: Sequence[Path]
     tasks: Sequence[str] = ()
     out: Path | None = None
     batch_size: int = 256
     workers: int = 4
     precision: str = "float32"
     setting: str | None = None
+    ema: bool = False
 
 
 def score(name: str, scoring: Scoring) -> str:
@@ -53,7 +57,7 @@ def score(name: str, scoring: Scoring) -> str:
         )
     task = "\n".join(f"{key}: {value}" for key, value in {"model": name, **scoring._asdict()}.items())
     with connected(task, scoring.out or Path()) as communicator:
-        return _score(open_model(name, communicator), scoring, communicator)
+        return _score(open_model(name, communicator, scoring.ema), scoring, communicator)
 
 
 def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> str:
@@ -81,7 +85,8 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     if results is None:
         return ""
     setting = scoring.setting or (setting_of(str(saved.config.run.name)) if saved.config else None)
-    text, tree = summary_text(tasks, results.metrics, setting), summary_tree(tasks, results.metrics)
+    text = summary_text(tasks.with_scored(results.metrics), results.metrics, setting)
+    tree = summary_tree(tasks, results.metrics)
     (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
     return text
@@ -97,7 +102,9 @@ def _encoder(
 
 
 def _compare_size(task: Task, folder: Path) -> None:
-    """Warn where a set differs in size from the published one."""
+    """Warn where a set of DataComp differs in size from the published one."""
+    if task.size is None:
+        return
     found = sum(1 for _ in EvaluationFolder.read(folder).samples())
     if found != task.size:
         log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)
@@ -110,14 +117,15 @@ def write_caption_page(name: str, folder: Path, out: Path, images: int, captions
         UserError: the model or the set cannot be used.
     """
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
-    saved, captioned = open_model(name, communicator), EvaluationFolder.read(folder)
+    saved, captioned = open_model(name, communicator), open_captioned(folder)
     encoder, transform = _encoder(saved, communicator, 64)
     shown = nearest_captions(encoder, captioned, transform, images, captions)
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(caption_page(f"{saved.name} on {folder.name}", shown), encoding="utf-8")
+    page = html_page(f"{saved.name} on {folder.name}", [gallery({saved.name: records(shown)})])
+    out.write_text(page, encoding="utf-8")
 
 
 def _results_folder(saved: SavedModel) -> Path:
     if saved.checkpoint is None:
         raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
-    return saved.checkpoint.parent.parent / "evaluation" / saved.checkpoint.name
+    return saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name

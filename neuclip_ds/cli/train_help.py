@@ -8,6 +8,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
+from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from neuclip_ds.config import Config
@@ -97,11 +98,11 @@ def _kind(annotation: Any) -> str:
         return f"[{_kind(parts[0])},...]"
     if origin is tuple:
         return f"[{','.join(map(_kind, parts))}]"
-    if origin is dict:
+    if origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "{...}"
     if parts:  # a union, or an annotated type
         return "|".join(_kind(part) for part in parts if part in _KINDS or get_origin(part))
-    return _KINDS[annotation]
+    return "{...}" if issubclass(annotation, BaseModel) else _KINDS[annotation]
 
 
 def _wrapped(text: str) -> str:

@@ -10,13 +10,14 @@ import json
 import logging
 import os
 import shutil
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Executor, as_completed
 from contextlib import ExitStack
 from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.journal import RESUME, TablePlace
@@ -93,8 +94,20 @@ def open_manifest(
             advance, or they are commands that nobody has allowed.
     """
     manifest = _open_manifest(source, cache, processes, on_progress, options, allow_commands)
+    if manifest.samples is not None:
+        _check_members(source, manifest.samples.members, options.captions)
     check_distinct(manifest)
     return manifest
+
+
+def _check_members(source: str, members: Collection[str], captions: Sequence[str]) -> None:
+    """Raise UserError unless sample tables have the places of the members that captions are read from."""
+    missing = [name for name in Captions(captions).extensions if name not in members]
+    if missing:
+        raise UserError(
+            f"The manifest {source} does not know where {', '.join(missing)} members are; build it again with "
+            f"--captions {' '.join(captions)}."
+        )
 
 
 def _open_manifest(

@@ -1,32 +1,44 @@
 """Extract a sample's captions from its members and its JSON; if there are several, training draws one.
 
 `data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
-list of strings under a key of the JSON member (where recaptioned data sets keep them).
+list of strings under a key of the JSON member (where recaptioned data sets keep them). Further members, such as
+`syn.txt` or `blip.json:caption`, are named alike.
+
+From a list, one of all captions is drawn, each as likely as the others. With a weight for each source, first a source
+is drawn among those that have a caption of the sample, and then one of its captions: a sample without a synthetic
+caption always shows its original one. What is drawn is a pure function of a hash of (seed, epoch, index).
 
 A caption is text that every tokenizer takes: invalid UTF-8 and lone surrogates (which JSON can spell, and no encoding
 holds) become U+FFFD, NUL a space, and what follows the first 10,000 characters is cut off.
 """
 
+import itertools
 import json
 import re
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from neuclip_ds.errors import UserError
 
+CaptionSources = Sequence[str] | Mapping[str, float]
+"""Names of sources, as `data.captions` has them, or the weight of each."""
+
 TEXT, JSON = "txt", "json"
 _LINES = "lines"
+_NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # as the extension of a member has it, and the key
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _MAX_CHARACTERS = 10_000  # more than the context of any text tower; megabytes would take a tokenizer seconds
 
 
 class _Source(NamedTuple):
     extension: str
+    is_json: bool
     key: str  # key of the JSON; for text `lines` or empty
 
 
 class Captions:
-    """Caption sources as `data.captions` names them.
+    """Caption sources as `data.captions` names them, with the weight of each or without.
 
     Attributes:
         extensions: members that the sources read.
@@ -35,19 +47,31 @@ class Captions:
         UserError: there is no source, or one has an unknown form.
     """
 
-    def __init__(self, names: Sequence[str] = (TEXT,)) -> None:
+    def __init__(self, names: CaptionSources = (TEXT,)) -> None:
         self._sources = [_parse(name) for name in names]
+        self._weights = list(names.values()) if isinstance(names, Mapping) else None
         if not self._sources:
             raise UserError("data.captions is empty; name a source of captions, such as txt.")
         self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
 
     def of(self, members: Mapping[str, bytes]) -> list[str]:
         """Return a sample's captions in the order of the sources, without blank ones; invalid JSON has none."""
-        found: list[str] = []
-        for source in self._sources:
-            if source.extension in members:
-                found += _texts(source, members[source.extension])
-        return [text for text in map(_clean, found) if text]
+        return [text for found in self._of_sources(members) for text in found]
+
+    def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
+        """Return the caption that a random 64-bit number draws from a sample's, None if it has none."""
+        found = self._of_sources(members)
+        if self._weights is None:
+            captions = [text for texts in found for text in texts]
+        else:
+            weights = [weight if texts else 0 for weight, texts in zip(self._weights, found, strict=True)]
+            captions = found[_draw(weights, number)]
+        return captions[number % len(captions)] if captions else None
+
+    def _of_sources(self, members: Mapping[str, bytes]) -> list[list[str]]:
+        """Return the captions of each source."""
+        found = [_texts(one, members[one.extension]) if one.extension in members else [] for one in self._sources]
+        return [[text for text in map(_clean, texts) if text] for texts in found]
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -60,14 +84,26 @@ def json_object(data: bytes) -> dict[str, Any]:
 
 
 def _parse(name: str) -> _Source:
-    extension, _, key = name.partition(":")
-    if (extension == TEXT and key in ("", _LINES)) or (extension == JSON and key):
-        return _Source(extension, key)
-    raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY.")
+    match = _NAME.fullmatch(name)
+    prefix, kind, key = match.groups("") if match else ("", "", "")
+    if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
+        return _Source(prefix.lower() + kind, kind == JSON, key)
+    raise UserError(
+        f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or has another member such as syn.txt."
+    )
+
+
+def _draw(weights: Sequence[float], number: int) -> int:
+    """Return the place that a random 64-bit number draws with these weights, any where all are 0.
+
+    Only its order among such numbers counts, so that its remainder by a few captions is still as good as random.
+    """
+    ends = list(itertools.accumulate(weights))
+    return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
 
 
 def _texts(source: _Source, data: bytes) -> list[str]:
-    if source.extension == TEXT:
+    if not source.is_json:
         text = data.decode("utf-8", "replace")
         return text.splitlines() if source.key == _LINES else [text]
     value = json_object(data).get(source.key)

@@ -19,22 +19,23 @@ _LIBC = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 
 def end_with_parent(parent: int) -> None:
-    """Make the kernel (Linux's) kill this process when process `parent`, which has started it, ends.
+    """Be killed with process `parent`, and by nothing else that stops a run.
 
     Signals that stop a run are ignored: launchers and terminals send them to every process of the tree, but the parent
     decides when its helpers end.
     """
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    _be_killed_with(parent)
+    be_killed_with(parent)
 
 
 def killed_with_parent() -> Callable[[], None]:
     """Return the `preexec_fn` of a program that the kernel (Linux's) kills when this process ends."""
-    return partial(_be_killed_with, os.getpid())
+    return partial(be_killed_with, os.getpid())
 
 
-def _be_killed_with(parent: int) -> None:
+def be_killed_with(parent: int) -> None:
+    """Make the kernel (Linux's) kill this process when process `parent`, which has started it, ends."""
     if _LIBC is not None:
         _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it has ended before the call

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.captions import Captions
+from neuclip_ds.data.captions import Captions, CaptionSources
 from neuclip_ds.data.decoders import DecodeError
 from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.manifest import Manifest, indices_at
@@ -70,7 +70,7 @@ class PairDataset(Dataset[Batch]):
         tokenize: Tokenize,
         *,
         seed: int = 0,
-        captions: Sequence[str] = ("txt",),
+        captions: CaptionSources = ("txt",),
         reader: Literal["tar", "webdataset"] = "tar",
         cache: ShardCache | None = None,
     ) -> None:
@@ -113,19 +113,30 @@ class PairDataset(Dataset[Batch]):
                 bad.append(self._describe(index, str(error)))
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
+    def original(self, index: int) -> tuple[bytes, str] | None:
+        """Return a sample's image file and the caption that it has in the first epoch; None if it cannot be used."""
+        try:
+            return self._stored(index, int(hash64(self._seed, 0, np.array([index]), _WHICH_CAPTION)[0]))
+        except _Unusable:
+            return None
+
     def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str]:
+        image, caption = self._stored(index, which)
+        try:
+            return self._transform(image, seed), caption
+        except DecodeError as error:
+            raise _Unusable(f"image cannot be decoded: {error}") from error
+
+    def _stored(self, index: int, which: int) -> tuple[bytes, str]:
         raw = self._read(index)
         if raw.image is None:
             raise _Unusable("no image")
         if not raw.texts:
             raise _Unusable("no caption")
-        captions = self._captions.of(raw.texts)
-        if not captions:
+        caption = self._captions.draw(raw.texts, which)
+        if caption is None:
             raise _Unusable("blank caption")
-        try:
-            return self._transform(raw.image, seed), captions[which % len(captions)]
-        except DecodeError as error:
-            raise _Unusable(f"image cannot be decoded: {error}") from error
+        return raw.image, caption
 
     def _read(self, index: int) -> RawSample:
         try:
@@ -150,7 +161,7 @@ class PairDataset(Dataset[Batch]):
 
 
 def iter_captions(
-    manifest: Manifest, limit: int, captions: Sequence[str] = ("txt",), cache: ShardCache | None = None
+    manifest: Manifest, limit: int, captions: CaptionSources = ("txt",), cache: ShardCache | None = None
 ) -> Iterator[str]:
     """Yield all captions of up to `limit` samples, evenly spaced within at most 100 evenly spaced shards.
 

@@ -91,13 +91,12 @@ class TarReader:
 
     Args:
         manifest: manifest of the samples.
-        texts: members with captions, of `sample_table.MEMBERS`.
+        texts: members with captions.
         cache: cache of the shards that it serves; required if any is remote.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
         self._manifest, self._texts, self._cache = manifest, tuple(texts), cache
-        self._members = [MEMBERS.index(name) for name in ("image", *texts)]
         self._node_tables = _node_tables(cache)
         self._tables = RecentlyUsed(self._load_table, _TABLE_BYTES, weigh=_weight)
         # a shard evicted from the cache occupies the disk until it is closed, so only one is open at a time
@@ -115,7 +114,7 @@ class TarReader:
         shard, row = self._manifest.locate(index)
         table = self._tables.get(shard)
         extents = table.extents[row].tolist()
-        members = self._members if with_image else self._members[1:]
+        members = self._places(table)[0 if with_image else 1 :]
         try:
             found = read_members(self._files.get(shard), [extents[member] for member in members])
             if table.crc32 is not None:
@@ -136,7 +135,8 @@ class TarReader:
             if _cache_for(self._manifest.shards[shard].path, self._cache) is not None:
                 continue
             with suppress(OSError, UserError):  # `read` will tell
-                for offset, size in self._tables.get(shard).extents[row, self._members].tolist():
+                table = self._tables.get(shard)
+                for offset, size in table.extents[row, self._places(table)].tolist():
                     if size > 0:
                         os.posix_fadvise(self._files.get(shard), offset, size, os.POSIX_FADV_WILLNEED)
 
@@ -172,7 +172,8 @@ class TarReader:
         if samples is not None:
             return self._shared(path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._files.get(shard))
-        source: tuple[object, ...] = (status.st_size, status.st_ino)
+        others = [name for name in self._texts if name not in MEMBERS]
+        source: tuple[object, ...] = (status.st_size, status.st_ino, *others)
         # a copy's times are those of its uses, and its tables are discarded when it is fetched
         if _cache_for(path, self._cache) is None:
             source += (status.st_mtime_ns, status.st_ctime_ns)
@@ -186,7 +187,11 @@ class TarReader:
         return make() if self._node_tables is None else self._node_tables.get(path, source, make)
 
     def _walk(self, shard: int) -> SampleTable:
-        return tabulate(read_index(self._files.get(shard)).samples)
+        return tabulate(read_index(self._files.get(shard)).samples, self._texts)
+
+    def _places(self, table: SampleTable) -> list[int]:
+        """Return where a table has the image and the texts."""
+        return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
         """Raise UserError if these samples, all of a shard, are as many as in the manifest but not the same."""
@@ -201,7 +206,8 @@ class TarReader:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
                 self._check_layout(shard, self._walk(shard))  # a replaced shard is a mistake to fix, not a bad sample
-                raise ChecksumError(f"{MEMBERS[member]} is not what the manifest was built from")
+                name = self._tables.get(shard).members[member]
+                raise ChecksumError(f"{name} is not what the manifest was built from")
 
 
 class WebdatasetReader:

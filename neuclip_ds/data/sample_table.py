@@ -25,23 +25,21 @@ from neuclip_ds.data.tar import Extent, SampleEntry
 from neuclip_ds.errors import UserError
 
 IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the first of these that it has
-MEMBERS = ("image", "txt", "json")  # members with stored extents
+MEMBERS = ("image", "txt", "json")  # members with stored extents, before others that captions are read from
 _NO_OFFSET = -1
 
-_EXTENTS = [f"{member}_{part}" for member in MEMBERS for part in ("offset", "size")]
-_CHECKSUMS = [f"{member}_crc32" for member in MEMBERS]  # null where none was computed, absent from older tables
-_PLACES = pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *((name, pa.int64()) for name in _EXTENTS)])
-_SCHEMA = pa.schema([*_PLACES, *((name, pa.uint32()) for name in _CHECKSUMS)])
+_OFFSET = "_offset"  # ends the name of a member's column
 _PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 
 
 class SampleTable(NamedTuple):
-    """The n samples of a shard as arrays: 56 bytes and the key per sample, instead of 600 as objects."""
+    """The n samples of a shard as arrays: 56 bytes and the key per sample, instead of 600 as objects; m members."""
 
     ordinals: NDArray[np.int32]  # (n,) position among all samples of the tar
-    extents: NDArray[np.int64]  # (n, 3, 2): offset and size of image, txt, json; offset -1 if absent
+    extents: NDArray[np.int64]  # (n, m, 2): offset and size of image, txt, json, others; offset -1 if absent
     keys: bytes | memoryview  # joined by NUL, which no name contains; a view of a file that is memory-mapped
-    crc32: NDArray[np.uint32] | None = None  # (n, 3): checksums of image, txt, json; 0 if absent
+    crc32: NDArray[np.uint32] | None = None  # (n, m): checksums of the members; 0 if absent
+    members: tuple[str, ...] = MEMBERS
 
     @property
     def n(self) -> int:
@@ -50,17 +48,17 @@ class SampleTable(NamedTuple):
 
     @property
     def layout(self) -> int:
-        """Checksum of all names, offsets and sizes: equal shards have the same, others hardly ever."""
-        return zlib.crc32(self.extents.tobytes(), zlib.crc32(self.keys))
+        """Checksum of all names, offsets and sizes of `MEMBERS`: equal shards have the same, others hardly ever."""
+        return zlib.crc32(self.extents[:, : len(MEMBERS)].tobytes(), zlib.crc32(self.keys))
 
     def extent(self, row: int, member: str) -> Extent | None:
         """Return the extent of a sample's member, or None if it has none."""
-        offset, size = self.extents[row, MEMBERS.index(member)].tolist()
+        offset, size = self.extents[row, self.members.index(member)].tolist()
         return None if offset == _NO_OFFSET else Extent(offset, size)
 
     def has(self, member: str) -> NDArray[np.bool_]:
         """Return which samples have a member, (n,)."""
-        return self.extents[:, MEMBERS.index(member), 0] != _NO_OFFSET
+        return self.extents[:, self.members.index(member), 0] != _NO_OFFSET
 
     def split_keys(self) -> list[bytes]:
         """Return the keys of all samples, as the tar has them."""
@@ -75,16 +73,18 @@ class SampleTable(NamedTuple):
         keys = self.split_keys()
         chosen = b"\0".join(keys[row] for row in rows.tolist())
         crc32 = None if self.crc32 is None else self.crc32[rows]
-        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32)
+        return SampleTable(self.ordinals[rows], self.extents[rows], chosen, crc32, self.members)
 
 
-def tabulate(samples: Sequence[SampleEntry]) -> SampleTable:
-    """Return the table of all samples of a shard."""
-    extents = [[_image(entry), *(entry.members.get(member, _NONE) for member in MEMBERS[1:])] for entry in samples]
+def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> SampleTable:
+    """Return the table of all samples of a shard; `texts` are members that captions are read from."""
+    members = (*MEMBERS, *(member for member in texts if member not in MEMBERS))
+    extents = [[_image(entry), *(entry.members.get(member, _NONE) for member in members[1:])] for entry in samples]
     return SampleTable(
         np.arange(len(samples), dtype=np.int32),
-        np.array(extents, dtype=np.int64).reshape(len(samples), len(MEMBERS), 2),
+        np.array(extents, dtype=np.int64).reshape(len(samples), len(members), 2),
         b"\0".join(entry.key.encode("utf-8", "surrogateescape") for entry in samples),
+        members=members,
     )
 
 
@@ -101,21 +101,37 @@ def part_name(first: int, last: int) -> str:
 
 
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
-    """Write sample tables to a file, one row group each."""
-    encoding = dict.fromkeys(_SCHEMA.names, "DELTA_BINARY_PACKED") | dict.fromkeys(_CHECKSUMS, "PLAIN")
+    """Write sample tables of the same members to a file, one row group each."""
+    remaining = iter(tables)
+    first = next(remaining)
+    places, checksums = _places(first.members), _checksums(first.members)
+    schema = pa.schema([*places, *checksums])
+    encoding = dict.fromkeys(places.names, "DELTA_BINARY_PACKED") | dict.fromkeys(checksums.names, "PLAIN")
     with pq.ParquetWriter(
         path,
-        _SCHEMA,
+        schema,
         compression="zstd",
         use_dictionary=False,
         column_encoding={**encoding, "key": "DELTA_BYTE_ARRAY"},
         write_page_checksum=True,
     ) as writer:
-        for table in tables:
-            unknown = [pa.nulls(table.n, pa.uint32())] * len(MEMBERS)
-            checksums = unknown if table.crc32 is None else list(table.crc32.T)
-            columns = [table.split_keys(), table.ordinals, *table.extents.reshape(table.n, len(_EXTENTS)).T, *checksums]
-            writer.write_table(pa.table(columns, schema=_SCHEMA), row_group_size=max(1, table.n))
+        for table in itertools.chain([first], remaining):
+            unknown = [pa.nulls(table.n, pa.uint32())] * len(table.members)
+            crc32 = unknown if table.crc32 is None else list(table.crc32.T)
+            extents = table.extents.reshape(table.n, 2 * len(table.members)).T
+            columns = [table.split_keys(), table.ordinals, *extents, *crc32]
+            writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, table.n))
+
+
+def _places(members: Sequence[str]) -> pa.Schema:
+    """Return the columns of keys, ordinals and extents."""
+    extents = [f"{member}{part}" for member in members for part in (_OFFSET, "_size")]
+    return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *((name, pa.int64()) for name in extents)])
+
+
+def _checksums(members: Sequence[str]) -> pa.Schema:
+    """Return the columns of checksums: null where none was computed, absent from older tables."""
+    return pa.schema([(f"{member}_crc32", pa.uint32()) for member in members])
 
 
 class SampleParts:
@@ -123,21 +139,23 @@ class SampleParts:
 
     Attributes:
         has_checksums: whether all parts have room for checksums, once they are checked.
+        members: those whose places all parts have, once they are checked.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._parts = folder, list_parts(folder)
         self.has_checksums = False
+        self.members = frozenset(MEMBERS)
 
     def check(self, sizes: Sequence[int]) -> None:
         """Raise UserError unless there is a table of so many samples for each shard; reads the parts' footers only."""
-        found, columns = list[int](), set(_CHECKSUMS)
+        found, columns = list[int](), list[set[str]]()
         for first, last, path in self._parts:
             if first >= len(sizes):
                 break  # of an update that has not ended
             with _opened(path) as file:
                 groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-                columns &= set(file.schema_arrow.names)
+                columns.append(set(file.schema_arrow.names))
             if first == len(found) and last + 1 - first == len(groups):
                 found += groups
         if found != list(sizes):
@@ -146,7 +164,9 @@ class SampleParts:
                 f"The sample tables in {self._folder} lack that of shard {wrong}, or do not fit the manifest; restore "
                 "the files or build the manifest again."
             )
-        self.has_checksums = columns == set(_CHECKSUMS)
+        common = set.intersection(*columns) if columns else {f"{member}{_OFFSET}" for member in MEMBERS}
+        self.members = frozenset(name.removesuffix(_OFFSET) for name in common if name.endswith(_OFFSET))
+        self.has_checksums = {f"{member}_crc32" for member in self.members} <= common
 
     def table(self, shard: int) -> SampleTable:
         """Read a shard's table; raise UserError if no part has it, or it is damaged."""
@@ -175,6 +195,7 @@ class SampleTables(Protocol):
     """The sample tables of a manifest."""
 
     has_checksums: bool
+    members: frozenset[str]
 
     def table(self, shard: int) -> SampleTable:
         """Return a shard's table; raise UserError if it cannot be read."""
@@ -190,6 +211,7 @@ class JoinedTables:
         self._tables = [tables for tables, _ in parts]
         self._firsts = [0, *itertools.accumulate(shards for _, shards in parts)][:-1]
         self.has_checksums = all(tables.has_checksums for tables in self._tables)
+        self.members = frozenset.intersection(*(tables.members for tables in self._tables))
 
     def table(self, shard: int) -> SampleTable:
         """Return a shard's table; raise UserError if it cannot be read."""
@@ -222,18 +244,22 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 
 
 def _table(rows: pa.Table) -> SampleTable:
-    places = rows.select(_PLACES.names).cast(_PLACES)
-    extents = np.stack([places.column(name).to_numpy() for name in _EXTENTS], axis=1)
+    named = [name.removesuffix(_OFFSET) for name in rows.column_names if name.endswith(_OFFSET)]
+    members = (*MEMBERS, *(name for name in named if name not in MEMBERS))
+    schema, checksums = _places(members), _checksums(members).names
+    places = rows.select(schema.names).cast(schema)
+    extents = np.stack([column.to_numpy() for column in places.columns[2:]], axis=1)
     if any(column.null_count for column in places.columns) or (extents < _NO_OFFSET).any():
         raise ValueError("it has rows without an offset")
     crc32 = None
-    if set(_CHECKSUMS) <= set(rows.column_names) and not any(rows.column(name).null_count for name in _CHECKSUMS):
-        crc32 = np.stack([rows.column(name).to_numpy() for name in _CHECKSUMS], axis=1)
+    if set(checksums) <= set(rows.column_names) and not any(rows.column(name).null_count for name in checksums):
+        crc32 = np.stack([rows.column(name).to_numpy() for name in checksums], axis=1)
     return SampleTable(
         places.column("ordinal").to_numpy(),
-        extents.reshape(len(places), len(MEMBERS), 2),
+        extents.reshape(len(places), len(members), 2),
         b"\0".join(places.column("key").to_pylist()),
         crc32,
+        members,
     )
 
 

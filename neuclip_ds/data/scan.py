@@ -21,7 +21,7 @@ from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.fetch import Request, fetch
 from neuclip_ds.data.manifest import Shard
-from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, MEMBERS, SampleTable, tabulate
+from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import TooLarge, read_index, read_member
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
@@ -94,10 +94,10 @@ def local_copy(path: str) -> Iterator[Path]:
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
     crc32 = checksum_of(file).crc32 if options.checksum else None
-    selection = None
+    selection, texts = None, Captions(options.captions).extensions
     with file.open("rb") as opened:
         index = read_index(opened.fileno())
-        table = tabulate(index.samples)
+        table = tabulate(index.samples, texts)
         layout = table.layout
         if options.uids:
             table = table.take(_selected(path, opened.fileno(), table, options))
@@ -105,7 +105,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
         if options.checksum:
             table = table._replace(crc32=_checksums(opened.fileno(), table))
         images = table.has("image")
-        captions = np.logical_or.reduce([table.has(member) for member in Captions(options.captions).extensions])
+        captions = np.logical_or.reduce([table.has(member) for member in texts])
         bad = tuple(_verify(opened.fileno(), table, options)) if options.verify else ()
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
@@ -115,8 +115,8 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 
 def _checksums(fd: int, table: SampleTable) -> NDArray[np.uint32]:
-    rows = [[zlib.crc32(_read(fd, table, row, member)) for member in MEMBERS] for row in range(table.n)]
-    return np.array(rows, dtype=np.uint32).reshape(table.n, len(MEMBERS))
+    rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
+    return np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members))
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:

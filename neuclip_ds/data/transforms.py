@@ -41,6 +41,10 @@ class EvalTransform:
     def __init__(self, image_size: int, squash: bool = False, decode: Decode = decode_pil) -> None:
         self.image_size, self._squash, self._decode = image_size, squash, decode
 
+    def at_size(self, image_size: int) -> "EvalTransform":
+        """Return the same transform for another size."""
+        return EvalTransform(image_size, self._squash, self._decode)
+
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image, square = self._decode(data, None).image, [self.image_size, self.image_size]
         if self._squash:
@@ -58,6 +62,10 @@ class RandomCrop:
         self._scale = (crop_scale, 1.0)
         # The smallest crop of a scaled-down decode still has as many pixels per side as the output.
         self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
+
+    def at_size(self, image_size: int) -> "RandomCrop":
+        """Return the same transform for another size."""
+        return RandomCrop(image_size, self._scale[0], self._decode)
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image, (full_width, full_height) = self._decode(data, self._min_side)
@@ -103,6 +111,6 @@ def _as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
-) -> ImageTransform:
+) -> RandomCrop | EvalTransform:
     """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
     return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

@@ -20,6 +20,7 @@ from torch.utils.data._utils.signal_handling import _remove_worker_pids
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.captions import CaptionSources
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
@@ -38,7 +39,7 @@ class LoaderOptions(NamedTuple):
     timeout: float = 300  # seconds to wait for a batch
     restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
     reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
-    captions: tuple[str, ...] = ("txt",)  # as `data.captions`
+    captions: CaptionSources = ("txt",)  # as `data.captions`
     cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
 

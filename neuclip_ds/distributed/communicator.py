@@ -99,6 +99,14 @@ class Communicator:
         """The process group of the ranks; None without one."""
         return dist.group.WORLD if self._group is None else self._group
 
+    @functools.cached_property
+    def own_group(self) -> ProcessGroup | None:
+        """A process group of this rank alone; all ranks may ask for theirs at any time."""
+        if self.world_size == 1:
+            return self.group
+        group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
+        return group
+
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
         return self.begin_all_gather(x, purpose).wait()

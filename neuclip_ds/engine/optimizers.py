@@ -8,23 +8,36 @@ from torch import nn
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.engine.lamb import Lamb
+from neuclip_ds.models.trained_parts import learning_rate_scales
 
 Groups = list[dict[str, Any]]
 
 
-def parameter_groups(module: nn.Module, weight_decay: float) -> Groups:
-    """Return two groups: matrices and embeddings decay; gains, biases and other vectors do not."""
-    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": weight_decay},
-        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+def parameter_groups(module: nn.Module, config: OptimizerConfig) -> Groups:
+    """Return the trained parameters in two groups for each share `lr_scale` of the learning rate, the largest first.
+
+    Matrices and embeddings decay; gains, biases and other vectors do not.
+    """
+    scales = learning_rate_scales(module, config)
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault((scales.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
+    return [
+        {"params": found[scale, matrix], "weight_decay": config.weight_decay if matrix else 0.0, "lr_scale": scale}
+        for scale, matrix in sorted(found, reverse=True)
     ]
-    return [group for group in groups if group["params"]]
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """Set the learning rate of every group to its share of `lr`."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr * group.get("lr_scale", 1.0)
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """Return the optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate."""
-    groups = parameter_groups(module, config.weight_decay)
+    groups = parameter_groups(module, config)
     match config.name:
         case "adamw":  # fused, a step reads and writes each number once, also that of offloaded masters on the CPU
             return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)

@@ -13,7 +13,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import zero_stage
 from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.optimizers import build_optimizer
-from neuclip_ds.engine.zero import placements, share_process_group, skip_unused_kernel
+from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
 
 
@@ -40,6 +40,8 @@ def start_engine(
         group["lr"] = 0.0
     skip_unused_kernel()
     share_process_group(communicator)
+    if zero_stage(engine_config) == 3:
+        keep_frozen_whole(model, communicator)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):

@@ -158,13 +158,17 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
             yield _whole(names[parameter], master)
     for name, parameter in module.named_parameters():
         if not parameter.requires_grad:
-            sharded = wrapper is Wrapper.ZERO_3
-            yield _shard(name, parameter, parameter.ds_tensor, 0, rank) if sharded else _whole(name, parameter)
+            yield _whole(name, parameter.ds_tensor if wrapper is Wrapper.ZERO_3 else parameter)
 
 
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
-    """Return what every rank holds with the same bits: weights below ZeRO 3; masters and moments without ZeRO."""
-    weights = dict(engine.module.named_parameters()) if _wrapper_of(engine) is not Wrapper.ZERO_3 else {}
+    """Return what every rank holds with the same bits.
+
+    These are frozen weights, all weights below ZeRO 3, and masters and moments without ZeRO.
+    """
+    weights = dict(engine.module.named_parameters())
+    if _wrapper_of(engine) is Wrapper.ZERO_3:
+        weights = {name: weight.ds_tensor for name, weight in weights.items() if not weight.requires_grad}
     found: dict[str, Tensor] = dict(weights)
     for place in placements(engine, rank):
         if place.replicated:
@@ -207,6 +211,13 @@ def forget_gradients(engine: Any) -> None:
     if _wrapper_of(engine) is Wrapper.ZERO_1_2:
         gradients = engine.optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))
+
+
+def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
+    """Let ZeRO 3 partition frozen weights over each rank alone, so that no pass gathers them; before it starts."""
+    for parameter in module.parameters():
+        if not parameter.requires_grad:
+            parameter.ds_zero_partition_process_group = communicator.own_group  # type: ignore[attr-defined]
 
 
 def share_process_group(communicator: Communicator) -> None:

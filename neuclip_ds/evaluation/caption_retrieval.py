@@ -17,8 +17,9 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import hit_probability
 from neuclip_ds.evaluation.retrieval import count_negatives, inner_products
@@ -39,7 +40,7 @@ class _Queries(NamedTuple):
 @torch.no_grad()
 def caption_retrieval(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     ks: Sequence[int] = (1, 5, 10),
     loader: EvaluationLoader = IN_PROCESS,
@@ -53,8 +54,8 @@ def caption_retrieval(
         loader: of samples.
 
     Returns:
-        `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions) and
-        `mean_recall@1`, in [0, 1] and equal on all ranks.
+        `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),
+        `mean_recall@1` and its `chance`, in [0, 1] and equal on all ranks.
 
     Raises:
         UserError: the set is empty, or a sample is broken or has no caption.
@@ -73,6 +74,8 @@ def caption_retrieval(
     for name, queries, candidates in (("image", by_caption, by_image), ("text", by_image, by_caption)):
         recalls = _recalls(queries, *_gather(candidates.features, candidates.label, communicator), ks, communicator)
         found.update({f"{name}_retrieval_recall@{k}": recall for k, recall in zip(ks, recalls, strict=True)})
+    count = communicator.all_reduce(rows.new_tensor(len(images)), "evaluation")
+    found["chance"] = chance.recall(1, int(count))  # in either direction, however the captions are shared out
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 
@@ -101,7 +104,7 @@ def _recalls(
 
 
 def _encode_all(
-    encoder: BatchEncoder, folder: EvaluationFolder, transform: Callable[[bytes], Tensor], loader: EvaluationLoader
+    encoder: BatchEncoder, folder: EvaluationSet, transform: Callable[[bytes], Tensor], loader: EvaluationLoader
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
     prepare = partial(_prepare, transform=transform)

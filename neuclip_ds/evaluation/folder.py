@@ -1,4 +1,4 @@
-"""Evaluation sets on disk, in the webdataset layout that CLIP_benchmark and DataComp publish.
+"""Samples of evaluation sets, and sets in the webdataset layout that CLIP_benchmark and DataComp publish.
 
     SET/classnames.txt  zeroshot_classification_templates.txt    prompts, of labelled sets
     SET/dataset_type.txt                                         `retrieval` for captioned sets, otherwise absent
@@ -11,31 +11,50 @@ A damaged shard is an error: the scores of an incomplete set are not the set's.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import NamedTuple, Protocol
 
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
-from neuclip_ds.data.tar import SampleEntry, read_index, read_member
+from neuclip_ds.data.tar import Extent, SampleEntry, read_index, read_member
 from neuclip_ds.errors import UserError
 
+TEMPLATES, CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
     "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
 )
 
 
+class Member(Protocol):
+    """Bytes of a sample, which other processes can read too."""
+
+    def read(self) -> bytes:
+        """Return the bytes; raise OSError if they cannot be read."""
+
+
+class Held(NamedTuple):
+    """Member in memory."""
+
+    data: bytes
+
+    def read(self) -> bytes:
+        """Return the bytes."""
+        return self.data
+
+
 class Sample:
-    """One sample of a shard; its members are read on demand, also in another process that it is sent to.
+    """One sample of a set; its members are read on demand, also in another process that it is sent to.
 
     Attributes:
-        name: shard and key, for messages.
+        name: where it is, for messages.
     """
 
-    def __init__(self, shard: _Shard, entry: SampleEntry) -> None:
-        self.name = f"{shard.path}: sample {entry.key}"
-        self._shard, self._members = shard, entry.members
+    def __init__(self, name: str, members: Mapping[str, Member]) -> None:
+        """`members` are named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""
+        self.name, self._members = name, members
 
     def image(self, prefix: str = "") -> bytes:
         """Return the encoded image whose extension begins with `prefix`; raise UserError if none can be read."""
@@ -50,7 +69,7 @@ class Sample:
         if extension not in self._members:
             raise UserError(f"{self.name} has no {extension} member; download the set again.")
         try:
-            return read_member(self._shard.fd, self._members[extension])
+            return self._members[extension].read()
         except OSError as error:
             raise UserError(f"{self.name} cannot be read ({error}); check the storage.") from error
 
@@ -59,9 +78,28 @@ class Sample:
         return self.read(extension).decode("utf-8", "replace").strip()
 
 
+class EvaluationSet(Protocol):
+    """Samples on disk, in any of the forms that `neuclip_ds.evaluation.sets` opens."""
+
+    @property
+    def path(self) -> Path:
+        """Its folder or file."""
+
+    @property
+    def kind(self) -> str:
+        """`classification`, `retrieval` or `multilabel`."""
+
+    @property
+    def contents(self) -> Hashable:
+        """What tells copies apart that differ."""
+
+    def samples(self) -> Iterator[Sample]:
+        """Yield all samples, in order; raise UserError if they cannot be read."""
+
+
 @dataclass(frozen=True)
 class EvaluationFolder:
-    """Evaluation set on disk."""
+    """Evaluation set on disk in CLIP_benchmark's layout."""
 
     path: Path  # the folder
     shards: tuple[Path, ...]  # its tar files
@@ -86,12 +124,13 @@ class EvaluationFolder:
         for path in self.shards:
             shard = _Shard(path)
             for entry in shard.index():
-                yield Sample(shard, entry)
+                members = {name: _Stored(shard, extent) for name, extent in entry.members.items()}
+                yield Sample(f"{path}: sample {entry.key}", members)
 
     @property
-    def bytes(self) -> int:
-        """Size of all shards together."""
-        return sum(shard.stat().st_size for shard in self.shards)
+    def contents(self) -> Hashable:
+        """Size of all shards together, and their number."""
+        return sum(shard.stat().st_size for shard in self.shards), len(self.shards)
 
 
 class _Shard:
@@ -122,6 +161,16 @@ class _Shard:
     def __del__(self) -> None:
         if "fd" in vars(self):
             os.close(self.fd)
+
+
+class _Stored(NamedTuple):
+    """Member of a shard."""
+
+    shard: _Shard
+    extent: Extent
+
+    def read(self) -> bytes:
+        return read_member(self.shard.fd, self.extent)
 
 
 def read_lines(path: Path) -> tuple[str, ...]:

@@ -36,6 +36,14 @@ class _LoadPairs(NamedTuple):
         return pairs[self.source].__getitems__(self.items)
 
 
+class _ReadOriginals(NamedTuple):
+    source: str
+    samples: list[int]
+
+    def __call__(self, pairs: Pairs) -> list[tuple[bytes, str] | None]:
+        return [pairs[self.source].original(index) for index in self.samples]
+
+
 class _PrepareSamples(NamedTuple):
     prepare: Callable[[Sample], Any]
     samples: list[Sample]
@@ -64,6 +72,12 @@ class EvaluationLoader:
         """Yield a rank's batches, or parts of them, of a source of pairs; raises as `eval_loader` does."""
         pairs = (_LoadPairs(source, jobs.items(number)) for number in range(jobs.number))
         return self._run(pairs, jobs.describe, self._pairs[source].folder)
+
+    def originals(self, source: str, samples: list[int]) -> list[tuple[bytes, str] | None]:
+        """Return image file and caption of samples of a source of pairs; None for those that cannot be used."""
+        read = [_ReadOriginals(source, samples)]
+        (found,) = self._run(read, lambda number: "samples of the gallery", self._pairs[source].folder)
+        return found
 
     def prepared(
         self, prepare: Callable[[Sample], T], groups: Iterable[list[Sample]], folder: Path

@@ -5,21 +5,22 @@ pair apart (TuneCLIP, Table 21 shows such captions with their similarities).
 """
 
 import base64
-import html
 import io
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from PIL import Image
 from torch import Tensor
 
+from neuclip_ds.data.dataset import PADDING
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.caption_retrieval import read_captions
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder
-from neuclip_ds.evaluation.retrieval import score_matrix
+from neuclip_ds.evaluation.folder import EvaluationSet
+from neuclip_ds.evaluation.retrieval import EncodedPairs, inner_products, score_matrix
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
 _THUMBNAIL = 192  # pixels
@@ -31,6 +32,14 @@ class ScoredCaption(NamedTuple):
     text: str
     similarity: float
     own: bool  # whether it is one of the image's own captions
+
+
+class NearestTexts(NamedTuple):
+    """A pair's image with the texts nearest to it, by their samples' indices."""
+
+    sample: int
+    similarity: float  # to its own text
+    nearest: list[tuple[int, float]]  # samples with their similarities
 
 
 class CaptionedImage(NamedTuple):
@@ -49,7 +58,7 @@ class CaptionedImage(NamedTuple):
 @torch.no_grad()
 def nearest_captions(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     images: int,
     k: int = 5,
@@ -83,6 +92,50 @@ def nearest_captions(
     return sorted(found, key=lambda one: one.closer_negatives, reverse=True)
 
 
+@torch.no_grad()
+def nearest_pairs(pairs: EncodedPairs, communicator: Communicator, images: int, k: int) -> list[NearestTexts]:
+    """Return the texts of all ranks' pairs that are nearest to the first images of rank 0; empty on other ranks."""
+    index = torch.where(pairs.valid, pairs.sample, PADDING).to(pairs.text.device, non_blocking=True)
+    texts, samples = (communicator.all_gather(x, "evaluation") for x in (pairs.text, index))
+    if communicator.rank > 0:
+        return []
+    rows = pairs.valid.nonzero().squeeze(1)[:images].to(pairs.image.device)
+    own = inner_products(pairs.image[rows], pairs.text[rows])
+    scores = score_matrix(pairs.image[rows], texts).masked_fill(samples == PADDING, -torch.inf)
+    best, places = scores.topk(min(k, int((samples != PADDING).sum())), dim=1)
+    columns = (index[rows], own, samples[places], best)
+    return [
+        NearestTexts(sample, similarity, list(zip(near, similarities, strict=True)))
+        for sample, similarity, near, similarities in zip(*(x.tolist() for x in columns), strict=True)
+    ]
+
+
+def read_pairs(
+    found: Sequence[NearestTexts], read: Callable[[list[int]], list[tuple[bytes, str] | None]]
+) -> list[CaptionedImage]:
+    """Return images and captions of what `nearest_pairs` found, as `read` gives them by sample."""
+    samples = sorted({sample for one in found for sample in (one.sample, *(near for near, _ in one.nearest))})
+    stored = {sample: pair for sample, pair in zip(samples, read(samples), strict=True) if pair is not None}
+    return [
+        CaptionedImage(
+            stored[one.sample][0],
+            [ScoredCaption(stored[one.sample][1], one.similarity, True)],
+            [
+                ScoredCaption(stored[near][1], value, near == one.sample)
+                for near, value in one.nearest
+                if near in stored
+            ],
+        )
+        for one in found
+        if one.sample in stored
+    ]
+
+
+def records(images: Sequence[CaptionedImage]) -> list[dict[str, Any]]:
+    """Return images with their captions as JSON: a JPEG thumbnail in base64, and [text, similarity, own] captions."""
+    return [{"jpeg": _thumbnail(one.encoded), "own": one.own, "nearest": one.nearest} for one in images]
+
+
 def _keep_nearest(nearest: list[list[ScoredCaption]], scores: Tensor, lines: list[tuple[int, str]], k: int) -> None:
     """Merge a batch of captions, each with the number of its image, into the k nearest of every image."""
     best, places = scores.topk(min(k, len(lines)), dim=1)
@@ -94,46 +147,12 @@ def _keep_nearest(nearest: list[list[ScoredCaption]], scores: Tensor, lines: lis
         nearest[image] = _sorted(nearest[image] + found)[:k]
 
 
-def caption_page(title: str, images: list[CaptionedImage]) -> str:
-    """Return a self-contained HTML page."""
-    ahead = sum(one.closer_negatives > 0 for one in images)
-    rows = "\n".join(_row(one) for one in images)
-    return f"""<!doctype html>
-<meta charset="utf-8">
-<title>{html.escape(title)}</title>
-<style>
-body {{ font: 15px/1.4 sans-serif; margin: 2em auto; max-width: 70em }}
-td {{ vertical-align: top; padding: 0.5em 1em; border-top: 1px solid #ccc }}
-.own {{ color: #06632b }} .ahead {{ color: #a01010 }} .number {{ font-variant-numeric: tabular-nums }}
-</style>
-<h1>{html.escape(title)}</h1>
-<p>Of {len(images)} images, {ahead} have another image's caption nearer than their own (red): either the model is wrong,
-or the caption fits and training counts it as a negative. Numbers are cosine similarities.</p>
-<table>
-<tr><th></th><th>own captions</th><th>nearest of all captions</th></tr>
-{rows}
-</table>
-"""
-
-
 def _sorted(captions: list[ScoredCaption]) -> list[ScoredCaption]:
     return sorted(captions, key=lambda near: near.similarity, reverse=True)
-
-
-def _row(image: CaptionedImage) -> str:
-    own, nearest = (
-        "<br>".join(_line(near, image.own[0].similarity) for near in part) for part in (image.own, image.nearest)
-    )
-    return f'<tr><td><img src="{_thumbnail(image.encoded)}"></td><td>{own}</td><td>{nearest}</td></tr>'
-
-
-def _line(near: ScoredCaption, own_best: float) -> str:
-    kind = "own" if near.own else "ahead" if near.similarity > own_best else "other"
-    return f'<span class="{kind}"><span class="number">{near.similarity:.3f}</span> {html.escape(near.text)}</span>'
 
 
 def _thumbnail(encoded: bytes) -> str:
     image = Image.open(io.BytesIO(encoded)).convert("RGB")
     image.thumbnail((_THUMBNAIL, _THUMBNAIL))
     image.save(out := io.BytesIO(), "JPEG", quality=85)
-    return f"data:image/jpeg;base64,{base64.b64encode(out.getvalue()).decode()}"
+    return base64.b64encode(out.getvalue()).decode()

@@ -6,6 +6,7 @@ random order of the tied puts the match among the first k with probability (k - 
 """
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,10 +18,41 @@ from neuclip_ds.evaluation import Encode
 from neuclip_ds.evaluation.metrics import hit_probability
 
 
+class EncodedPairs(NamedTuple):
+    """Features of a rank's n pairs, in their order in the data; invalid rows have any."""
+
+    image: Tensor  # (n, d) float32
+    text: Tensor  # (n, d) float32
+    sample: Tensor  # (n,) int64 index in the manifest, in host memory
+    valid: Tensor  # (n,) bool, in host memory
+
+
+@torch.no_grad()
+def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
+    """Encode this rank's pairs.
+
+    Args:
+        batches: the same number of equally shaped batches on every rank.
+
+    Raises:
+        UserError: there is no batch.
+    """
+    images, texts, samples, valids = [], [], [], []
+    for batch in batches:
+        image, text = encode(batch.image, batch.tokens)
+        assert image is not None and text is not None
+        images.append(image.float())
+        texts.append(text.float())
+        samples.append(batch.index)
+        valids.append(batch.valid)
+    if not valids:
+        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
+    return EncodedPairs(*map(torch.cat, (images, texts, samples, valids)))
+
+
 @torch.no_grad()
 def retrieval(
-    encode: Encode,
-    batches: Iterable[Batch],
+    pairs: EncodedPairs,
     communicator: Communicator,
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
@@ -30,7 +62,7 @@ def retrieval(
     Scores take O(n / K x chunk) memory per rank, gathered features O(n d).
 
     Args:
-        batches: the same number of equally shaped batches on every rank.
+        pairs: of this rank, equally many on every rank.
         ks: lengths of the lists to report.
         chunk: candidates scored at once.
 
@@ -40,7 +72,7 @@ def retrieval(
     Raises:
         UserError: no valid pair on any rank.
     """
-    image, text, valid = _encode_pairs(encode, batches)
+    image, text, _, valid = pairs
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
     padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
     all_pairs = communicator.all_gather(padded, "evaluation")
@@ -52,11 +84,11 @@ def retrieval(
         gathered = communicator.all_gather(candidates, "evaluation")
         ahead, tied = count_negatives(anchors, score, pair, gathered, all_pairs, chunk)
         sums += [hit_probability(ahead, tied, k).sum() for k in ks]
-    pairs, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
-    if not pairs:
+    count, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
+    if not count:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
     names = [f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in ks]
-    return {name: hit / pairs for name, hit in zip(names, hits, strict=True)} | {"retrieval_pairs": pairs}
+    return {name: hit / count for name, hit in zip(names, hits, strict=True)} | {"retrieval_pairs": count}
 
 
 def inner_products(a: Tensor, b: Tensor) -> Tensor:
@@ -99,17 +131,3 @@ def count_negatives(
         ahead += (negative & ~(scores <= match)).sum(dim=1)
         tied += (negative & (scores == match)).sum(dim=1)
     return ahead, tied
-
-
-def _encode_pairs(encode: Encode, batches: Iterable[Batch]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return this rank's (n, d) image features, (n, d) text features and, in host memory, (n,) valid."""
-    images, texts, valids = [], [], []
-    for batch in batches:
-        image, text = encode(batch.image, batch.tokens)
-        assert image is not None and text is not None
-        images.append(image.float())
-        texts.append(text.float())
-        valids.append(batch.valid)
-    if not valids:
-        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
-    return torch.cat(images), torch.cat(texts), torch.cat(valids)

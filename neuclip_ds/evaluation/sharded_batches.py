@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class ShardedBatch(NamedTuple, Generic[T]):
 
 
 def sharded_batches(
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,
@@ -48,7 +48,7 @@ def sharded_batches(
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
     """
-    copies = set(communicator.gather_objects((folder.bytes, len(folder.shards))))
+    copies = set(communicator.gather_objects(folder.contents))
     if len(copies) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     prepared = _prepared(folder, prepare, communicator, size, loader)
@@ -66,7 +66,7 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
         raise UserError(f"{sample.name} cannot be decoded ({error}); fix or remove it.") from error
 
 
-def _shard(folder: EvaluationFolder, communicator: Communicator, size: int) -> Iterator[ShardedBatch[Sample]]:
+def _shard(folder: EvaluationSet, communicator: Communicator, size: int) -> Iterator[ShardedBatch[Sample]]:
     samples = folder.samples()
     for first in samples:
         batch = chain([first], islice(samples, communicator.world_size * size - 1))
@@ -75,7 +75,7 @@ def _shard(folder: EvaluationFolder, communicator: Communicator, size: int) -> I
 
 
 def _prepared(
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,

@@ -3,22 +3,24 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from torch import Tensor
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
+from neuclip_ds.evaluation.sets import open_captioned
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, classify
 
 Metrics = dict[str, float | None]
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -30,26 +32,31 @@ class Suite:
     loader: EvaluationLoader = IN_PROCESS
 
     def measure(self, task: Task, folder: Path) -> Metrics:
-        """Return the metrics of a task from its folder, equal on all ranks; `main_metric` is its score.
+        """Return the metrics of a task from its folder, equal on all ranks.
+
+        `main_metric` is its score, `chance` what a random choice scores, where that is known.
 
         Raises:
             UserError: on all ranks; the data are incomplete or broken.
         """
 
-        def read(kind: Any) -> Any:
-            return self.encoder.communicator.on_every_rank(lambda: kind.read(folder))
+        def opened(opener: Callable[[Path], T]) -> T:
+            return self.encoder.communicator.on_every_rank(lambda: opener(folder))
 
+        metrics: Metrics
         if task.kind == "classification":
-            metrics = self._classification(task, read(ZeroShotSet))
+            metrics = self._classification(task, opened(ZeroShotSet.read))
         elif task.kind == "retrieval":
-            metrics = self._retrieval(read(EvaluationFolder))
+            metrics = {**caption_retrieval(self.encoder, opened(open_captioned), self.transform, loader=self.loader)}
         else:
-            metrics = winogavil(self.encoder, read(EvaluationFolder), self.transform, self.loader)
+            metrics = winogavil(self.encoder, opened(EvaluationFolder.read), self.transform, self.loader)
         return {**metrics, "main_metric": metrics[task.metric]}
 
     def _classification(self, task: Task, image_set: ZeroShotSet) -> Metrics:
         counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.loader)
+        top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
         metrics: Metrics = {
+            "chance": chance.recall(top, len(counts.support)),
             "acc1": ratio(counts.top1, counts.support),
             "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
             "mean_per_class_recall": mean_recall(counts.top1, counts.support),
@@ -58,17 +65,10 @@ class Suite:
             metrics["acc_avg"] = metrics["acc1"]
             metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
             metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
+            metrics["chance"] = chance.macro_f1(counts.support)
         for rule, groups in zip(task.groups, by_group, strict=True):
             metrics.update(_group_accuracies(rule, groups))
         return metrics
-
-    def _retrieval(self, captioned: EvaluationFolder) -> Metrics:
-        if captioned.kind != "retrieval":
-            raise UserError(
-                f"{captioned.path} is a {captioned.kind} set, not a retrieval set; "
-                "write retrieval to its dataset_type.txt."
-            )
-        return {**caption_retrieval(self.encoder, captioned, self.transform, loader=self.loader)}
 
 
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:

@@ -16,8 +16,11 @@ def summary_tree(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, A
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str | None = None) -> str:
     """Return scores and averages in percent, and next to them those published for a setting (one of `settings`)."""
     measured = [task for task in tasks.tasks if task.key in metrics]
-    lines = ["| task | metric | score |", "|---|---|---|"]
-    lines += [f"| {task.name} | {task.metric} | {_percent(metrics[task.key]['main_metric'])} |" for task in measured]
+    lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
+    lines += [
+        _row([task.name, task.metric, *(_percent(metrics[task.key].get(name)) for name in ("main_metric", "chance"))])
+        for task in measured
+    ]
     found = averages(tasks, metrics)
     lines += ["", "| average | of | score |", "|---|---|---|"]
     for name, average in found.items():
@@ -65,6 +68,19 @@ def compare_with_published(setting: str, values: Mapping[str, float | None]) -> 
         for name, rows in entry.percent.items()
         if _begins_with(setting, name)
     ]
+
+
+def published_for(setting: str, score: str) -> tuple[str, dict[str, str]] | None:
+    """Return the first source that has a score of a setting, or of one that its name begins with, and its values.
+
+    These are texts in percent, by row of the source's table. None if no source has the score.
+    """
+    for entry in published_scores():
+        for name, rows in entry.percent.items():
+            if _begins_with(setting, name) and score in entry.scores:
+                place = entry.scores.index(score)
+                return entry.source, {row: _published(values[place]) for row, values in rows.items()}
+    return None
 
 
 def setting_of(name: str) -> str | None:

@@ -1,21 +1,25 @@
-"""DataComp's tasks (datacomp.yaml), their folders on disk, and published scores (published.yaml)."""
+"""DataComp's tasks (datacomp.yaml) and sets of one's own on disk, and published scores (published.yaml)."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, model_validator
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
 
 log = logging.getLogger(__name__)
 
 DATACOMP = "datacomp"  # the average of all tasks
+_OWN = "own/"  # begins the keys of sets that are not DataComp's
+_RECALL = "mean_recall@1"
 _FILES = Path(__file__).parent
 
 
@@ -32,29 +36,36 @@ class GroupRule(BaseModel):
 
 
 class Task(BaseModel):
-    """Entry of datacomp.yaml, which explains the fields."""
+    """Entry of datacomp.yaml, which explains the fields, or a set of one's own, without source and size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
     name: str
     folder: str
-    source: str
-    size: int
+    source: str | None = None
+    size: int | None = None
     kind: Literal["classification", "retrieval", "winogavil"] = "classification"
     metric: str = "acc1"
     f1: bool = False
     groups: tuple[GroupRule, ...] = ()
     averages: tuple[str, ...] = ()
 
-    def find(self, root: Path) -> Path | None:
-        """Return its folder below `root`, None where there is none."""
+    @classmethod
+    def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
+        """Return the task of a set that is not DataComp's, which no average contains."""
+        return cls(
+            key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=_RECALL if kind == "retrieval" else "acc1"
+        )
+
+    def find(self, places: Sequence[Path]) -> Path | None:
+        """Return the first of the folders that has the name of its set, None where there is none."""
         names = (self.folder, self.folder.removesuffix("_test"))
-        return next((root / name for name in names if (root / name).is_dir()), None)
+        return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
 
 
 class TaskList(BaseModel):
-    """Content of datacomp.yaml."""
+    """Content of datacomp.yaml, and sets of one's own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -73,27 +84,77 @@ class TaskList(BaseModel):
                 raise UserError(f"There is no task {name}; the tasks are {known}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
-    def on_disk(self, root: Path, names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
-        """Return the tasks with these names and their folders; of none, all on disk, the others being logged.
+    def with_own(self, others: Sequence[Task]) -> TaskList:
+        """Return the list with further tasks at its end."""
+        return self.model_copy(update={"tasks": (*self.tasks, *others)})
+
+    def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
+        """Return the list with the sets of one's own that have metrics, by key."""
+        return self.with_own(
+            [
+                Task.own(key.removeprefix(_OWN), "retrieval" if _RECALL in found else "classification")
+                for key, found in metrics.items()
+                if key.startswith(_OWN)
+            ]
+        )
+
+    def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
+        """Return the tasks with these names and where they are; of none, all on disk.
+
+        DataComp's that are not there are logged where some of them are.
+
+        Args:
+            places: sets, of any form and name, or folders of sets.
+            names: names, keys or patterns.
 
         Raises:
-            UserError: no task is on disk, or one that was named is not.
+            UserError: there is no set, or none of a name, or two have the same one.
         """
-        if not root.is_dir():
-            raise UserError(f"{root} is not a folder; name the one that holds the evaluation sets' folders.")
-        chosen = self.choose(names)
-        folders = {task.key: task.find(root) for task in chosen}
+        found = [path for place in places for path in _sets(place)]
+        known = {task.key: task.find(found) for task in self.tasks}
+        taken = {path for path in known.values() if path is not None}
+        own = [(_own(path), path) for path in found if path not in taken and is_set(path)]
+        name, count = Counter(task.name for task, _ in own).most_common(1)[0] if own else ("", 0)
+        if count > 1:
+            raise UserError(f"{count} evaluation sets are called {name}; rename all but one.")
+        chosen = self.with_own([task for task, _ in own]).choose(names)
+        folders = {**known, **{task.key: path for task, path in own}}
         missing = [task for task in chosen if folders[task.key] is None]
+        below = ", ".join(map(str, places))
         if len(missing) == len(chosen) or (names and missing):
             named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            raise UserError(f"Not found below {root}: {named}; docs/reference/evaluation.md lists where to get them.")
-        if missing:
-            log.warning("not found below %s, and skipped: %s", root, ", ".join(task.name for task in missing))
+            raise UserError(
+                f"Not found below {below}: {named}; docs/reference/evaluation.md lists where to get them. Sets of your "
+                f"own: {FORMS}."
+            )
+        if missing and taken:
+            log.warning("not found below %s, and skipped: %s", below, ", ".join(task.name for task in missing))
         return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]
 
     def in_average(self, average: str) -> list[Task]:
         """Return the tasks whose scores enter an average."""
-        return [task for task in self.tasks if average == DATACOMP or average in task.averages]
+        published = [task for task in self.tasks if task.source is not None]
+        return [task for task in published if average == DATACOMP or average in task.averages]
+
+
+def _sets(place: Path) -> list[Path]:
+    """Return the sets that a path names: itself, or those in a folder."""
+    if is_set(place):
+        return [place.absolute()]
+    if not place.is_dir():
+        raise UserError(f"{place} is not a folder; name the one that holds the evaluation sets' folders, or a set.")
+    return sorted(path for path in place.iterdir() if path.is_dir() or is_set(path))
+
+
+def _own(path: Path) -> Task:
+    kind = open_set(path).kind
+    if kind not in ("classification", "retrieval"):
+        raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
+    return Task.own(_name(path), "retrieval" if kind == "retrieval" else "classification")
+
+
+def _name(path: Path) -> str:
+    return path.stem if path.is_file() else path.name
 
 
 def _fits(task: Task, name: str) -> bool:

@@ -18,9 +18,10 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder, Sample
+from neuclip_ds.evaluation.folder import EvaluationSet, Sample
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
@@ -40,7 +41,7 @@ class Instance(NamedTuple):
 @torch.no_grad()
 def winogavil(
     encoder: BatchEncoder,
-    folder: EvaluationFolder,
+    folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     loader: EvaluationLoader = IN_PROCESS,
 ) -> dict[str, float | None]:
@@ -52,13 +53,13 @@ def winogavil(
 
     Returns:
         `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
-        many images; equal on all ranks.
+        many images, and `chance`, the expected score of the last; equal on all ranks.
 
     Raises:
         UserError: the set is empty, or an instance is broken.
     """
     communicator, device = encoder.communicator, encoder.communicator.device
-    by_size = GroupAccumulator(device)
+    by_size, by_chance = GroupAccumulator(device), GroupAccumulator(device)
     size = max(1, encoder.size // 8)  # an instance has about eight images
     for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, loader):
         cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
@@ -68,11 +69,14 @@ def winogavil(
         indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
         hits = torch.tensor(indices, dtype=torch.float64, device=device)
         by_size.add(hits, torch.tensor(sizes[: batch.n_valid]))
+        random = [chance.jaccard(len(instance.images), sum(instance.associated)) for instance in valid]
+        by_chance.add(torch.tensor(random, dtype=torch.float64, device=device), torch.tensor(sizes[: batch.n_valid]))
     by_size.all_reduce(communicator)
+    by_chance.all_reduce(communicator)
     if not by_size.counts.sum():
         raise UserError(f"{folder.path} has no instance; write the set again.")
     found = {f"jaccard_score_{name}": _mean(by_size, *limits) for name, limits in _SIZES.items()}
-    return {"avg_jaccard_score": _mean(by_size, 0, 10**6), **found}
+    return {"avg_jaccard_score": _mean(by_size, 0, 10**6), "chance": _mean(by_chance, *_SIZES["10-12"]), **found}
 
 
 def prompt(cue: str) -> str:

@@ -1,7 +1,8 @@
 """Zero-shot classification: an image is predicted as the class with the nearest mean of prompts (CLIP, sec. 3.1).
 
-Sets are read in the webdataset layout of CLIP_benchmark, which DataComp's evaluation sets share. Ties between
-classes, such as two classes with the same name, count by expectation, as in `neuclip_ds.evaluation.retrieval`.
+Sets are folders of images by class, or in the webdataset layout of CLIP_benchmark, which DataComp's evaluation sets
+share. Ties between classes, such as two classes with the same name, count by expectation, as in
+`neuclip_ds.evaluation.retrieval`.
 """
 
 from __future__ import annotations
@@ -20,10 +21,12 @@ from torch.nn import functional
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import LAYOUT, EvaluationFolder, Sample, read_lines
+from neuclip_ds.evaluation.folder import CLASS_NAMES, LAYOUT, TEMPLATES, EvaluationSet, Sample, read_lines
+from neuclip_ds.evaluation.image_folder import ImageFolder
 from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
 from neuclip_ds.evaluation.metrics import ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
+from neuclip_ds.evaluation.sets import open_set
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.evaluation.tasks import GroupRule
 
@@ -36,20 +39,24 @@ class ZeroShotSet:
 
     class_names: tuple[str, ...]  # label -> name
     templates: tuple[str, ...]  # prompts with `{c}` for the class name
-    folder: EvaluationFolder  # images (jpg, jpeg, png or webp) and labels (cls)
+    folder: EvaluationSet  # images (jpg, jpeg, png or webp) and labels (cls)
 
     @classmethod
     def read(cls, path: Path) -> ZeroShotSet:
         """Read names and templates of a set and find its shards; raise UserError if a file is missing or malformed."""
-        templates_file = path / "zeroshot_classification_templates.txt"
-        templates = read_lines(templates_file)
+        folder = open_set(path)
+        if folder.kind != "classification":
+            raise UserError(f"{path} is a {folder.kind} set; name a zero-shot set.")
+        if isinstance(folder, ImageFolder):
+            names, templates = folder.class_names, folder.templates
+        else:
+            names, templates = (read_lines(path / file) for file in (CLASS_NAMES, TEMPLATES))
         for template in templates:
             if PLACEHOLDER not in template:
-                raise UserError(f"{templates_file}: the template '{template}' lacks {PLACEHOLDER} for the class name.")
-        folder = EvaluationFolder.read(path)
-        if folder.kind != "classification":
-            raise UserError(f"{path} is a {folder.kind} set by its dataset_type.txt; name a zero-shot set.")
-        return cls(read_lines(path / "classnames.txt"), templates, folder)
+                raise UserError(
+                    f"{path / TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name."
+                )
+        return cls(names, templates, folder)
 
     def prompt(self, index: int) -> str:
         """Return prompt `index` of len(class_names) * len(templates), sorted by class."""

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuclip_ds.config import ModelConfig
+from neuclip_ds.config import LoraConfig, ModelConfig
+from neuclip_ds.models.lora import add_adapters
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
+from neuclip_ds.models.trained_parts import freeze
 
 
 class DualEncoder(nn.Module):
@@ -63,13 +65,26 @@ def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> Dual
     open_clip's configs.
 
     Raises:
-        UserError: the config does not fit timm or the tokenizer; see `VisionTower` and `TextTower`.
+        UserError: the config does not fit timm or the tokenizer; see `VisionTower`, `TextTower` and `prepare`.
     """
     activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
     vision = VisionTower(config.vision, config.embed_dim)
-    model = DualEncoder(vision, TextTower(config.text, tokenizer, config.embed_dim, activation))
+    return prepare(DualEncoder(vision, TextTower(config.text, tokenizer, config.embed_dim, activation)), config)
+
+
+def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
+    """Apply the options that hold for every model, in place: activation checkpointing, what trains, adapters.
+
+    Raises:
+        UserError: the model cannot do what they ask for.
+    """
     if config.activation_checkpointing:
         model.checkpoint_activations()
+    freeze(model, config)
+    for name, tower in (("vision", model.vision), ("text", model.text)):
+        adapters: LoraConfig = getattr(config, name).lora
+        if adapters.rank:
+            add_adapters(tower, adapters, name)
     return model
 
 

@@ -89,6 +89,10 @@ class CaptionTokenizer:
             row[: len(start) + len(ids) + 1] = torch.tensor([*start, *ids, self.eos_id])
         return rows
 
+    def of_length(self, context_length: int) -> CaptionTokenizer:
+        """Return the same tokenizer with rows of another length."""
+        return CaptionTokenizer(self._tokenizer, context_length)
+
     @property
     def special_ids(self) -> dict[str, int | None]:
         return {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id, "pad_token_id": self.pad_id}

@@ -10,7 +10,7 @@ from typing import Any
 
 import timm
 import torch
-from timm.layers import AttentionPool2d, PatchEmbed, RotAttentionPool2d
+from timm.layers import AttentionPool2d, PatchDropout, PatchDropoutWithIndices, PatchEmbed, RotAttentionPool2d
 from torch import Tensor, nn
 from transformers import CLIPTextConfig, CLIPTextModel
 
@@ -31,6 +31,23 @@ def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float])
 
 class Encoder(nn.Module, ABC):
     """A tower, which maps images or tokens to features of the joint space."""
+
+    def train(self, mode: bool = True) -> "Encoder":
+        """Set training mode, in which modules of frozen weights stay in evaluation mode.
+
+        They have no dropout, keep the statistics of batch norm, and need no activation checkpointing.
+        """
+        super().train(mode)
+        for module in self.modules() if mode else ():
+            weights = list(module.parameters())
+            if weights and not any(weight.requires_grad for weight in weights):
+                module.eval()
+        return self
+
+    @property
+    def frozen(self) -> bool:
+        """Whether nothing of the tower trains."""
+        return not any(weight.requires_grad for weight in self.parameters())
 
     @abstractmethod
     def checkpoint_activations(self) -> None:
@@ -160,15 +177,41 @@ def _checked_vocab_size(config: TextConfig, tokenizer: CaptionTokenizer) -> int:
     return config.vocab_size
 
 
+def set_patch_drop(model: nn.Module, share: float) -> None:
+    """Set the share of patches that a tower with `patch_drop` leaves out in training."""
+    for module in model.modules():
+        if isinstance(module, PatchDropout | PatchDropoutWithIndices):
+            module.prob = share
+
+
+def taking_other_sizes(config: VisionConfig) -> VisionConfig:
+    """Return the config of the same tower that takes smaller images too, to which it resamples position embeddings."""
+    if not _has_fixed_size(config):
+        return config
+    return config.model_copy(update={"options": {**config.options, "dynamic_img_size": True}})
+
+
+def check_image_size(config: VisionConfig, size: int) -> None:
+    """Raise `UserError` unless the tower can take images of another size."""
+    _checked_width(taking_other_sizes(config).model_copy(update={"image_size": size}))
+
+
+def _has_fixed_size(config: VisionConfig) -> bool:
+    _check_names(config)
+    return bool(timm.get_pretrained_cfg(config.name).fixed_input_size)
+
+
 def _create(config: VisionConfig) -> Any:
-    size = {"img_size": config.image_size} if timm.get_pretrained_cfg(config.name).fixed_input_size else {}
-    return timm.create_model(config.name, num_classes=0, **size, **config.options)
+    size = {"img_size": config.image_size} if _has_fixed_size(config) else {}
+    drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
+    return timm.create_model(config.name, num_classes=0, **size, **drop, **config.options)
 
 
 def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, from a trial run on the meta device."""
     _check_names(config)
-    attempt = f"{config.name!r} with model.vision.image_size={config.image_size} and options={config.options}"
+    drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
+    attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
     with torch.device("meta"):
         try:
             trial = _create(config).eval()

@@ -49,6 +49,8 @@ class Method:
     """Likewise for scalars that a pretrained checkpoint brings along; these defaults hold without a checkpoint."""
     test_options: Mapping[str, Options] = field(default_factory=lambda: {"": {}})
     """Variant -> options with which every test of the table runs the method."""
+    slips: Callable[[ObjectiveConfig], list[str]] = lambda config: []
+    """A sentence for each setting of the method's sections that training survives but that hardly anybody means."""
     float32_options: Options = field(default_factory=dict)
     """On top of these for the comparison of float32 with float64: what keeps an inner optimizer still."""
     search: Search | None = None

@@ -18,7 +18,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.planning.data_flow import BANDWIDTH, RATE, Node, simulate
 from neuclip_ds.planning.loader_memory import loader_memory
 from neuclip_ds.planning.memory import MemoryQuery, account, advice, count_towers, smallest_that_fits
@@ -28,6 +28,7 @@ from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import bytes_in_use, needs_cache, open_order
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.data_sources import TrainingSet
+from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import recovery_budget
 
 T = TypeVar("T")
@@ -123,14 +124,18 @@ def _model(
 ) -> tuple[MemoryQuery, list[str]]:
     """Return the run to account for, and what is printed of its model."""
     device = "cuda" if gpu_memory or torch.cuda.is_available() else "cpu"
+    model_for_phases(config)  # refuses sizes that its image tower cannot take
     query = MemoryQuery(config, world_size, device=device)
     model = query.build()
-    image, text = parameter_count(model.vision), parameter_count(model.text)
+    image, text = Trainable.of(model.vision), Trainable.of(model.text)
     checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
     lines = [
-        f"model      {query.source.name} {image:,} + text {text:,} = {image + text:,} parameters{checkpointing}",
+        f"model      {query.source.name} {image.total:,} + text {text.total:,} = {image.total + text.total:,} "
+        f"parameters{checkpointing}",
         f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
+    if image.frozen or text.frozen:
+        lines.insert(1, f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}")
     return query, lines
 
 
@@ -142,15 +147,17 @@ def _open(config: Config, source: str) -> Manifest:
 
 def _data_lines(config: Config, manifest: Manifest | None, order: BatchOrder | None) -> list[str]:
     if manifest is None or order is None:
-        return [f"data       {config.data.first_train or 'not set'}: see the error below"]
+        return [f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below"]
     start = DataPosition.start(order, manifest)
     steps = start.end(config.budget)
+    phases = plan_phases(config, start, steps)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
         f"checksums  {'of every sample' if manifest.has_checksums else 'none; build-manifest computes them'}",
         f"steps      {steps:,} ({order.steps_per_epoch:,} an epoch, {order.interleave.streams} shard streams)",
-        *(f"warning    {slip}" for slip in likely_slips(config, steps)),
+        *(f"warning    {slip}" for slip in likely_slips(config, phases)),
     ]
+    lines += [f"phase      {phase.describe()}" for phase in phases if len(phases) > 1]
     recovery = config.recovery
     if recovery.reuse is not None:
         lines.append(f"recovery   taken from {recovery.reuse}")

@@ -21,24 +21,29 @@ _SCRATCH = {"cpu": {"adamw": 0, "lamb": 1, "lion": 1, "sgd": 1}, "cuda": {"adamw
 class Parameters(NamedTuple):
     """Sizes of a module's parameters, in elements."""
 
-    sizes: tuple[int, ...]
-    trained: int
+    sizes: tuple[int, ...]  # of those that train
+    frozen: int  # of all others
 
     @staticmethod
     def of(module: nn.Module) -> Parameters:
         parameters = list(module.parameters())
-        return Parameters(tuple(p.numel() for p in parameters), sum(p.numel() for p in parameters if p.requires_grad))
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        return Parameters(tuple(p.numel() for p in parameters if p.requires_grad), frozen)
+
+    @property
+    def trained(self) -> int:
+        return sum(self.sizes)
 
     @property
     def total(self) -> int:
-        return sum(self.sizes)
+        return self.trained + self.frozen
 
     @property
     def largest(self) -> int:
         return max(self.sizes)
 
     def below(self, size: int) -> int:
-        """Return the elements of all smaller parameters."""
+        """Return the elements of all smaller parameters that train."""
         return sum(one for one in self.sizes if one < size)
 
 
@@ -49,7 +54,7 @@ class EngineMemory:
     weights: int
     gradients: int  # that stay between steps
     growing: int  # gradients that the backward pass makes and the step frees
-    optimizer: int  # float32 masters and moments
+    optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during forward and backward: buckets, gathered weights
     update: int  # during the last reduction and the optimizer's step
     host: int = 0
@@ -57,13 +62,20 @@ class EngineMemory:
 
 
 def engine_memory(
-    engine: dict[str, Any], optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
+    engine: dict[str, Any],
+    optimizer: str,
+    parameters: Parameters,
+    world_size: int,
+    device: str,
+    accumulates: bool,
+    averages: bool = False,
 ) -> EngineMemory:
     """Return the memory account of an engine, on `cuda` or `cpu`, where untouched pages take no memory.
 
-    Whether a step `accumulates` is whether it has several backward passes.
+    Whether a step `accumulates` is whether it has several backward passes; `averages` counts the weights' moving
+    average.
     """
-    case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates)
+    case = _Case(ZeroRules.of(engine), optimizer, parameters, world_size, device, accumulates, averages)
     if case.rules.wrapper is Wrapper.ZERO_3:
         return case.stage3()
     if case.rules.wrapper is Wrapper.ZERO_1_2:
@@ -75,11 +87,18 @@ class _Case:
     """Quantities that the accounts share."""
 
     def __init__(
-        self, rules: ZeroRules, optimizer: str, parameters: Parameters, world_size: int, device: str, accumulates: bool
+        self,
+        rules: ZeroRules,
+        optimizer: str,
+        parameters: Parameters,
+        world_size: int,
+        device: str,
+        accumulates: bool,
+        averages: bool,
     ) -> None:
         self.rules, self.parameters, self.ranks, self.accumulates = rules, parameters, world_size, accumulates
         self.share = -(-parameters.trained // world_size)
-        self.states = 4 * (1 + _MOMENTS[optimizer])  # float32 master and moments
+        self.states = 4 * (1 + _MOMENTS[optimizer] + averages)  # float32 master, moments and average
         self.bucket = min(rules.bucket, parameters.trained)  # as far as it can be filled
         self.bucket_size = self.bucket if device == "cpu" else rules.bucket
         on_gpu = device == "cuda" and not rules.offloads
@@ -139,18 +158,21 @@ class _Case:
         return _offloaded(common, host, self.scratch * self.share, rules.weight * largest, common.gradients)
 
     def stage3(self) -> EngineMemory:
-        """Weights gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`."""
-        rules, total = self.rules, self.parameters.total
+        """Weights gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`.
+
+        Frozen weights are whole on every rank.
+        """
+        rules, trained = self.rules, self.parameters.trained
         zero = rules.zero
-        live = min(total, int(zero["stage3_max_live_parameters"]))
-        prefetch = min(total, int(zero["stage3_prefetch_bucket_size"]))
+        live = min(trained, int(zero["stage3_max_live_parameters"]))
+        prefetch = min(trained, int(zero["stage3_prefetch_bucket_size"]))
         threshold = int(zero["stage3_param_persistence_threshold"])
         whole = self.parameters.below(threshold) if self.ranks > 1 else 0  # small ones stay whole
         gathered = rules.weight * (live + prefetch) if self.ranks > 1 else 0
         reduced = 2 * rules.sent * self.bucket + rules.weight * self.parameters.largest
         at_once = min(self.share, max(int(zero["sub_group_size"]), -(-self.parameters.largest // self.ranks)))
         common = EngineMemory(
-            weights=rules.weight * (-(-total // self.ranks) + whole),
+            weights=rules.weight * (self.share + whole + self.parameters.frozen),
             gradients=rules.accumulated * self.share,
             growing=0,
             optimizer=self.states * self.share,

@@ -7,10 +7,12 @@ reduction may be split into buckets; its bytes do not depend on that.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 from torch import nn
 
+from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.engine.optimizers import parameter_groups
 from neuclip_ds.engine.zero import Wrapper, ZeroRules
 from neuclip_ds.planning.cost_model import Call
@@ -23,23 +25,20 @@ _FLOAT, _DOUBLE = 4, 8
 class TrainedShapes(NamedTuple):
     """Elements of the trained parameters, by group of the optimizer."""
 
-    matrices: tuple[int, ...]  # parameters that decay, and have a trust ratio in LAMB
-    vectors: tuple[int, ...]
+    groups: tuple[tuple[int, ...], ...]
+    adapted: tuple[tuple[int, ...], ...]  # of them, those of matrices, which have a trust ratio in LAMB
 
     @staticmethod
-    def of(module: nn.Module) -> TrainedShapes:
+    def of(module: nn.Module, config: OptimizerConfig) -> TrainedShapes:
         """Count a module's trained parameters."""
-        trained = [p for group in parameter_groups(module, weight_decay=0.0) for p in group["params"]]
-        matrices = tuple(p.numel() for p in trained if p.ndim >= 2)
-        return TrainedShapes(matrices, tuple(p.numel() for p in trained if p.ndim < 2))
-
-    @property
-    def groups(self) -> list[tuple[int, ...]]:
-        return [group for group in self if group]
+        found = [group["params"] for group in parameter_groups(module, config)]
+        sizes = [tuple(p.numel() for p in group) for group in found]
+        adapted = [size for size, group in zip(sizes, found, strict=True) if group[0].ndim >= 2]
+        return TrainedShapes(tuple(sizes), tuple(adapted))
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        return self.matrices + self.vectors
+        return tuple(chain.from_iterable(self.groups))
 
     @property
     def total(self) -> int:
@@ -59,7 +58,7 @@ def engine_calls(
     ]
     calls += _norms(rules, shapes, world_size, clips=engine.get("gradient_clipping", 0) > 0)
     if optimizer == "lamb" and rules.stage:  # squared norms of matrices and updates, for each step that gets matrices
-        steps = rules.optimizer_steps([shapes.matrices], world_size)
+        steps = rules.optimizer_steps(shapes.adapted, world_size)
         calls += [Call("optimizer", "all_reduce", 2 * _FLOAT * sum(map(len, parts))) for parts in steps]
     return calls
 

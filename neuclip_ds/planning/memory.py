@@ -26,6 +26,7 @@ from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
 from neuclip_ds.planning.objective_cost import SimulatedRank
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
+from neuclip_ds.training.phases import largest_model
 
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
 _BLOCK_COPIES = 5  # of a block of similarities: itself, a product of the next, three buffers
@@ -121,7 +122,7 @@ class MemoryQuery:
 
     @cached_property
     def source(self) -> ModelSource:
-        return model_source(self.config.model, locate_model(self.config.model, weights=False))
+        return model_source(largest_model(self.config), locate_model(self.config.model, weights=False))
 
     @property
     def rank_batch(self) -> int:
@@ -175,8 +176,9 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     rows, micro, batch = query.rank_batch, query.micro_batch, config.data.batch_size
     engine = load_engine_config(config, world_size)
     state = objective_state(query)
+    optimizer, averages = config.optimizer.name, config.ema.decay > 0
     return MemoryAccount(
-        engine=engine_memory(engine, config.optimizer.name, towers.parameters, world_size, query.device, rows > micro),
+        engine=engine_memory(engine, optimizer, towers.parameters, world_size, query.device, rows > micro, averages),
         activations=towers.activations,
         batch=_inputs(query),
         # local ones and gradients in float32, and gathered ones in float32 and as sent

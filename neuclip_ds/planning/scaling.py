@@ -3,9 +3,11 @@
 A rank's work in a step is counted without memory, data or other ranks.
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from neuclip_ds.config import Config
@@ -13,15 +15,18 @@ from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.zero import ZeroRules
+from neuclip_ds.models.towers import Encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.cost_model import Cluster, Range, Work, step_time
+from neuclip_ds.planning.engine_memory import Parameters
 from neuclip_ds.planning.engine_traffic import TrainedShapes, engine_calls
 from neuclip_ds.planning.machines import Machine
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, objective_state
 from neuclip_ds.planning.objective_cost import Build, ObjectiveQuery, objective_calls, objective_work
 
 _PER_SAMPLE = ("normalizer", "state", "temperature")  # purposes of the statistics of samples
-_CHECKPOINTED = 12  # bytes a parameter: float32 master and AdamW's moments
+_CHECKPOINTED = 12  # bytes a trained parameter: float32 master and AdamW's moments
+_WEIGHT = 4  # bytes of a frozen one, in float32
 
 
 class CountedModel(NamedTuple):
@@ -29,8 +34,16 @@ class CountedModel(NamedTuple):
 
     shapes: TrainedShapes
     dim: int  # d of the features
-    image_flops: float  # of one image's forward pass
-    text_flops: float  # of one caption's
+    frozen: int  # elements that do not train
+    image: "TowerFlops"
+    text: "TowerFlops"
+
+
+class TowerFlops(NamedTuple):
+    """The operations of a tower on one image or one caption."""
+
+    forward: float
+    backward: float  # twice the forward's where all layers train, none where none does
 
 
 def count_model(config: Config) -> CountedModel:
@@ -40,28 +53,40 @@ def count_model(config: Config) -> CountedModel:
         UserError: its checkpoint cannot be found.
     """
     query = MemoryQuery(config, 1)
-    return CountedModel(TrainedShapes.of(query.build()), query.source.embed_dim, *forward_flops(query))
+    model = query.build()
+    shapes = TrainedShapes.of(model, config.optimizer)
+    return CountedModel(shapes, query.source.embed_dim, Parameters.of(model).frozen, *count_flops(query))
 
 
-def forward_flops(query: MemoryQuery) -> tuple[float, float]:
-    """Return the operations of one image and of one caption; a backward pass takes twice those."""
+def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
+    """Return the operations on one image and on one caption, without those of activation checkpointing."""
+    kept = query.config.model.model_copy(update={"activation_checkpointing": False})
+    query = replace(query, config=query.config.model_copy(update={"model": kept}))
     model, size = query.build(), query.source.preprocessing.size
-    found = []
     with torch.device("meta"):
         image = torch.empty(1, 3, size, size, dtype=torch.uint8)
         tokens = torch.empty(1, query.tokenizer.context_length, dtype=torch.int64)
-        for inputs in ((image, None), (None, tokens)):
-            with FlopCounterMode(display=False) as counter, torch.no_grad():
-                model(*inputs)
-            found.append(float(counter.get_total_flops()))
-    return found[0], found[1]
+        return _tower_flops(model.vision, image), _tower_flops(model.text, tokens)
+
+
+def _tower_flops(tower: Encoder, inputs: Tensor) -> TowerFlops:
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        tower(inputs)
+    forward = float(counter.get_total_flops())
+    if tower.frozen:
+        return TowerFlops(forward, 0.0)
+    if all(weight.requires_grad for weight in tower.parameters()):
+        return TowerFlops(forward, 2 * forward)
+    with FlopCounterMode(display=False) as counter:
+        tower(inputs).sum().backward()
+    return TowerFlops(forward, counter.get_total_flops() - forward)
 
 
 def step_work(config: Config, model: CountedModel, world_size: int, build: Build = build_objective) -> Work:
     """Return the work of one rank of `world_size`; `build` as for `ObjectiveQuery`.
 
-    A forward pass counts once, a backward pass twice; with activation checkpointing, and with several micro-batches,
-    the forward pass runs once more for each.
+    With activation checkpointing, and with several micro-batches, the forward pass of what trains runs once more for
+    each.
 
     Raises:
         UserError: the ranks do not divide the batch, or the DeepSpeed JSON cannot work.
@@ -70,12 +95,12 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
     engine = load_engine_config(config, world_size)
     rules = ZeroRules.of(engine)
     comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
-    passes = 3 + (pieces > 1) + config.model.activation_checkpointing
+    image, text = (_step_flops(tower, pieces, config.model.activation_checkpointing) for tower in model[-2:])
     query = ObjectiveQuery(config, world_size, rows, model.dim, comm_dtype, pieces, build)
     objective, calls = objective_work(query), objective_calls(query) if world_size > 1 else []
     return Work(
-        tower_flops=passes * rows * (model.image_flops + model.text_flops),
-        image_share=model.image_flops / (model.image_flops + model.text_flops),
+        tower_flops=rows * (image + text),
+        image_share=image / (image + text),
         objective_flops=objective.flops,
         objective_elements=objective.elements,
         updated=model.shapes.total / (world_size if rules.stage else 1),
@@ -84,6 +109,12 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
         overlaps=rules.bucketed and bool(rules.zero["overlap_comm"]),
         rows=rows,
     )
+
+
+def _step_flops(tower: TowerFlops, pieces: int, checkpointing: bool) -> float:
+    """Return the operations of a tower on one input of a step in so many micro-batches."""
+    again = tower.forward if pieces > 1 and tower.backward else 0.0
+    return tower.forward + tower.backward + again + checkpointing * tower.backward / 2
 
 
 class ClusterAssumptions(NamedTuple):
@@ -134,7 +165,7 @@ def predict(
     received = [(call.purpose, call.times * ring_bytes(call.op, call.size, ranks)) for call in work.calls]
     # each row of a table and what is replicated is written once
     state = objective_state(MemoryQuery(config, 1, around.samples))
-    checkpoint = _CHECKPOINTED * model.shapes.total + state.device + state.host
+    checkpoint = _CHECKPOINTED * model.shapes.total + _WEIGHT * model.frozen + state.device + state.host
     return Prediction(
         nodes=nodes,
         ranks=ranks,

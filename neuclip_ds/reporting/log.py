@@ -11,6 +11,7 @@ from rich.logging import RichHandler
 from neuclip_ds.redaction import redact
 
 PLAIN = "%(asctime)s %(levelname)s %(message)s"
+IN_BAR = "in_bar"  # attribute of records that a terminal shows as a progress bar, and only files as lines
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
@@ -47,6 +48,7 @@ def _console_handler() -> logging.Handler:
         return _plain(logging.StreamHandler(sys.stderr), PLAIN)
     handler = RichHandler(console=rich.get_console(), show_path=False, log_time_format="%H:%M:%S")
     handler.setFormatter(_Redacting("%(message)s"))
+    handler.addFilter(lambda record: not getattr(record, IN_BAR, False))
     return handler
 
 

@@ -9,16 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.reporting.colours import COLOURS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-_STYLE = (
-    "body{font:15px/1.45 system-ui,sans-serif;margin:2em auto;max-width:86em;color:#222}"
-    "td,th{padding:.15em .9em .15em 0;text-align:left;vertical-align:top;font-variant-numeric:tabular-nums}"
-    "img{max-width:100%}.plots{display:grid;grid-template-columns:repeat(auto-fill,minmax(26em,1fr));gap:1em}"
-    "pre{background:#f5f5f5;padding:1em;overflow:auto}"
-)
+_HERE = Path(__file__).parent
 
 
 class Table(NamedTuple):
@@ -27,6 +23,7 @@ class Table(NamedTuple):
     title: str
     header: list[str]
     rows: list[list[str]]
+    best: frozenset[tuple[int, int]] = frozenset()  # (row, column) of cells that stand out
 
 
 def write_page(tables: Sequence[Table], figures: Mapping[str, Figure], path: Path, heading: str) -> str:
@@ -39,24 +36,46 @@ def write_page(tables: Sequence[Table], figures: Mapping[str, Figure], path: Pat
     path.with_suffix(".md").write_text(text, encoding="utf-8")
     for name, figure in figures.items():
         figure.savefig(path.parent / name, dpi=120)
-    images = (f'<p><img src="{name}"></p>' for name in figures)
-    write_html(path.with_suffix(".html"), heading, [*map(section, tables), *images])
+    images = (f'<p class="pictures"><img src="{name}"></p>' for name in figures)
+    path.with_suffix(".html").write_text(html_page(heading, [*map(section, tables), *images]), encoding="utf-8")
     return text
 
 
-def write_html(path: Path, heading: str, sections: Sequence[str]) -> Path:
-    """Write an HTML page, which loads no other file than those that its sections name."""
+def html_page(heading: str, sections: Sequence[str]) -> str:
+    """Return an HTML page in the reader's light or dark theme, which loads no file but those its sections name."""
     title = html.escape(heading)
-    page = f"<!doctype html><meta charset=utf-8><title>{title}</title><style>{_STYLE}</style><h1>{title}</h1>"
-    path.write_text(page + "".join(sections), encoding="utf-8")
-    return path
+    return (
+        f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{title}</title>'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        f"<style>{_style()}</style><script>{(_HERE / 'page.js').read_text(encoding='utf-8')}</script>"
+        f"<body><h1>{title}</h1>{''.join(sections)}</body></html>"
+    )
 
 
 def section(table: Table) -> str:
-    """Return a table as HTML below its title, with its cells escaped."""
+    """Return a table as HTML below its title and a button that copies it, with its cells escaped."""
     head = "".join(f"<th>{html.escape(cell)}</th>" for cell in table.header)
-    body = "".join("<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in row) + "</tr>" for row in table.rows)
-    return f"<h2>{html.escape(table.title)}</h2><table><tr>{head}</tr>{body}</table>"
+    body = "".join(
+        "<tr>"
+        + "".join(
+            f"<td{' class=best' if (row, column) in table.best else ''}>{html.escape(cell)}</td>"
+            for column, cell in enumerate(cells)
+        )
+        + "</tr>"
+        for row, cells in enumerate(table.rows)
+    )
+    return (
+        f'<section><h2>{html.escape(table.title)}<button class="copy">Copy</button></h2>'
+        f'<div class="table"><table><tr>{head}</tr>{body}</table></div></section>'
+    )
+
+
+def _style() -> str:
+    """Return the style, with the colours of figures in both themes."""
+    style = (_HERE / "page.css").read_text(encoding="utf-8")
+    for number, theme in enumerate(("LIGHT", "DARK")):
+        style = style.replace(theme, " ".join(f"--{name}: {pair[number]};" for name, pair in COLOURS.items()))
+    return style
 
 
 def markdown(tables: Sequence[Table]) -> str:

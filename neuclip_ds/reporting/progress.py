@@ -1,4 +1,4 @@
-"""Progress of a run: a live bar on a terminal, otherwise log lines at a bounded rate."""
+"""Progress of a run: log lines at a bounded rate, and on a terminal a live bar in place of these lines."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import rich
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
+
+from neuclip_ds.reporting.log import IN_BAR
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +80,9 @@ class Progress:
         status = f"loss {loss:.4f}  tau {tau:.4f}  {throughput} samples/s  ETA {time_left}"
         if self._bar is not None:
             self._bar.update(self._task, completed=step, status=status)
-        elif self._clock() >= self._next_line or step >= self._total:
-            logger.info("step %d/%d  %s", step, self._total, status)
+        if self._clock() >= self._next_line or step >= self._total:
+            extra = {IN_BAR: self._bar is not None}
+            logger.info("step %d/%d  %s", step, self._total, status, extra=extra)
             self._next_line = self._clock() + self._seconds_between_lines
 
     def __enter__(self) -> Progress:

@@ -2,7 +2,7 @@
 
 import io
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +14,10 @@ from neuclip_ds.errors import UserError
 _SIDE = 40  # pixels of the shorter side, for crops of 32
 
 
-def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
-    """Writes FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
+def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int | None = None) -> None:
+    """Write FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
+
+    `pairs` limits those for training.
 
     If the source has a folder `val` next to it, that is the test set.
 
@@ -25,30 +27,39 @@ def prepare(source: Path, folder: Path, validation: int, test: int) -> None:
     if (folder / "done").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    pairs = list(_shrunken(source))
+    found = list(shrunken(source))
     beside = source.parent / "val"
-    held_out = (
-        list(_shrunken(beside))[:test] if beside.is_dir() else [pairs.pop() for _ in range(min(test, len(pairs)))]
-    )
-    checked = [pairs.pop() for _ in range(min(validation, len(pairs)))]
-    if len(pairs) < 1000:
-        raise UserError(f"{source} leaves only {len(pairs)} pairs for training; a comparison needs at least 1000.")
-    splits = {"train": pairs, "train_tenth": pairs[: len(pairs) // 10], "validation": checked, "test": held_out}
+    held_out = list(shrunken(beside))[:test] if beside.is_dir() else [found.pop() for _ in range(min(test, len(found)))]
+    checked = [found.pop() for _ in range(min(validation, len(found)))]
+    found = found[:pairs]
+    if len(found) < 1000:
+        raise UserError(f"{source} leaves only {len(found)} pairs for training; a comparison needs at least 1000.")
+    splits = {"train": found, "train_tenth": found[: len(found) // 10], "validation": checked, "test": held_out}
     for name, content in splits.items():
-        (folder / name).mkdir(parents=True)
-        with webdataset.ShardWriter(str(folder / name / "%05d.tar"), maxcount=500, verbose=0) as writer:
-            for number, pair in enumerate(content):
-                writer.write({"__key__": f"{number:09d}", **pair})
+        write_shards(content, folder / name)
     (folder / "done").touch()
 
 
-def _shrunken(source: Path) -> Iterator[dict[str, bytes]]:
+def write_shards(pairs: Iterable[Mapping[str, bytes]], folder: Path) -> None:
+    """Write pairs to tar files of 500; the folder is complete or absent."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    with webdataset.ShardWriter(str(partial / "%05d.tar"), maxcount=500, verbose=0) as writer:
+        for number, pair in enumerate(pairs):
+            writer.write({"__key__": f"{number:09d}", **pair})
+    partial.rename(folder)
+
+
+def shrunken(source: Path) -> Iterator[dict[str, bytes]]:
+    """Yield jpg, txt and, where there is one, json of every pair with a caption in a folder of shards."""
     shards = sorted(str(path) for path in source.glob("*.tar"))
     if not shards:
         raise UserError(f"{source} holds no tar files; name a folder of image-caption shards.")
     for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=False):
         if "jpg" in sample and sample.get("txt", b"").strip():
-            yield {"jpg": _shrink(sample["jpg"]), "txt": sample["txt"]}
+            captions = {name: sample[name] for name in ("txt", "json") if name in sample}
+            yield {"jpg": _shrink(sample["jpg"]), **captions}
 
 
 def _shrink(encoded: bytes) -> bytes:

@@ -1,4 +1,4 @@
-"""Tables and plots of a study, from the results of its runs: report.html, report.md and PNG files."""
+"""Tables and plots of the miniature study, from the results of its runs: report.html, report.md and PNG files."""
 
 import re
 import statistics
@@ -10,11 +10,47 @@ from typing import NamedTuple
 from matplotlib.figure import Figure
 
 from neuclip_ds.reporting.page import Table, write_page
-from neuclip_ds.reproduction.study import ESTIMATORS, SEARCHES
+from neuclip_ds.reproduction.paired import Difference, difference
+from neuclip_ds.reproduction.study import ABLATIONS, ARMS, Regime
 
-Results = Mapping[str, Mapping[str, float]]
-Group = Sequence[Mapping[str, float]]  # of seeds
+Scores = Mapping[str, float]
+Results = Mapping[str, Scores]
+Seeds = Mapping[int, Scores]  # an arm's results in a regime, by seed
 RECALLS = [f"{side}_recall@{k}" for side in ("image_to_text", "text_to_image") for k in (1, 5, 10)]
+PEER = "openclip"
+COMPARED: tuple[tuple[str, str, str], ...] = (
+    ("NeuCLIP better than OpenCLIP", "neuclip", PEER),
+    ("NeuCLIP's full gradient better than alpha constant", "neuclip", "neuclip, alpha constant"),
+    (
+        "alpha's part along the positive as good as its full gradient",
+        "neuclip, alpha's part along the positive",
+        "neuclip",
+    ),
+    ("NeuCLIP without rho better than with it", "neuclip, no rho", "neuclip"),
+    ("NeuCLIP without rho better than OpenCLIP", "neuclip, no rho", PEER),
+    ("the rule without an inner optimizer better than OpenCLIP", "neuclip_queue", PEER),
+    ("the rule without an inner optimizer as good as NeuCLIP", "neuclip_queue", "neuclip"),
+    ("the rule without rho better than OpenCLIP", "neuclip_queue, no rho", PEER),
+    ("the rule in bf16 better than OpenCLIP in bf16", "neuclip_queue, bf16", "openclip, bf16"),
+    ("NeuCLIP in bf16 better than OpenCLIP in bf16", "neuclip, bf16", "openclip, bf16"),
+    ("the rule at tau 0.02 better than OpenCLIP there", "neuclip_queue, tau 0.02", "openclip, tau 0.02"),
+    ("NeuCLIP at tau 0.02 better than OpenCLIP there", "neuclip, tau 0.02", "openclip, tau 0.02"),
+    ("the rule with m = 64 as good as NeuCLIP with it", "neuclip_queue, m = 64", "neuclip, m = 64"),
+    ("a rising kappa helps the rule", "neuclip_queue, kappa rises over 150 steps", "neuclip_queue"),
+    ("NeuCLIP better than FastCLIP-v3", "neuclip", "fastclip_v3"),
+    ("FastCLIP-v3 better than OpenCLIP", "fastclip_v3", PEER),
+    (
+        "correcting the drift of u helps FastCLIP-v3",
+        "fastclip_v3, drift corrected",
+        "fastclip_v3",
+    ),
+    ("AmorLIP better than OpenCLIP", "amorlip", PEER),
+    ("AmorLIP better than FastCLIP-v3", "amorlip", "fastclip_v3"),
+    ("AmorLIP better than SigLIP", "amorlip", "siglip"),
+    ("NeuCLIP better than SigLIP", "neuclip", "siglip"),
+    ("NeuCLIP better than AmorLIP", "neuclip", "amorlip"),
+)
+"""Claim, the arm that it is about, and the arm that this is compared with."""
 
 
 class Summary(NamedTuple):
@@ -28,7 +64,7 @@ class Summary(NamedTuple):
         return f"{self.mean:.2f} ± {self.deviation:.2f}" if self.seeds > 1 else f"{self.mean:.2f}"
 
 
-def mean_recall(result: Mapping[str, float]) -> float:
+def mean_recall(result: Scores) -> float:
     """Mean of R@1, R@5 and R@10 in both directions, percent; 0 for a run that diverged."""
     return 100 * statistics.mean(result.get(name, 0.0) for name in RECALLS)
 
@@ -39,47 +75,67 @@ def summarize(values: Iterable[float]) -> Summary:
     return Summary(statistics.mean(known), statistics.stdev(known) if len(known) > 1 else 0.0, len(known))
 
 
-def by_group(results: Results, kind: str) -> dict[str, list[Mapping[str, float]]]:
+def by_group(results: Results, kind: str) -> dict[str, list[Scores]]:
     """`KIND/GROUP/seedN` -> results of GROUP's seeds."""
-    groups: defaultdict[str, list[Mapping[str, float]]] = defaultdict(list)
+    return {group: list(seeds.values()) for group, seeds in by_seed(results, kind).items()}
+
+
+def by_seed(results: Results, kind: str) -> dict[str, dict[int, Scores]]:
+    """`KIND/GROUP/seedN` -> GROUP -> N -> results."""
+    groups: defaultdict[str, dict[int, Scores]] = defaultdict(dict)
     for name, result in results.items():
-        match = re.fullmatch(rf"{kind}/(.+)/seed\d+", name)
+        match = re.fullmatch(rf"{re.escape(kind)}/(.+)/seed(\d+)", name)
         if match:
-            groups[match[1]].append(result)
+            groups[match[1]][int(match[2])] = result
     return dict(groups)
 
 
+def regimes(results: Results) -> list[Regime]:
+    """Return the regimes that have results, by epochs and batch size."""
+    found = {match[1] for name in results if (match := re.fullmatch(r"(\d+x\d+(?:/10)?)/.+/seed\d+", name))}
+    return sorted(map(Regime.parse, found), key=lambda regime: (regime.tenth, regime.epochs, regime.batch))
+
+
+def gain(ours: Seeds, theirs: Seeds) -> Difference | None:
+    """Return the difference of mean recall over the seeds that both have; None where there is none."""
+    seeds = sorted(ours.keys() & theirs.keys())
+    if not seeds:
+        return None
+    return difference([mean_recall(ours[seed]) for seed in seeds], [mean_recall(theirs[seed]) for seed in seeds])
+
+
+def verdict(found: Difference | None) -> str:
+    """Say what an interval shows about a claim that its arm is better."""
+    if found is None or found.pairs == 1:
+        return "-"
+    return ("holds" if found.mean > 0 else "fails") if found.clear else "within noise"
+
+
 def tables(results: Results) -> list[Table]:
-    """Return what the study found, in the order of the papers' claims."""
-    finals = by_group(results, "final")
-    ranked = sorted(finals, key=lambda name: -summarize(map(mean_recall, finals[name])).mean)
-    searched = [
-        [
-            method,
-            name.rsplit("/", 1)[1].replace("_", f", {search.option.rsplit('.', 1)[1]} "),
-            f"{mean_recall(one):.2f}",
-        ]
-        for method, search in SEARCHES.items()
-        for name, one in results.items()
-        if name.startswith(f"search/{method}/")
-    ]
-    errors = [[name, *(_cell(group, "normalizer_mse") for group in _sizes(results, name))] for name in ESTIMATORS]
+    """Return a table for each claim, each regime and the ablations, then the search and the costs."""
+    known = {regime: by_seed(results, str(regime)) for regime in regimes(results)}
+    pages = [*filter(None, (_claim(known, *compared) for compared in COMPARED))]
+    pages += [_regime(regime, {name: found[name] for name in ARMS if name in found}) for regime, found in known.items()]
+    pages += [table for regime, found in known.items() for table in _ablations(regime, found)]
     costs = {name: summarize(one["step_ms"] for one in group) for name, group in by_group(results, "cost").items()}
-    times = [[name, str(cost), f"{cost.mean / costs['openclip'].mean:.2f}"] for name, cost in costs.items()]
-    title = "Normaliser error (mean squared, log) as B shrinks and n shrinks"
-    return [
-        _quality("Methods, held-out test pairs", "method", {name: finals[name] for name in ranked}),
-        Table(
-            "Search on the validation split (one seed)",
-            ["method", "learning rate and value", "mean recall %"],
-            searched,
-        ),
-        Table(title, ["method", "B, n", "B/2", "B/4", "n/10"], errors),
-        _quality("Ablations", "variant", by_group(results, "ablation")),
-        Table(
-            "Time of a step, one run at a time, one process with one thread", ["method", "ms", "of openclip's"], times
-        ),
-    ]
+    times = [[name, str(cost), f"{cost.mean / costs[PEER].mean:.2f}"] for name, cost in costs.items()]
+    one_at_a_time = "Time of a step, one run at a time, one process with one thread"
+    return [*pages, *_search(results), Table(one_at_a_time, ["method", "ms", "of openclip's"], times)]
+
+
+def _claim(known: Mapping[Regime, Mapping[str, Seeds]], claim: str, arm: str, peer: str) -> Table | None:
+    rows = []
+    for regime, found in known.items():
+        gained = gain(found.get(arm, {}), found.get(peer, {}))
+        if gained is not None:
+            means = (str(summarize(map(mean_recall, found[name].values()))) for name in (arm, peer))
+            rows.append([str(regime.batch), _epochs(regime), *means, str(gained), str(gained.pairs), verdict(gained)])
+    header = ["B", "epochs", arm, peer, "difference (95 %)", "seeds", "claim"]
+    return Table(f"Claim: {claim}", header, rows) if rows else None
+
+
+def _epochs(regime: Regime) -> str:
+    return f"{regime.epochs} of n/10" if regime.tenth else str(regime.epochs)
 
 
 _COLUMNS = {
@@ -90,55 +146,90 @@ _COLUMNS = {
 }
 
 
-def _quality(title: str, kind: str, groups: Mapping[str, Group]) -> Table:
-    rows = [
-        [name, str(summarize(map(mean_recall, group))), *(_cell(group, *column) for column in _COLUMNS.values())]
-        for name, group in groups.items()
-    ]
-    return Table(title, [kind, "mean recall %", *_COLUMNS], rows)
+def _regime(regime: Regime, found: Mapping[str, Seeds]) -> Table:
+    title = f"B = {regime.batch}, {_epochs(regime)} epochs"
+    ranked = sorted(found, key=lambda name: -summarize(map(mean_recall, found[name].values())).mean)
+    rows = [_row(name, found[name], found.get(PEER, {})) for name in ranked]
+    return Table(title, ["arm", "mean recall %", "minus openclip (95 %)", *_COLUMNS, "seeds"], rows)
 
 
-def _cell(group: Group, key: str, factor: float = 1) -> str:
+def _ablations(regime: Regime, found: Mapping[str, Seeds]) -> list[Table]:
+    rows = [_row(name, found[name], found.get(method, {})) for name, (method, _) in ABLATIONS.items() if name in found]
+    title = f"Ablations, B = {regime.batch}, {_epochs(regime)} epochs"
+    header = ["variant", "mean recall %", "minus its method (95 %)", *_COLUMNS, "seeds"]
+    return [Table(title, header, rows)] if rows else []
+
+
+def _row(name: str, seeds: Seeds, peers: Seeds) -> list[str]:
+    group = list(seeds.values())
+    gained = None if seeds is peers else gain(seeds, peers)
+    cells = (_cell(group, *column) for column in _COLUMNS.values())
+    mean = summarize(map(mean_recall, group))
+    return [name, str(mean), "-" if gained is None else str(gained), *cells, str(mean.seeds)]
+
+
+def _cell(group: Sequence[Scores], key: str, factor: float = 1) -> str:
     values = [factor * result[key] for result in group if key in result]
     return str(summarize(values)) if values else "-"
 
 
-def _sizes(results: Results, name: str) -> list[Group]:
-    """Return an estimator's runs with the whole batch and data, B/2, B/4 and n/10."""
-    batch = by_group(results, "batch")
-    smaller = [batch.get(f"{name}/B_over_{share}", []) for share in (2, 4)]
-    return [by_group(results, "final").get(name, []), *smaller, by_group(results, "data").get(f"{name}/n_over_10", [])]
+def _search(results: Results) -> list[Table]:
+    rows = [[*name.split("/")[1:], f"{mean_recall(one):.2f}"] for name, one in results.items() if "search/" in name]
+    header = ["regime", "method", "learning rate and value", "mean recall %"]
+    return [Table("Search on the validation split (one seed)", header, rows)] if rows else []
 
 
 def write(results: Results, folder: Path, heading: str) -> None:
-    """Write report.html, report.md, quality.png and normalizer_error.png into a folder."""
-    figures = {"quality.png": _plot_quality(results), "normalizer_error.png": _plot_error(results)}
+    """Write report.html, report.md, gain.png and normalizer_error.png into a folder."""
+    figures = {"gain.png": _plot_gains(results), "normalizer_error.png": _plot_errors(results)}
     write_page(tables(results), figures, folder / "report", heading)
 
 
-def _plot_quality(results: Results) -> Figure:
-    finals = by_group(results, "final")
-    summaries = {name: summarize(map(mean_recall, group)) for name, group in finals.items()}
-    names = sorted(summaries, key=lambda name: summaries[name].mean)
-    figure = Figure(figsize=(7, 0.4 * len(names) + 1.2), layout="constrained")
-    axes = figure.subplots()
-    axes.barh(names, [summaries[n].mean for n in names], xerr=[summaries[n].deviation for n in names], color="#4c72b0")
-    axes.set_xlabel("mean recall on held-out test pairs, % (mean and deviation over seeds)")
+def _plot_gains(results: Results) -> Figure:
+    """Differences to OpenCLIP by batch size, a panel for each number of epochs."""
+    whole = [regime for regime in regimes(results) if not regime.tenth]
+    epochs = sorted({regime.epochs for regime in whole}) or [0]
+    figure = Figure(figsize=(5.2 * len(epochs), 4.4), layout="constrained")
+    panels = figure.subplots(1, len(epochs), squeeze=False, sharey=True)[0]
+    for axes, count in zip(panels, epochs, strict=True):
+        groups = {regime: by_seed(results, str(regime)) for regime in whole if regime.epochs == count}
+        for number, name in enumerate(name for name in ARMS if name != PEER):
+            gains = {r.batch: gain(found.get(name, {}), found.get(PEER, {})) for r, found in groups.items()}
+            known = {batch: found for batch, found in gains.items() if found is not None and found.pairs > 1}
+            axes.errorbar(
+                [batch * 1.03**number for batch in known],  # beside each other
+                [found.mean for found in known.values()],
+                [found.half_width for found in known.values()],
+                label=name,
+                marker="o",
+                capsize=2,
+                color=f"C{number % 10}",
+                linestyle="-" if number < 10 else ":",
+            )
+        axes.axhline(0, color="black", linewidth=0.8)
+        axes.set(xlabel="global batch size", xscale="log", title=f"{count} epochs")
+    panels[0].set_ylabel("mean recall minus OpenCLIP's, points (95 %)")
+    panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
 
-def _plot_error(results: Results) -> Figure:
-    figure = Figure(figsize=(9, 3.6), layout="constrained")
-    panels = figure.subplots(1, 2, sharey=True)
-    for name in ESTIMATORS:
-        whole, half, quarter, tenth = _sizes(results, name)
-        batches, data = [(0.25, quarter), (0.5, half), (1, whole)], [(0.1, tenth), (1, whole)]
-        for axes, series in zip(panels, (batches, data), strict=True):
-            points = [(x, summarize(r["normalizer_mse"] for r in g if "normalizer_mse" in r)) for x, g in series if g]
-            means, deviations = ([getattr(s, part) for _, s in points] for part in ("mean", "deviation"))
-            axes.errorbar([x for x, _ in points], means, deviations, label=name)
-    for axes, label in zip(panels, ("batch size / B", "data set size / n"), strict=True):
-        axes.set(xlabel=label, xscale="log", yscale="log")
-    panels[0].set_ylabel("normaliser MSE (log)")
-    panels[0].legend()
+def _plot_errors(results: Results) -> Figure:
+    """Mean recall against the normaliser's error, a point for each arm and regime."""
+    figure = Figure(figsize=(6.4, 4.4), layout="constrained")
+    axes = figure.subplots()
+    for number, regime in enumerate(regimes(results)):
+        found = by_seed(results, str(regime))
+        peers = found.get(PEER, {})
+        points = [
+            (summarize(one["normalizer_mse"] for one in seeds.values()).mean, gained.mean)
+            for seeds in found.values()
+            if all("normalizer_mse" in one for one in seeds.values()) and (gained := gain(seeds, peers)) is not None
+        ]
+        if points:
+            errors, gains = zip(*points, strict=True)
+            axes.scatter(errors, gains, label=str(regime), color=f"C{number}", s=18)
+    axes.axhline(0, color="black", linewidth=0.8)
+    axes.set(xscale="log", xlabel="normaliser's error (mean squared, log)", ylabel="mean recall minus OpenCLIP's")
+    if axes.get_legend_handles_labels()[0]:
+        axes.legend(title="B x epochs")
     return figure

@@ -1,44 +1,63 @@
-"""Run the jobs of a study as processes of `neuclip-ds train`, some at a time, and read their results."""
+"""Run the jobs of a study, some at a time, and keep what they found in one file."""
 
 import json
+import multiprocessing
 import os
+import runpy
 import shutil
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
-from neuclip_ds.data.children import killed_with_parent
+from neuclip_ds.data.children import be_killed_with
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.reproduction.study import Job
 
-TRAIN = ("-m", "neuclip_ds", "train", "miniature")
+# a server imports these once and forks every run off, which saves a quarter of a miniature run
+_CONTEXT = multiprocessing.get_context("forkserver")
+_IMPORTED = ["neuclip_ds.training.trainer", "neuclip_ds.cli.train", "transformers", "timm"]
 Results = dict[str, float]
 Curve = list[tuple[int, Results]]  # evaluations by step
 
 
 class Runner:
-    """Runs jobs on the data in `data`, each in a separate folder under `runs`."""
+    """Runs jobs on the data in `data`, each in a separate folder under `runs`.
+
+    `results.jsonl` next to `runs` has a line for each run that has ended; a run with a line is not repeated.
+    """
 
     def __init__(self, data: Path, runs: Path, zero_shot: Path | None, processes: int) -> None:
         self._data, self._runs, self._zero_shot, self._processes = data, runs, zero_shot, processes
+        self._path = runs.parent / "results.jsonl"
+        self._lock = Lock()
+        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
+        self._known: dict[str, dict[str, Any]] = {record["name"]: record for record in map(json.loads, lines)}
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[], object]) -> dict[str, Results]:
-        """Return results by job name; runs that have ended are read instead of repeated.
+        """Return results by job name; runs that have ended are looked up instead of repeated.
 
         Raises:
-            UserError: a run failed; names its log.
+            UserError: a run failed; names its log. Or a known run had other options.
         """
 
         def one(job: Job) -> tuple[str, Results]:
-            results = self.results(job.name) or self._train(job)
+            known = self._known.get(job.name)
+            if known is not None and known["options"] != _plain(job):
+                changed = sorted(_differences(known["options"], _plain(job)))
+                raise UserError(
+                    f"{self._path} has {job.name} with another {', '.join(changed)}; choose another --out, or remove "
+                    "its line to repeat it."
+                )
+            if known is None:
+                self._train(job)
             on_done()
-            return job.name, results
+            return job.name, self._known[job.name]["results"]
 
         with ThreadPoolExecutor(self._processes) as pool:
             return dict(pool.map(one, jobs))
@@ -46,17 +65,15 @@ class Runner:
     def results(self, name: str) -> Results | None:
         """The final line of a run's metrics, with its seconds and the median milliseconds of a step.
 
-        None while it has not ended.
+        None where it has not ended, empty where it diverged.
         """
-        path = self._runs / name / "job.json"
-        config = json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        if "seconds" not in config:
-            return None
-        records = self._records(name)
-        speeds = [record["samples_per_second"] for record in records if record.get("samples_per_second", 0.0) > 0]
-        milliseconds = 1000 * float(config["data.batch_size"]) / statistics.median(speeds) if speeds else float("nan")
-        own = {"step_ms": milliseconds, "seconds": config["seconds"]}
-        return {**records[-1], **own}
+        known = self._known.get(name)
+        return None if known is None else known["results"]
+
+    @property
+    def known(self) -> dict[str, Results]:
+        """The results of all runs that have ended, by name."""
+        return {name: record["results"] for name, record in self._known.items()}
 
     def curve(self, name: str) -> Curve:
         """The evaluations of a run that has ended."""
@@ -65,9 +82,10 @@ class Runner:
     def _records(self, name: str) -> list[Results]:
         return list(read_metrics(self._runs / name / "metrics.jsonl"))
 
-    def _train(self, job: Job) -> Results:
+    def _train(self, job: Job) -> None:
         folder = self._runs / job.name
-        folder.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(folder, ignore_errors=True)  # of an attempt that was interrupted
+        folder.mkdir(parents=True)
         options: dict[str, Any] = {
             "data.train": self._data / job.train,
             "data.val": self._data / job.split,
@@ -77,22 +95,60 @@ class Runner:
             "run.name": folder.name,
             **job.options,
         }
-        call = [sys.executable, *TRAIN, *(f"--{key}={_text(value)}" for key, value in options.items())]
-        threads = {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        arguments = ["train", "miniature", *(f"--{key}={_text(value)}" for key, value in options.items())]
+        _CONTEXT.set_forkserver_preload(_IMPORTED)
         began = time.monotonic()
-        with (folder / "output.txt").open("w") as output:
-            code = subprocess.run(
-                call, env={**os.environ, **threads}, stdout=output, stderr=output, preexec_fn=killed_with_parent()
-            ).returncode
-        if code == 1 and "\nerror: steps " in (folder / "output.txt").read_text():  # diverged, which is a result too
-            return {}
-        if code:
+        process = _CONTEXT.Process(target=_call, args=(arguments, str(folder / "output.txt")))
+        process.start()
+        process.join()
+        seconds = time.monotonic() - began
+        code = process.exitcode
+        # diverged, which is a result too
+        diverged = code == 1 and "\nerror: steps " in (folder / "output.txt").read_text()
+        if code and not diverged:
             raise UserError(f"The run {job.name} failed with exit code {code}; see {folder}/output.txt.")
-        record = {**job.options, "seconds": time.monotonic() - began}
-        (folder / "job.json").write_text(json.dumps(record, indent=1, default=str), encoding="utf-8")
         if not job.keep:
-            shutil.rmtree(folder / "checkpoints")
-        return self.results(job.name) or {}
+            shutil.rmtree(folder / "checkpoints", ignore_errors=True)
+        self._keep(job, {} if diverged else self._scores(job, seconds))
+
+    def _scores(self, job: Job, seconds: float) -> Results:
+        records = self._records(job.name)
+        speeds = [record["samples_per_second"] for record in records if record.get("samples_per_second", 0.0) > 0]
+        batch = float(job.options["data.batch_size"])
+        step = {"step_ms": 1000 * batch / statistics.median(speeds)} if speeds else {}
+        return {**records[-1], **step, "seconds": seconds}
+
+    def _keep(self, job: Job, results: Results) -> None:
+        rounded = {name: float(f"{value:.6g}") for name, value in results.items()}
+        record = {"name": job.name, "options": _plain(job), "results": rounded}
+        with self._lock, self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            self._known[job.name] = record
+
+
+def _call(arguments: list[str], output: str) -> None:
+    """Be `python -m neuclip_ds ARGUMENTS` with one thread, and write to a file."""
+    be_killed_with(os.getppid())
+    os.environ |= {"OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+    import torch
+
+    torch.set_num_threads(1)  # the server's torch has read the variable before
+    multiprocessing.set_start_method("fork", force=True)
+    with Path(output).open("w") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    sys.argv = ["neuclip_ds", *arguments]
+    runpy.run_module("neuclip_ds", run_name="__main__")
+
+
+def _plain(job: Job) -> dict[str, Any]:
+    """Return a job's options as a line of the file has them."""
+    plain: dict[str, Any] = json.loads(json.dumps({**job.options, "data.train": job.train}, default=str))
+    return plain
+
+
+def _differences(one: dict[str, Any], other: dict[str, Any]) -> set[str]:
+    return {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
 
 
 def _text(value: Any) -> str:

@@ -1,26 +1,55 @@
-"""Runs of the miniature study: a search for each method, its final seeds, and the papers' sweeps.
+"""Runs of the miniature study: in each regime all arms train over the same seeds, at rates that were searched alike.
 
-A run is `train.py miniature` with options, named after what it compares; a run that has its results is not repeated.
+A run is `neuclip-ds train miniature` with options, named after what it compares.
 """
 
 import itertools
-from collections.abc import Iterator, Mapping
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
+from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import METHODS
 from neuclip_ds.objectives.method import Search
 from neuclip_ds.objectives.sogclr_family import CONSTANT_GAMMA
 
 Options = Mapping[str, Any]
+Arm = tuple[str, Options]  # method, and what is changed in it
 
-LEARNING_RATES = (1e-3, 3e-3)
-_T, _N, _A, _U = (f"objective.{section}." for section in ("temperature", "npn", "amortized", "moving_average"))
-_RHO = _T + "rho"
+_T, _N, _A, _U, _Q = (
+    f"objective.{section}." for section in ("temperature", "npn", "amortized", "moving_average", "queue")
+)
+_HELD: Options = {_T + "initial": 0.02, _T + "lr": 0.0}
+_RHO, _RULE, _GRAD = _T + "rho", _T + "rule", _N + "alpha_grad"
 SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
-"""The methods of the study. The search is the same 2 x 2 grid for each: learning rate, and one option of its own."""
-ESTIMATORS = ("openclip", "fastclip_v3", "amorlip", "neuclip")  # of NeuCLIP Figures 2c and 4
-ABLATIONS: dict[str, tuple[str, Options]] = {
+"""The methods of the study. All are searched in the same way: learning rate, then one option of each method."""
+ARMS: dict[str, Arm] = {
+    "openclip": ("openclip", {}),
+    "neuclip": ("neuclip", {}),
+    "neuclip_queue": ("neuclip_queue", {}),
+    "neuclip, alpha's part along the positive": ("neuclip", {_GRAD: "positive"}),
+    "neuclip, alpha constant": ("neuclip", {_GRAD: "stop"}),
+    "neuclip, no rho": ("neuclip", {_RULE: "learned"}),
+    "neuclip, alpha's part along the positive, no rho": ("neuclip", {_GRAD: "positive", _RULE: "learned"}),
+    "neuclip, alpha constant, no rho": ("neuclip", {_GRAD: "stop", _RULE: "learned"}),
+    "neuclip_queue, no rho": ("neuclip_queue", {_RULE: "learned"}),
+    "neuclip_queue, kappa rises over 150 steps": ("neuclip_queue", {_Q + "kappa_steps": 150}),
+    "fastclip_v3": ("fastclip_v3", {}),
+    "fastclip_v3, drift corrected": ("fastclip_v3", {_U + "drift_rate": 0.1}),
+    "siglip": ("siglip", {}),
+    "amorlip": ("amorlip", {}),
+}
+"""What every regime compares."""
+ABLATIONS: dict[str, Arm] = {
+    **{name: (name, {}) for name in SEARCHES if name not in ARMS},
+    **{f"{name}, bf16": (name, {"deepspeed": "zero0_bf16"}) for name in ("openclip", "neuclip", "neuclip_queue")},
+    **{f"{name}, tau 0.02": (name, _HELD) for name in ("openclip", "neuclip", "neuclip_queue")},
+    "neuclip, m = 64": ("neuclip", {_N + "prototypes": 64}),
+    "neuclip_queue, m = 64": ("neuclip_queue", {_Q + "prototypes": 64}),
+    "neuclip_queue, kappa 0.3": ("neuclip_queue", {_Q + "kappa": 0.3}),
+    "neuclip_queue, kappa 3": ("neuclip_queue", {_Q + "kappa": 3.0}),
     "neuclip, T_u = 1": ("neuclip", {_N + "updates": 1}),
     "neuclip, T_u = 5": ("neuclip", {_N + "updates": 5}),
     "neuclip, T_u = 20": ("neuclip", {_N + "updates": 20}),
@@ -32,20 +61,19 @@ ABLATIONS: dict[str, tuple[str, Options]] = {
     "neuclip, separate objective": ("neuclip", {_N + "objective": "separate"}),
     "neuclip, MLP for NPN": ("neuclip", {_N + "network": "mlp"}),
     "neuclip, simultaneous updates": ("neuclip", {_N + "order": "simultaneous"}),
-    "neuclip, alpha constant": ("neuclip", {_N + "alpha_grad": "stop"}),
-    "neuclip, alpha's part along the positive": ("neuclip", {_N + "alpha_grad": "positive"}),
-    "neuclip, no rho": ("neuclip", {_T + "rule": "learned"}),
+    "neuclip, one AdamW step (Algorithm 3)": ("neuclip", {_N + "order": "joint"}),
     "neuclip, ratio at most 2": ("neuclip", {_N + "max_ratio": 2.0}),
     "neuclip, prototypes without the current batch": ("neuclip", {_N + "restart_with": "earlier"}),
     "neuclip, accumulator reset": ("neuclip", {_N + "reset_accumulator": True}),
     "neuclip, NPN rate 1.0": ("neuclip", {_N + "lr": 1.0}),
     "neuclip, tau's data term doubled": ("neuclip", {_T + "data_term": "released_code"}),
-    "fastclip_v3, tau's data term doubled": ("fastclip_v3", {_T + "data_term": "released_code"}),
-    "fastclip_v3, drift corrected": ("fastclip_v3", {"objective.moving_average.drift_rate": 0.1}),
-    "fastclip_v3, constant gamma 0.6": ("fastclip_v3", {f"objective.{name}": x for name, x in CONSTANT_GAMMA.items()}),
     "neuclip, rho 4": ("neuclip", {_RHO: 4.0}),
     "neuclip, rho 11": ("neuclip", {_RHO: 11.0}),
     "neuclip, rho 5, tau from 0.03": ("neuclip", {_RHO: 5.0, _T + "initial": 0.03}),
+    "fastclip_v3, tau's data term doubled": ("fastclip_v3", {_T + "data_term": "released_code"}),
+    "fastclip_v3, constant gamma 0.6": ("fastclip_v3", {f"objective.{name}": x for name, x in CONSTANT_GAMMA.items()}),
+    "fastclip_v3, eps 1e-6": ("fastclip_v3", {"objective.eps": 1e-6}),
+    "fastclip_v3, gamma_min 0.8": ("fastclip_v3", {_U + "gamma_min": 0.8}),
     "amorlip, combined target": ("amorlip", {_A + "stage2": "combined"}),
     "amorlip, KL divergence": ("amorlip", {_A + "loss": "kl"}),
     "amorlip, JS divergence": ("amorlip", {_A + "loss": "js"}),
@@ -55,10 +83,36 @@ ABLATIONS: dict[str, tuple[str, Options]] = {
     "amorlip, width 0.25": ("amorlip", {_A + "width": 0.25}),
     "amorlip, EMA 0.999": ("amorlip", {_A + "ema": 0.999}),
     "amorlip, no earlier epoch in the target": ("amorlip", {_A + "previous_weight": 0.0}),
-    "neuclip, one AdamW step (Algorithm 3)": ("neuclip", {_N + "order": "joint"}),
-    "fastclip_v3, eps 1e-6": ("fastclip_v3", {"objective.eps": 1e-6}),
-    "fastclip_v3, gamma_min 0.8": ("fastclip_v3", {_U + "gamma_min": 0.8}),
 }
+"""What the first regime compares on top."""
+
+
+class Regime(NamedTuple):
+    """Size of a run; written BATCHxEPOCHS, with /10 for a tenth of the training pairs."""
+
+    batch: int  # global
+    epochs: int
+    tenth: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.batch}x{self.epochs}" + "/10" * self.tenth
+
+    @classmethod
+    def parse(cls, text: str) -> "Regime":
+        """Read what `str` writes.
+
+        Raises:
+            UserError: it is something else.
+        """
+        match = re.fullmatch(r"(\d+)x(\d+)(/10)?", text)
+        if match is None:
+            raise UserError(f"{text} is no regime: write BATCHxEPOCHS, such as 32x3, or 32x30/10 for n/10 pairs.")
+        return cls(int(match[1]), int(match[2]), match[3] is not None)
+
+
+REGIMES = tuple(map(Regime.parse, ("32x3", "128x12", "16x3", "512x12", "32x12", "32x30/10")))
+SEARCHED = (REGIMES[0], REGIMES[1])
+"""Regimes with a search; the others take the rate of the one whose batch is nearest as a ratio."""
 
 
 @dataclass(frozen=True)
@@ -69,36 +123,102 @@ class Job:
     method: str
     seed: int
     split: str  # held-out pairs that it is evaluated on: validation for the search, test for everything else
-    options: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict, hash=False)
     train: str = "train"
     keep: bool = False  # its last checkpoint
 
 
 @dataclass(frozen=True)
-class Budget:
-    """Size of the study."""
+class Study:
+    """What all runs share."""
 
-    batch: int
-    epochs: int
     seeds: int
     anchors: int  # of the normaliser's error
+    pretrained: str = ""  # model that every run starts from; empty for random weights
 
 
-def base(method: str, lr: float, knob: Any, budget: Budget) -> Options:
-    """Return the options of a method at a point of its grid."""
-    search = SEARCHES[method]
-    options = {
-        "objective.method": method,
-        "data.batch_size": budget.batch,
-        "budget.epochs": budget.epochs,
-        "optimizer.lr": lr,
-        # half and all of the run, as published
-        "objective.moving_average.gamma_epochs": budget.epochs / 2,
-        "objective.amortized.previous_epochs": budget.epochs,
-        **{f"objective.{key}": value for key, value in search.fixed.items()},
-        f"objective.{search.option}": knob,
-    }
-    return read_by(method, options)
+class Point(NamedTuple):
+    """Point of a search: the learning rate, and the value of the method's own option."""
+
+    lr: float
+    value: Any
+
+
+FIRST_RATES = (2e-3, 4e-3)
+
+
+def next_points(scores: Mapping[Point, float], search: Search) -> list[Point]:
+    """Return the points that a search asks for next; none once it has ended.
+
+    Rates are doubled or halved until the best one has a worse one on both sides; then the option's other value is tried
+    at the best rate.
+    """
+    first, other = search.values
+    rates = {point.lr: score for point, score in scores.items() if point.value == first}
+    if not rates:
+        return [Point(lr, first) for lr in FIRST_RATES]
+    best = max(rates, key=lambda lr: rates[lr])
+    around = {max(rates): best * 2, min(rates): best / 2}
+    if best in around:
+        return [Point(around[best], first)]
+    last = Point(best, other)
+    return [] if last in scores else [last]
+
+
+def search_job(method: str, regime: Regime, point: Point, study: Study) -> Job:
+    """Return one run of a search: seed 0, evaluated on the validation split."""
+    name = f"search/{regime}/{method}/lr{point.lr:g}_{point.value}"
+    return Job(name, method, 0, "validation", {**_base(method, regime, study), **at_point(method, point)})
+
+
+def at_point(method: str, point: Point) -> Options:
+    """Return the options of a search's point."""
+    return {"optimizer.lr": point.lr, f"objective.{SEARCHES[method].option}": point.value}
+
+
+def nearest_search(regime: Regime) -> Regime:
+    """Return the regime whose search a regime takes its rates from."""
+    return min(SEARCHED, key=lambda searched: abs(math.log(searched.batch / regime.batch)))
+
+
+def method_of(arm: str) -> str:
+    """Return the method that an arm varies."""
+    return (ARMS[arm] if arm in ARMS else ABLATIONS[arm])[0]
+
+
+def finals(
+    regimes: Iterable[Regime], arms: Iterable[str], best: Mapping[tuple[Regime, str], Point], study: Study
+) -> Iterator[Job]:
+    """Yield every arm in every regime over the seeds, judged on the test split, with its normaliser's error."""
+    known = {**ARMS, **ABLATIONS}
+    for regime, seed, name in itertools.product(regimes, range(1, study.seeds + 1), arms):
+        method, changes = known[name]
+        options = {**_base(method, regime, study), **at_point(method, best[nearest_search(regime), method]), **changes}
+        if METHODS[method].normalizer is not None:
+            options["run.normalizer_anchors"] = study.anchors
+        train = "train_tenth" if regime.tenth else "train"
+        yield Job(f"{regime}/{name}/seed{seed}", method, seed, "test", options, train)
+
+
+def cost(best: Mapping[tuple[Regime, str], Point], study: Study) -> list[Job]:
+    """Return a short run of every method at B = 128 for the time of a step; they run one after the other."""
+    regime = SEARCHED[1]
+    return [
+        Job(
+            f"cost/{method}/seed1",
+            method,
+            1,
+            "validation",
+            {
+                **_base(method, regime, study),
+                **at_point(method, best[regime, method]),
+                "budget.steps": 100,
+                "run.log_every": 5,
+            },
+        )
+        for method in SEARCHES
+        if (regime, method) in best
+    ]
 
 
 def read_by(method: str, options: Options) -> Options:
@@ -106,50 +226,15 @@ def read_by(method: str, options: Options) -> Options:
     return {name: value for name, value in options.items() if METHODS[method].reads(name)}
 
 
-def search(budget: Budget) -> list[Job]:
-    """Return the 2 x 2 grid of every method, one seed, evaluated on the validation split."""
-    return [
-        Job(f"search/{method}/lr{lr:g}_{knob}", method, 0, "validation", base(method, lr, knob, budget))
-        for method, searched in SEARCHES.items()
-        for lr, knob in itertools.product(LEARNING_RATES, searched.values)
-    ]
-
-
-def finals(best: Mapping[str, Options], budget: Budget) -> list[Job]:
-    """Return every method at its best point, over the seeds, with its normaliser's error."""
-    measured = {"run.normalizer_anchors": budget.anchors}
-    return [
-        Job(f"final/{method}/seed{seed}", method, seed, "test", _measured(method, {**best[method], **measured}))
-        for method in SEARCHES
-        for seed in range(1, budget.seeds + 1)
-    ]
-
-
-def sweeps(best: Mapping[str, Options], budget: Budget) -> Iterator[Job]:
-    """Yield batch size and data set size for the estimators, and the ablations, over the seeds."""
-    measured = {"run.normalizer_anchors": budget.anchors}
-    for seed in range(1, budget.seeds + 1):
-        for method in ESTIMATORS:
-            for share in (2, 4):
-                options = {**best[method], **measured, "data.batch_size": budget.batch // share}
-                yield Job(f"batch/{method}/B_over_{share}/seed{seed}", method, seed, "test", options)
-            # as many steps as on the whole set
-            options = {**best[method], **measured, "budget.epochs": budget.epochs * 10}
-            yield Job(f"data/{method}/n_over_10/seed{seed}", method, seed, "test", options, train="train_tenth")
-        for name, (method, changes) in ABLATIONS.items():
-            options = {**best[method], **measured, **changes}
-            yield Job(f"ablation/{name}/seed{seed}", method, seed, "test", options)
-
-
-def cost(best: Mapping[str, Options]) -> list[Job]:
-    """Return a short run of every method for the time of a step; they run one after the other."""
-    return [
-        Job(f"cost/{method}/seed1", method, 1, "validation", {**best[method], "budget.steps": 100, "run.log_every": 5})
-        for method in SEARCHES
-    ]
-
-
-def _measured(method: str, options: Options) -> Options:
-    """Omit the normalisers' error for a method without normalisers."""
-    without = METHODS[method].normalizer is None
-    return {key: value for key, value in options.items() if not (without and key == "run.normalizer_anchors")}
+def _base(method: str, regime: Regime, study: Study) -> dict[str, Any]:
+    options = {
+        "objective.method": method,
+        "data.batch_size": regime.batch,
+        "budget.epochs": regime.epochs,
+        # half and all of the run, as published
+        "objective.moving_average.gamma_epochs": regime.epochs / 2,
+        "objective.amortized.previous_epochs": regime.epochs,
+        **{f"objective.{key}": value for key, value in SEARCHES[method].fixed.items()},
+        **({"model.pretrained": study.pretrained} if study.pretrained else {}),
+    }
+    return dict(read_by(method, options))

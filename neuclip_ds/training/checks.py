@@ -1,5 +1,6 @@
 """Checks that a run and its dry run share: what cannot work is refused, what is likely a slip is reported."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -11,8 +12,11 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet
+from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import find_split, open_data, resolve
+from neuclip_ds.training.phases import Phase
+from neuclip_ds.training.schedules import fitted_warmup
 
 
 class HeldOut(NamedTuple):
@@ -37,8 +41,8 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
     Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
     """
     options = config.data
-    val = find_split(options.val, "val", options.first_train)
-    images = find_split(options.zero_shot, "zero_shot", options.first_train)
+    val = find_split(options.val, "val", options.train_paths)
+    images = find_split(options.zero_shot, "zero_shot", options.train_paths)
     manifest = open_data(val, options, communicator, folder) if val else None
     if train is not None and manifest is not None:
         training, held_out = train, manifest
@@ -49,24 +53,25 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
         zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
     if options.evaluation_sets is not None:
         root = options.evaluation_sets
-        on_disk = communicator.on_rank_zero(lambda: load_tasks().on_disk(root, options.evaluation_tasks))
+        on_disk = communicator.on_rank_zero(lambda: load_tasks().on_disk([root], options.evaluation_tasks))
     return HeldOut(manifest, zero_shot, on_disk)
 
 
-def likely_slips(config: Config, steps: int) -> list[str]:
-    """Return a sentence for each setting that training survives but that hardly anybody means.
-
-    `steps` are those of the whole run.
-    """
+def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
+    """Return a sentence for each setting that training survives but that hardly anybody means."""
     optimizer, found = config.optimizer, []
+    warmups = {(phase.rates_stop - phase.rates_start, phase.rates.warmup_steps): None for phase in phases}
     if optimizer.lr == 0:
         found.append("optimizer.lr=0: the encoders will not learn.")
-    elif optimizer.warmup_steps >= steps:
-        highest = optimizer.lr * steps / optimizer.warmup_steps
-        found.append(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is not shorter than the run of {steps} steps, so the "
-            f"learning rate ends at {highest:.3g} without decay: set fewer warm-up steps, or train for longer."
-        )
-    if optimizer.min_lr > optimizer.lr:
+    else:
+        found += [
+            f"optimizer.warmup_steps={warmup} is not shorter than the run of {steps} steps: it is fitted to "
+            f"{fitted_warmup(warmup, steps)}, a tenth of the run."
+            for steps, warmup in warmups
+            if warmup >= steps
+        ]
+    if optimizer.min_lr > 0 and optimizer.schedule == "constant":
+        found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
+    elif optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
-    return found
+    return found + find_method(config.objective.method).slips(config.objective)

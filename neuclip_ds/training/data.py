@@ -1,9 +1,9 @@
 """Open the data of a run: paths, splits, manifests, the order of samples, and the rendered demo."""
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.build import open_manifest
@@ -19,7 +19,7 @@ from neuclip_ds.data.rank_batch import RankBatch, join_parts, part_count
 from neuclip_ds.data.repeats import check_distinct
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.transforms import ImageTransform, train_transform
+from neuclip_ds.data.transforms import EvalTransform, RandomCrop, train_transform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -39,8 +39,16 @@ class TrainingData(NamedTuple):
     manifest: Manifest
     order: BatchOrder
     loading: LoaderOptions
-    transform: ImageTransform
+    transform: RandomCrop | EvalTransform
     tokenizer: ModelTokenizer
+
+    def of_sizes(self, image_size: int | None, context_length: int | None) -> "TrainingData":
+        """Return the same samples as images and rows of tokens of other sizes; None keeps a size."""
+        transform = self.transform if image_size is None else self.transform.at_size(image_size)
+        tokenizer = self.tokenizer
+        if context_length is not None:
+            tokenizer = cast(CaptionTokenizer, tokenizer).of_length(context_length)  # others have no phases
+        return self._replace(transform=transform, tokenizer=tokenizer)
 
     def batches(
         self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
@@ -99,8 +107,9 @@ def open_training_data(
     return TrainingData(manifest, order, loading, transform, source.tokenizer(trained_tokenizer))
 
 
-def find_split(source: str, name: str, train: str) -> str:
-    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the training data."""
+def find_split(source: str, name: str, train_paths: Sequence[str]) -> str:
+    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the first training data."""
+    train = next(iter(train_paths), "")
     if source != "auto":
         return source
     if train.startswith("demo:"):
@@ -177,7 +186,7 @@ def loader_options(data: DataConfig, manifest: Manifest, communicator: Communica
         data.timeout,
         data.restarts,
         data.reader,
-        tuple(data.captions),
+        data.captions,
         cache,
         pin_memory=communicator.device.type == "cuda",
     )

@@ -58,6 +58,11 @@ class DataPosition:
         epochs, step = divmod(number - span.step, span.order.steps_per_epoch)
         return StepLocation(span.order, span.epoch + epochs, step)
 
+    def is_rest(self, number: int) -> bool:
+        """Return whether a training step has the rest of an epoch, less than half a batch, whose loss is another."""
+        order, _, step = self.at(number)
+        return 0 < step == order.steps_per_epoch - 1 and 2 * order.last_batch_size < order.batch_size
+
     def _span(self, number: int) -> Span:
         return next(span for span in reversed(self.spans) if span.step <= number or span is self.spans[0])
 

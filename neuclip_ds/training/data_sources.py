@@ -1,10 +1,10 @@
 """The training set of a run: one data set, or a weighted mixture of several."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 import numpy as np
 
-from neuclip_ds.config import DataConfig, SourceConfig
+from neuclip_ds.config import DataConfig
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, join
 from neuclip_ds.data.mixture import MixtureOrder
@@ -17,20 +17,20 @@ class TrainingSet:
 
     Attributes:
         manifest: of all sources, one after the other.
-        sources: options by name; empty for a data set that is no mixture.
+        sources: options of each; empty for a data set that is no mixture.
         parts: (n_shards,) number of samples in use of each shard, 0 for those of other sources, for each source.
     """
 
     def __init__(self, data: DataConfig, open_one: Callable[[str], Manifest]) -> None:
         """`open_one` opens what a source names; raises `UserError` if there is none."""
-        if not data.first_train:
+        if not data.train_paths:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
-        self.sources: Mapping[str, SourceConfig] = data.sources
+        self.sources = data.sources
+        manifests = [open_one(path) for path in data.train_paths]
         if not self.sources:
-            self.manifest = open_one(data.train)
+            self.manifest = manifests[0]
             self.parts = [self.manifest.sizes]
             return
-        manifests = [open_one(source.train) for source in self.sources.values()]
         self.manifest = join(manifests)
         source_of = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
         self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
@@ -39,7 +39,7 @@ class TrainingSet:
         """Return the weight of each source, by the step from which they hold."""
         found: list[dict[int, float]] = [
             {0: source.upsample * float(part.sum())} if source.weight is None else _by_step(source.weight)
-            for source, part in zip(self.sources.values(), self.parts, strict=True)
+            for source, part in zip(self.sources, self.parts, strict=True)
         ]
         steps = sorted({step for weights in found for step in weights})
         return {step: [_at(weights, step) for weights in found] for step in steps}
@@ -63,12 +63,12 @@ class TrainingSet:
     def describe(self) -> list[str]:
         """Return a line for each source: its samples, and its share of the batches by step."""
         lines = []
-        for number, (name, part) in enumerate(zip(self.sources, self.parts, strict=True)):
+        for number, (source, part) in enumerate(zip(self.sources, self.parts, strict=True)):
             shares = [
                 f"{weights[number] / sum(weights):.1%}" + (f" from step {step:,}" if step else "")
                 for step, weights in self.weights().items()
             ]
-            lines.append(f"  {name:<12} {int(part.sum()):,} samples, {', '.join(shares)} of each batch")
+            lines.append(f"  {source.path:<12} {int(part.sum()):,} samples, {', '.join(shares)} of each batch")
         return lines
 
 
@@ -84,5 +84,5 @@ def facts_of(data: DataConfig) -> dict[str, object]:
     """Return what a checkpoint keeps of a mixture: nothing of a single data set."""
     if not data.sources:
         return {}
-    described = {name: source.model_dump(mode="json", exclude={"train"}) for name, source in data.sources.items()}
+    described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described, "stratified": data.stratified}

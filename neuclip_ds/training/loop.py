@@ -20,7 +20,9 @@ from neuclip_ds.config import BudgetConfig, Config
 from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.average import discard_average
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
+from neuclip_ds.models.towers import set_patch_drop
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.progress import SlidingRate
 from neuclip_ds.training.data import TrainingData
@@ -28,11 +30,12 @@ from neuclip_ds.training.data_position import DataPosition, resume
 from neuclip_ds.training.device_batches import DeviceBatch
 from neuclip_ds.training.hooks import Evaluate, Hook, standard_hooks
 from neuclip_ds.training.hooks.replicas import compare_replicas
+from neuclip_ds.training.phases import Phase, phase_at
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
 
-LearningRate = Callable[[int, int], float]  # (step, total steps) -> learning rate
+Plan = Callable[[DataPosition, int], Sequence[Phase]]  # (position of the data, total steps) -> phases
 
 
 class RunContext(NamedTuple):
@@ -62,6 +65,7 @@ class StepResult:
     last: bool  # whether it is the run's last
     logs: bool  # whether metrics are logged after it
     saves: bool  # whether a checkpoint is saved after it
+    rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with that of a full one
     batch: RankBatch  # this rank's samples, whose pixels have been released
     gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
     loss: float  # of the global batch
@@ -95,6 +99,7 @@ class Loop:
         position: the place of each step in the data.
         done: number of steps done.
         total: number of steps after which the loop ends.
+        phases: parts of the loop with the same inputs, in their order.
         saved: last step with a checkpoint, which may still be in progress.
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
@@ -107,19 +112,19 @@ class Loop:
         objective: Objective,
         folder: Path,
         budget: BudgetConfig,
-        learning_rate: LearningRate,
+        plan: Plan,
         fingerprint: Fingerprint,
         epochs_before: int = 0,
     ) -> None:
         """
         Args:
             context, objective, folder, fingerprint: see the attributes.
-            budget, learning_rate: how long to train, and how fast.
+            budget, plan: how long to train, and on which inputs how fast.
             epochs_before: epochs that the objective's schedules have behind them.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
         self.objective, self._budget = objective, budget
-        self._learning_rate, self._epochs_before = learning_rate, epochs_before
+        self._plan, self._epochs_before = plan, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
         self.checkpoints = Checkpoints(
@@ -128,7 +133,9 @@ class Loop:
         self.position = DataPosition.start(context.data.order, context.data.manifest)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
+        self.phases = plan(self.position, self.total)
         self.stop_requested = False
+        self._phase: Phase | None = None  # that of the last step
         self._tried = 0  # steps done at the last attempt to save
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
@@ -144,9 +151,12 @@ class Loop:
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
         self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order)
         self.total = self.position.end(self._budget)
+        self.phases = self._plan(self.position, self.total)
         if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
             log.warning("the run ends before it trains on the new shards; raise budget.epochs")
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
+        if not self.context.config.ema.decay:
+            discard_average(self.context.engine)
         self.saved = self._tried = self.done
         self._hook_states = saved.get("hooks", {})
 
@@ -197,8 +207,10 @@ class Loop:
         return not self.stop_requested
 
     def _batches(self) -> Iterator[RankBatch]:
-        for place, steps in self.position.parts(self.done, self.total):
-            yield from self.context.data.batches(self.context.communicator, *place, steps)
+        for phase in self.phases:
+            data = self.context.data.of_sizes(phase.image_size, phase.context_length)
+            for place, steps in self.position.parts(max(self.done, phase.start), phase.stop):
+                yield from data.batches(self.context.communicator, *place, steps)
 
     def save(self) -> bool:
         """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
@@ -246,7 +258,10 @@ class Loop:
     def _train_on(self, batch: DeviceBatch, began: float, waited: float, rate: SlidingRate) -> StepResult:
         config, number = self.context.config, self.done
         epoch = self.position.at(number).epoch
-        lr = self._learning_rate(number, self.total)
+        phase = phase_at(self.phases, number)
+        if phase is not self._phase:
+            self._begin(phase)
+        lr = phase.learning_rate(number)
         last, every = number + 1 == self.total, config.run.checkpoint_every
         logs = last or (number + 1) % config.run.log_every == 0
         progress = number / self.total
@@ -258,6 +273,7 @@ class Loop:
             logs=logs,
             # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
             saves=last or (outcome.applied and (number + 1) // every > self._tried // every),
+            rest=self.position.is_rest(number),
             batch=batch.host,
             lr=lr,
             **outcome._asdict(),
@@ -266,6 +282,12 @@ class Loop:
             seconds=time.perf_counter() - began,
             samples_per_second=rate.update((number + 1) * config.data.batch_size),
         )
+
+    def _begin(self, phase: Phase) -> None:
+        self._phase = phase
+        set_patch_drop(self.context.engine.module, phase.patch_drop)
+        if len(self.phases) > 1:
+            log.info("phase %d of %d, %s", self.phases.index(phase) + 1, len(self.phases), phase.describe())
 
     def _announce(self) -> None:
         manifest, config = self.context.data.manifest, self.context.config

@@ -1,13 +1,16 @@
 """Recover optimizer statistics, TuneCLIP's first stage: moments and u for a checkpoint that came without them.
 
 The weights are frozen (learning rate 0, which also switches decoupled weight decay off) while u of every sample and
-the optimizer's moments accumulate (TuneCLIP Algorithm 1). The last checkpoint of this loop holds them; fine-tuning
-reads them from there, as can other runs from the same weights and data (`recovery.reuse`).
+the optimizer's moments accumulate (TuneCLIP Algorithm 1). A method without u recovers the moments of its own loss. The
+last checkpoint of this loop holds them; fine-tuning reads them from there, as can other runs from the same weights and
+data (`recovery.reuse`).
 """
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import load_file
@@ -19,14 +22,16 @@ from neuclip_ds.checkpoint.integrity import is_complete, read_meta
 from neuclip_ds.config import BudgetConfig, Config, RecoveryConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.loss.two_pass import kept_statistics
-from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective, Step
+from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.data_position import check_data
 from neuclip_ds.training.device_batches import DeviceBatches
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.phases import plan_phases
 
 log = logging.getLogger(__name__)
 
@@ -47,27 +52,35 @@ def recovery_budget(recovery: RecoveryConfig) -> BudgetConfig:
     return BudgetConfig(epochs=recovery.epochs, steps=recovery.cached_steps if recovery.mode == "cached" else None)
 
 
-def check_recovery(config: Config, objective: Objective) -> None:
-    """Raise `UserError` where recovery is requested of a method that keeps no u."""
-    if is_asked_for(config.recovery) and _TABLE not in objective.row_tables():
-        raise UserError(
-            f"recovery.* recovers u, which objective.method={config.objective.method} does not keep; "
-            "use tuneclip or gcl, or set recovery.mode=none."
-        )
+def keeps_u(method: str) -> bool:
+    """Return whether a method keeps u of each sample; without it, only the optimizer's moments are recovered."""
+    return MovingAverageConfig in find_method(method).sections.values()
+
+
+def recovered_objective(config: Config) -> ObjectiveConfig:
+    """Return the objective whose gradients the recovery averages: that of `recovery.loss`, at a fixed temperature."""
+    objective, loss = config.objective, config.recovery.loss
+    if loss is None:
+        loss = "gcl" if keeps_u(objective.method) else "method"
+    cached = _END_OF_SCHEDULE if config.recovery.mode == "cached" else {}
+    chosen: dict[str, Any] = {"moving_average": objective.section(MovingAverageConfig).model_copy(update=cached)}
+    if loss == "method":  # with the encoders' rate, which is 0, tau stands still too
+        chosen["temperature"] = objective.temperature.model_copy(update={"schedule": "encoder"})
+    else:
+        chosen["method"] = _METHODS[loss]
+    return objective.model_copy(update=chosen)
 
 
 def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
     """Return the loop of the recovery, from the weights in the engine or from its checkpoint."""
     recovery = context.config.recovery
-    method, average = _METHODS[recovery.loss], context.config.objective.section(MovingAverageConfig)
-    cached = _END_OF_SCHEDULE if recovery.mode == "cached" else {}
-    chosen = {"method": method, "moving_average": average.model_copy(update=cached)}
-    objective_config = context.config.objective.model_copy(update=chosen)
-    config = context.config.model_copy(update={"objective": objective_config})
+    config = context.config.model_copy(update={"objective": recovered_objective(context.config)})
+    at_rest = config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
+    frozen = config.model_copy(update={"optimizer": at_rest, "phases": []})
     objective = build_objective(config, context.objective_context, context.comm_dtype)
-    fingerprint = {**context.fingerprint, "method": method, "mode": recovery.mode}
+    fingerprint = {**context.fingerprint, "method": config.objective.method, "mode": recovery.mode}
     folder = context.folder / FOLDER
-    loop = Loop(context, objective, folder, recovery_budget(recovery), lambda step, total: 0.0, fingerprint)
+    loop = Loop(context, objective, folder, recovery_budget(recovery), partial(plan_phases, frozen), fingerprint)
     if checkpoint is not None:
         loop.resume(checkpoint)
     return loop
@@ -81,7 +94,7 @@ def recover(loop: Loop) -> Path | None:
     context, recovery = loop.context, loop.context.config.recovery
     context.communicator.on_rank_zero(lambda: loop.folder.mkdir(exist_ok=True))
     with kept_statistics(context.engine.module):
-        if recovery.mode == "cached" and loop.done == 0:
+        if recovery.mode == "cached" and loop.done == 0 and _TABLE in loop.objective.row_tables():
             _fill_in_blocks(context, loop.objective, recovery.cached_block)
         return loop.checkpoints.newest() if loop.run() else None
 
@@ -125,11 +138,17 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
                 "set it back, or give --recovery.transfer='[\"statistics\"]'."
             )
         load_moments(checkpoint / "engine", context.engine, context.communicator)
-    if "statistics" in recovery.transfer:
+    transferred = [kind for kind in recovery.transfer if kind == "moments" or _TABLE in objective.row_tables()]
+    if "statistics" in transferred:
+        if not keeps_u(meta["facts"]["method"]):
+            raise UserError(
+                f"{checkpoint} was recovered with the loss of {meta['facts']['method']}, which keeps no u: give "
+                "--recovery.transfer='[\"moments\"]', or recover with --recovery.loss=gcl."
+            )
         check_data(meta["data"], context.data.manifest)
         _check_temperature(checkpoint, objective)
         load_rows(checkpoint, _TABLE, objective.row_tables()[_TABLE])
-    log.info("%s are taken from %s", " and ".join(recovery.transfer) or "no statistics", checkpoint)
+    log.info("%s are taken from %s", " and ".join(transferred) or "no statistics", checkpoint)
 
 
 def _check_temperature(checkpoint: Path, objective: Objective) -> None:
@@ -142,9 +161,10 @@ def _check_temperature(checkpoint: Path, objective: Objective) -> None:
         )
 
 
-def epochs_behind(recovery: RecoveryConfig) -> int:
+def epochs_behind(config: Config) -> int:
     """Return the epochs of gamma's schedule that training need not repeat."""
-    continues = recovery.gamma == "continue" and "statistics" in recovery.transfer
+    recovery = config.recovery
+    continues = recovery.gamma == "continue" and "statistics" in recovery.transfer and keeps_u(config.objective.method)
     return int(recovery.epochs) if is_asked_for(recovery) and continues else 0
 
 

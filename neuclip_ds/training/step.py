@@ -4,9 +4,9 @@ The engine does not know the objective. It back-propagates K times a scalar whos
 in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
 A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
-whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients. Both passes
-draw the same dropout, and batch-norm statistics change in the second only, so the result is that of one large pass.
-The device holds the pixels of two micro-batches at a time (device_batches.py).
+whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients; a frozen
+tower runs in the first only. Both passes draw the same dropout, and batch-norm statistics change in the second only, so
+the result is that of one large pass. The device holds the pixels of two micro-batches at a time (device_batches.py).
 
 A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
 finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
@@ -23,9 +23,11 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
+from neuclip_ds.engine.optimizers import set_learning_rate
 from neuclip_ds.engine.update import update_weights
 from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
+from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
 from neuclip_ds.state.host_copy import HostCopy
@@ -63,6 +65,8 @@ class TrainStep:
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self.copies, self._seed = DeviceBatches(communicator.device, micro_batch), seed
         self._statistics = running_statistics(engine.module)
+        towers = (getattr(engine.module, name, engine.module) for name in TOWERS)
+        self._trains = [any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
         """Update encoders, temperature and normaliser by one global batch, or skip it where it is not finite."""
@@ -70,17 +74,17 @@ class TrainStep:
             batch = self.copies.begin(RankBatch([batch]))
         if not self._engine.module.training:  # train() visits every module
             self._engine.train()
-        for group in self._engine.optimizer.param_groups:
-            group["lr"] = step.lr
+        set_learning_rate(self._engine.optimizer, step.lr)
         restore = self._restore_point()
         index, valid = batch.host.index, batch.host.valid
         gather = self._objective.begin_gather(index, valid)
         rows = batch.rows
         micro_batches = batch.micro_batches(passes=1 if len(rows) == 1 else 2)
+        features: tuple[Tensor | None, Tensor | None]
         if len(rows) == 1:
             self._fix_dropout(step, 0)
-            features = self._forward(*next(micro_batches), gather)
-            collected = features[0].detach(), features[1].detach()
+            features = image, text = self._forward(*next(micro_batches), gather)
+            collected = image.detach(), text.detach()
         else:
             collected = self._first_pass(micro_batches, len(rows), step, gather)
         with phase_range("objective"):
@@ -90,7 +94,7 @@ class TrainStep:
         for number, part in enumerate(rows):
             if len(rows) > 1:
                 self._fix_dropout(step, number)
-                features = self._forward(*next(micro_batches))
+                features = self._second_pass(*next(micro_batches))
             self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
         with phase_range("optimizer"):
             norm, applied = update_weights(self._engine)
@@ -133,15 +137,24 @@ class TrainStep:
         images, texts = zip(*features, strict=True)
         return torch.cat(images), torch.cat(texts)
 
+    def _second_pass(self, image: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return features with a graph, without those of a tower that is frozen."""
+        trained = [x if trains else None for x, trains in zip((image, tokens), self._trains, strict=True)]
+        with phase_range("forward"):
+            features: tuple[Tensor | None, Tensor | None] = self._engine(*trained, None)
+        return features
+
     def _backward(
         self,
-        features: tuple[Tensor, Tensor],
+        features: tuple[Tensor | None, Tensor | None],
         gradients: FeatureGradients,
         rows: slice,
         factor: Tensor,
         last: bool,
     ) -> None:
-        loss = with_gradients(gradients.loss, features, (gradients.image[rows], gradients.text[rows]))
+        sides = zip(features, (gradients.image, gradients.text), strict=True)
+        learning = [(x, gradient[rows]) for x, gradient in sides if x is not None and x.requires_grad]
+        loss = with_gradients(gradients.loss, *zip(*learning, strict=True))
         self._engine.set_gradient_accumulation_boundary(last)
         with phase_range("backward"):
             self._engine.backward(loss * (self._communicator.world_size * factor))

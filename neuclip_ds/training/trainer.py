@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,19 +17,22 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.distributed.stop_signals import raising_interrupted
+from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.deterministic import deterministic_algorithms
 from neuclip_ds.engine.precision import resolve_comm_dtype, set_matmul_precision
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.trained_parts import TOWERS, Trainable
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.recipe import dump
 from neuclip_ds.reporting.environment import record_environment
 from neuclip_ds.reporting.log import configure_logging
+from neuclip_ds.reporting.panels import AVERAGED
+from neuclip_ds.reporting.scores import CHANCE
 from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import SavedOrder, order_facts, with_order
@@ -37,10 +41,11 @@ from neuclip_ds.training.data_sources import facts_of
 from neuclip_ds.training.decoder import with_decoder
 from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.hooks.average import AverageWeights
 from neuclip_ds.training.loop import Loop, RunContext
+from neuclip_ds.training.phases import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import FOLDER as RECOVERY
 from neuclip_ds.training.recovery import (
-    check_recovery,
     epochs_behind,
     find_reused,
     is_asked_for,
@@ -51,9 +56,11 @@ from neuclip_ds.training.recovery import (
 from neuclip_ds.training.remote import complete_copy, restore
 from neuclip_ds.training.report import report_run
 from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_in, trained_with, write_complete
-from neuclip_ds.training.schedules import warmup_cosine
 
 log = logging.getLogger(__name__)
+
+# options that may change between starts, and what the fingerprint lists by itself
+_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop", "train", "lora"}, "text": {"tokenizer", "train", "lora"}}
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -112,8 +119,11 @@ class Trainer(NamedTuple):
             if recovered is None:  # stopped before its end
                 return
             take_over(recovered, context, objective)
+        ema = context.config.ema
+        average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluator):
-            complete = self.loop.run(lambda: self.evaluator(context.engine, objective), hooks)
+            averaging = [AverageWeights(average)] if average is not None else []
+            complete = self.loop.run(lambda: self._evaluate(average), [*averaging, *hooks])
         if context.config.run.report:
             context.communicator.on_rank_zero(lambda: report_run(context.folder, objective))
         if complete:
@@ -122,6 +132,16 @@ class Trainer(NamedTuple):
         if context.communicator.rank == 0:  # the other ranks need not wait
             complete_copy(context.config, context.folder)
 
+    def _evaluate(self, average: WeightAverage | None) -> dict[str, float]:
+        """Evaluate the weights, their average as `ema/NAME`, or both, as `ema.evaluate` says."""
+        engine, which = self.loop.context.engine, self.loop.context.config.ema.evaluate
+        results = {} if average is not None and which == "average" else self.evaluator(engine, self.loop.objective)
+        if average is not None and which != "weights":
+            with average.in_use():
+                found = self.evaluator(engine, self.loop.objective)
+            results |= {name if name.startswith(CHANCE) else AVERAGED + name: value for name, value in found.items()}
+        return results
+
 
 def build(config: Config, communicator: Communicator, folder: Path, staged: Path) -> Trainer:
     """Build a run, phase by phase, and resume it; all ranks build it together.
@@ -129,14 +149,16 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     Writes nothing into the run's folder: what is new goes to `staged`. Raises `UserError` for anything in config, data
     or checkpoints that cannot work.
     """
+    config = config.with_scaled_rates()
     engine_config = load_engine_config(config, communicator.world_size)
     newest = newest_checkpoints(config, communicator, folder)
-    source = model_source(config.model, communicator.on_rank_zero(lambda: locate_model(config.model)))
+    source = model_source(model_for_phases(config), communicator.on_rank_zero(lambda: locate_model(config.model)))
     config = with_decoder(config, newest.order)
     data = open_training_data(config, source, communicator, folder, staged, newest.any, newest.order)
     config = with_order(config, data.order.interleave)
-    steps = DataPosition.start(data.order, data.manifest).end(config.budget)
-    for slip in likely_slips(config, steps) if communicator.rank == 0 else ():
+    start = DataPosition.start(data.order, data.manifest)
+    phases = plan_phases(config, start, start.end(config.budget))
+    for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
     set_matmul_precision(config, engine_config, communicator.device)
@@ -154,7 +176,6 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     evaluator.check(objective)
-    check_recovery(config, objective)
     return resumed_trainer(context, objective, evaluator, newest)
 
 
@@ -199,9 +220,9 @@ def resumed_trainer(
         objective,
         context.folder,
         config.budget,
-        lambda step, total: warmup_cosine(step, total, config.optimizer),
+        partial(plan_phases, config),
         context.fingerprint,
-        epochs_behind(config.recovery),
+        epochs_behind(config),
     )
     if newest.training is not None:
         loop.resume(newest.training)
@@ -227,10 +248,12 @@ def start_encoders(
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)
     communicator.on_rank_zero(lambda: _save_source(source, folder / MODEL, logits))
-    parameters = parameter_count(model)  # before ZeRO 3 partitions them
+    parameters = Trainable.of(model)  # before ZeRO 3 partitions them
+    if parameters.frozen:
+        log.info("%d of %d parameters train", parameters.trained, parameters.total)
     if config.model.compile:
         model.compile_towers()
-    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters
+    return start_engine(model, config.optimizer, engine_config, communicator), logits, parameters.total
 
 
 def _save_source(source: ModelSource, folder: Path, logits: LogitParameters) -> None:
@@ -256,9 +279,12 @@ def fingerprint(config: Config, parameters: int | None = None) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return the options of a model that is built from the config; names of files may change between starts."""
+    """Return what trains, adapters, and the options of a model built from the config; names of files may change."""
+    trains = {f"model.{name}.train": getattr(model, name).trained for name in TOWERS}
+    adapters = {name: getattr(model, name).lora for name in TOWERS}
+    trains |= {f"model.{name}.lora": lora.model_dump() for name, lora in adapters.items() if lora.rank}
     if model.pretrained:
-        return {}
-    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude={"text": {"tokenizer"}})
+        return trains
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
-    return {f"model.{name}": value for name, value in {**options, **tree}.items()}
+    return {f"model.{name}": value for name, value in {**options, **tree}.items()} | trains

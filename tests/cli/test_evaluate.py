@@ -32,6 +32,17 @@ def write_sets(root: Path, images: int = 23) -> Path:
     return root
 
 
+def write_own(root: Path) -> None:
+    """Images of two classes, and a table of their captions."""
+    lines = ["image\tcaption\n"]
+    for number in range(6):
+        image = root / "pets" / ("cat", "dog")[number % 2] / f"{number}.jpg"
+        image.parent.mkdir(parents=True, exist_ok=True)
+        image.write_bytes(jpeg(number))
+        lines += [f"{image.relative_to(root)}\tpicture {number} {of}\n" for of in ("one", "two")]
+    (root / "pairs.tsv").write_text("".join(lines))
+
+
 def lines_of(folder: Path) -> dict[str, dict[str, float]]:
     rows = [json.loads(line) for line in (folder / "eval_results.jsonl").read_text().splitlines()]
     return {row["dataset"]: row["metrics"] for row in rows}
@@ -44,21 +55,25 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     (out / "model.json").write_text(json.dumps({"model": "model", "precision": "float32"}))
     done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
     (out / "eval_results.jsonl").write_text(json.dumps(done) + "\n")
-    options = ["--data=data", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
+    options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
     write_sets(tmp_path / "data")
+    write_own(tmp_path)
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     scores = lines_of(out)
-    assert list(scores) == ["CIFAR-10", "Flickr"]
+    assert list(scores) == ["CIFAR-10", "Flickr", "pets", "pairs"]
+    assert scores["pets"]["main_metric"] == scores["pets"]["acc1"] and scores["pets"]["acc5"] is None
+    assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]
     assert scores["CIFAR-10"] == done["metrics"]
     assert 0 < scores["Flickr"]["image_retrieval_recall@10"] < 1
     assert "CIFAR-10: has a score" in run.stderr
     assert "Flickr: data/wds_flickr30k has 23 samples, the published set 1000" in run.stderr
-    assert "not found below data, and skipped: Caltech-101, CIFAR-100" in run.stderr
+    assert "not found below data, pets, pairs.tsv, and skipped: Caltech-101, CIFAR-100" in run.stderr
     assert (
         "| retrieval | Flickr and MSCOCO (NeuCLIP, AmorLIP, TuneCLIP) | none: 1 of 2 tasks scored, mean" in run.stdout
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout
+    assert "| pets | acc1 | " in run.stdout and "| pairs | mean_recall@1 | " in run.stdout
     assert "21.84" in run.stdout
     averages = json.loads((out / "averages.json").read_text())
     assert averages["datacomp"]["value"] is None
@@ -100,10 +115,10 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
 def test_tasks_that_are_not_there(tmp_path: Path) -> None:
     tasks = load_tasks()
     with pytest.raises(UserError, match="is not a folder; name the one"):
-        tasks.on_disk(tmp_path / "nowhere")
+        tasks.on_disk([tmp_path / "nowhere"])
     with pytest.raises(UserError, match=r"Not found below .*: Caltech-101 \(wds_vtab-caltech101_test\), CIFAR-10"):
-        tasks.on_disk(tmp_path)
+        tasks.on_disk([tmp_path])
     (tmp_path / "wds_cifar10_test").mkdir()
-    assert [task.name for task, _ in tasks.on_disk(tmp_path)] == ["CIFAR-10"]
+    assert [task.name for task, _ in tasks.on_disk([tmp_path])] == ["CIFAR-10"]
     with pytest.raises(UserError, match="MNIST"):
-        tasks.on_disk(tmp_path, ["mnist", "cifar10"])
+        tasks.on_disk([tmp_path], ["mnist", "cifar10"])

@@ -366,3 +366,28 @@ def test_captions_are_spread_over_the_shards(manifest, damaged):
     assert list(iter_captions(damaged, 100)) == [
         *("caption 0", "no image", "caption 2", "caption 5", "cut", "junk", "caption 8", "caption 9")
     ]
+
+
+def test_weighted_captions_are_the_same_from_any_start_on_any_rank(tmp_path: Path) -> None:
+    replaced = {
+        index: {"jpg": jpeg(index), "txt": b"own", "syn.txt": b"made"}
+        if index % 4
+        else {"jpg": jpeg(index), "txt": b"one"}
+        for index in range(37)
+    }
+    manifest = manifest_of(write_pairs(tmp_path, [20, 17], replaced))
+    order, weighted = order_of(manifest), {"captions": {"txt": 0.3, "syn.txt": 0.7}}
+    whole = load(manifest, order, **weighted)
+    assert_same(load(manifest, order, epoch=1, step=2, **weighted), whole[7:])
+    halves = [load(manifest, order, rank=rank, world_size=2, **weighted) for rank in range(2)]
+    assert_same([joined(parts) for parts in zip(*halves, strict=True)], [batch._replace(bad=()) for batch in whole])
+    letters = [
+        (index, bytes(tokens.tolist()).strip(b"\0").decode())
+        for batch in whole
+        for index, tokens in zip(batch.index.tolist(), batch.tokens, strict=True)
+        if index >= 0
+    ]
+    assert {text for index, text in letters if index % 4 == 0} == {"one"}
+    drawn = [text for index, text in letters if index % 4]
+    assert 0.55 < drawn.count("made") / len(drawn) < 0.85
+    assert len({tuple(text for i, text in letters if i == index) for index in range(1, 4)}) > 1, "other ones each epoch"

@@ -21,7 +21,7 @@ from neuclip_ds.data.flat_table import dump_table, view_table
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.readers import TarReader
-from neuclip_ds.data.sample_table import SampleTable
+from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
@@ -29,12 +29,12 @@ from neuclip_ds.errors import UserError
 FORK = multiprocessing.get_context("fork")
 
 
-def table_of(n: int, checksums: bool = True) -> SampleTable:
-    rng = np.random.default_rng(n)
-    extents = rng.integers(0, 2**40, (n, 3, 2))
+def table_of(n: int, checksums: bool = True, others: tuple[str, ...] = ()) -> SampleTable:
+    rng, members = np.random.default_rng(n), (*MEMBERS, *others)
+    extents = rng.integers(0, 2**40, (n, len(members), 2))
     keys = b"\0".join(b"folder/%d\xff" % row for row in range(n))
-    crc32 = rng.integers(0, 2**32, (n, 3), dtype=np.uint32) if checksums else None
-    return SampleTable(np.arange(n, dtype=np.int32), extents, keys, crc32)
+    crc32 = rng.integers(0, 2**32, (n, len(members)), dtype=np.uint32) if checksums else None
+    return SampleTable(np.arange(n, dtype=np.int32), extents, keys, crc32, members)
 
 
 def same(one: SampleTable, other: SampleTable) -> bool:
@@ -47,10 +47,12 @@ def mapped(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("checksums", [False, True])
+@pytest.mark.parametrize("others", [(), ("syn.txt", "bl\u00efp.json")])
 @pytest.mark.parametrize("n", [0, 1, 1000])
-def test_a_table_survives_its_bytes(n: int, checksums: bool) -> None:
-    table = table_of(n, checksums)
+def test_a_table_survives_its_bytes(n: int, checksums: bool, others: tuple[str, ...]) -> None:
+    table = table_of(n, checksums, others)
     seen = view_table(dump_table(table))
+    assert seen.members == table.members
     assert np.array_equal(seen.extents, table.extents) and np.array_equal(seen.ordinals, table.ordinals)
     assert (bytes(seen.keys), seen.n, seen.layout) == (table.keys, n, table.layout)
     assert (seen.crc32 is None) == (not checksums) and (seen.crc32 is None or np.array_equal(seen.crc32, table.crc32))

@@ -8,9 +8,11 @@ from pathlib import Path
 import pytest
 from tars import write_pairs, write_tar
 
-from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
+from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.readers import RecentlyUsed, TarReader, WebdatasetReader
+from neuclip_ds.data.readers import ChecksumError, RecentlyUsed, TarReader, WebdatasetReader
+from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
 
@@ -117,3 +119,42 @@ def test_file_descriptors_are_bounded(tmp_path, monkeypatch):
     for index in [*range(6), *range(6)]:
         assert reader.read(index).texts["txt"] == f"caption {index}".encode()
     assert len(list(Path("/proc/self/fd").iterdir())) == before + 2
+
+
+def recaptioned(folder: Path) -> Path:
+    """Four pairs, of which the second has no synthetic caption and the third nothing else."""
+    folder.mkdir()
+    members = [
+        *(("a.jpg", b"1"), ("a.txt", b"2"), ("a.SYN.txt", b"3"), ("b.jpg", b"4"), ("b.txt", b"5")),
+        *(("c.jpg", b"6"), ("c.syn.txt", b"7"), ("d.jpg", b"8"), ("d.json", b"{}")),
+    ]
+    return write_tar(folder / "0.tar", members).parent
+
+
+def test_members_of_any_name_with_sample_tables_and_without(tmp_path: Path) -> None:
+    texts = ("txt", "syn.txt")
+    paths, options = resolve_shards(str(recaptioned(tmp_path / "shards"))), ScanOptions(texts, checksum=True)
+    manifest = build_manifest(paths, processes=1, options=options)
+    with process_pool(1) as pool:
+        stored = write_manifest(tmp_path / "m", paths, pool, options)
+    assert stored.samples is not None and stored.has_checksums
+    assert (manifest.n_bad, stored.n_bad, stored.shards[0].layout) == (1, 1, manifest.shards[0].layout)
+    expected = [{"txt": b"2", "syn.txt": b"3"}, {"txt": b"5"}, {"syn.txt": b"7"}, {}]
+    for reader in (TarReader(manifest, texts), TarReader(stored, texts), WebdatasetReader(manifest, texts)):
+        assert [reader.read(index).texts for index in range(4)] == expected
+    assert TarReader(stored).read(0).texts == {"txt": b"2"}
+    assert TarReader(manifest, ("json",)).read(3).texts == {"json": b"{}"}
+    damaged = Path(paths[0]).read_bytes().replace(b"3" + bytes(511), b"x" + bytes(511))
+    Path(paths[0]).write_bytes(damaged)
+    with pytest.raises(ChecksumError, match=r"syn\.txt is not what"):
+        TarReader(stored, texts).read(0)
+
+
+def test_a_manifest_without_a_member_is_refused_where_it_is_opened(tmp_path: Path) -> None:
+    paths = resolve_shards(str(recaptioned(tmp_path / "shards")))
+    with process_pool(1) as pool:
+        write_manifest(tmp_path / "m", paths, pool, samples=True)
+    options = ScanOptions(("txt", "syn.txt"))
+    with pytest.raises(UserError, match=r"does not know where syn\.txt members are.* --captions txt syn\.txt"):
+        open_manifest(str(tmp_path / "m"), tmp_path, options=options)
+    assert open_manifest(str(tmp_path / "shards"), tmp_path / "cache", processes=1, options=options).n == 4

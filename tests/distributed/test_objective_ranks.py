@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -11,9 +12,19 @@ from build import SAMPLES, VARIANTS, batch, objective, pairs, step
 from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives import METHODS
+from neuclip_ds.objectives.methods import SECTIONS
+from neuclip_ds.objectives.prototypes_config import PrototypesConfig
 from neuclip_ds.section import merge
 
+Variants = Mapping[str, tuple[str, dict[str, Any]]]
 ROWS, DIM, STEPS = 24, 6, 5
+MORE_PROTOTYPES = {
+    name: (method, merge(options, {section: {"prototypes": ROWS + 7}}))
+    for name, (method, options) in VARIANTS.items()
+    for section in METHODS[method].sections
+    if issubclass(SECTIONS[section], PrototypesConfig) and options.get(section, {}).get("network") != "mlp"
+}
 SUM_PULLS = ("neuclip", "neuclip_no_rho", "neuclip_joint")  # alpha_grad=full: the prototypes' pull, (B, d) over ranks
 
 
@@ -27,12 +38,12 @@ def global_batch(number: int) -> tuple[torch.Tensor, ...]:
     return image, text, index, valid
 
 
-def train(communicator: Communicator, chunk: int) -> dict[str, Any]:
+def train(communicator: Communicator, chunk: int, variants: Variants = VARIANTS) -> dict[str, Any]:
     """Some steps of every method on this rank's rows."""
     share = ROWS // communicator.world_size
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
     results: dict[str, Any] = {}
-    for name, (method, options) in VARIANTS.items():
+    for name, (method, options) in variants.items():
         options = merge(options, {"temperature": {"rho": 2.0, "lr": 0.05}, "chunk": chunk})
         built = objective(method, communicator, DIM, **options)
         steps = []
@@ -60,10 +71,17 @@ def test_ranks_equal_one(world_size: int) -> None:
     check_ranks(run_ranks(world_size, train, 5))
 
 
-def check_ranks(ranks: list[dict[str, Any]]) -> None:
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_more_prototypes_than_pairs(world_size: int) -> None:
+    """m > B: prototypes are drawn from several batches, and no world size divides them."""
+    assert {"neuclip", "neuclip_stop", "neuclip_positive", "neuclip_no_rho", "neuclip_queue"} <= MORE_PROTOTYPES.keys()
+    check_ranks(run_ranks(world_size, train, 5, MORE_PROTOTYPES), MORE_PROTOTYPES)
+
+
+def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> None:
     """The ranks' results together are those of one rank on the CPU, and its state is the same on all."""
-    one = train(Communicator(), chunk=1000)
-    for name in VARIANTS:
+    one = train(Communicator(), 1000, variants)
+    for name in variants:
         for number in range(STEPS):
             found = [rank[name]["steps"][number] for rank in ranks]
             wanted = one[name]["steps"][number]

@@ -33,7 +33,7 @@ def config_of(name: str) -> OptimizerConfig:
 
 
 def test_gains_and_biases_do_not_decay() -> None:
-    decayed, free = parameter_groups(module(), 0.2)
+    decayed, free = parameter_groups(module(), OptimizerConfig(weight_decay=0.2))
     assert [tuple(p.shape) for p in decayed["params"]] == [(5, 3), (5, 3), (7, 4, 1)]
     assert [tuple(p.shape) for p in free["params"]] == [(5,), (5,), (5,)]
     assert (decayed["weight_decay"], free["weight_decay"]) == (0.2, 0.0)

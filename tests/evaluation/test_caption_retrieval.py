@@ -41,6 +41,7 @@ def oracle(images: torch.Tensor, texts: torch.Tensor, image_of: torch.Tensor) ->
         found[f"text_retrieval_recall@{k}"] = sum(hits) / len(hits)
         hits = [int(number) in row.topk(k).indices.tolist() for row, number in zip(scores.T, image_of, strict=True)]
         found[f"image_retrieval_recall@{k}"] = sum(hits) / len(hits)
+    found["chance"] = 1 / len(images)
     found["mean_recall@1"] = (found["text_retrieval_recall@1"] + found["image_retrieval_recall@1"]) / 2
     return found
 

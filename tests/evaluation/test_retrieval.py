@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.retrieval import retrieval
+from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
 
 
 class Pairs(NamedTuple):
@@ -46,7 +46,9 @@ def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> lis
 def measure(run_ranks, pairs: Pairs, world_size: int = 1, batch_size: int = 4, **options) -> dict[str, float]:
     results = run_ranks(
         world_size,
-        lambda rank: retrieval(identity, batches_of(pairs, rank.rank, world_size, batch_size), rank, **options),
+        lambda rank: retrieval(
+            encode_pairs(identity, batches_of(pairs, rank.rank, world_size, batch_size)), rank, **options
+        ),
     )
     assert all(result == results[0] for result in results)
     return results[0]
@@ -151,7 +153,7 @@ def test_diverged_model_scores_nothing(run_ranks):
 
 def test_no_batch_is_a_user_error(run_ranks):
     with pytest.raises(UserError, match=r"data\.val"):
-        run_ranks(1, lambda rank: retrieval(identity, [], rank))
+        run_ranks(1, lambda rank: retrieval(encode_pairs(identity, []), rank))
 
 
 def test_keeps_no_graph(run_ranks):
@@ -164,5 +166,5 @@ def test_keeps_no_graph(run_ranks):
         return image * weight, tokens
 
     pairs = random_pairs(6, d=4)
-    run_ranks(1, lambda rank: retrieval(encode, batches_of(pairs, 0, 1, 3), rank))
+    run_ranks(1, lambda rank: retrieval(encode_pairs(encode, batches_of(pairs, 0, 1, 3)), rank))
     assert seen == [False, False]

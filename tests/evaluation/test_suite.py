@@ -22,6 +22,7 @@ from evaluation_sets import (
 )
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.chance import macro_f1
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import Task, load_tasks
@@ -75,12 +76,13 @@ def test_metrics_of_labelled_sets(tmp_path: Path, run_ranks: Any, key: str) -> N
         "acc1": accuracy,
         "acc5": float(five.double().mean()),
         "mean_per_class_recall": sum(recall.values()) / len(recall),
+        "chance": (5 if key == "fairness/dollar_street" else 1) / CLASSES,
     }
     if key == "wilds/iwildcam":
         both = [(2 * int((right & (guess == c)).sum()) / int((guess == c).sum() + (data.labels == c).sum()))
                 for c in data.labels.unique()]  # fmt: skip
         wanted |= {"acc_avg": accuracy, "recall-macro_all": wanted["mean_per_class_recall"]}
-        wanted |= {"F1-macro_all": sum(both) / len(both)}
+        wanted |= {"F1-macro_all": sum(both) / len(both), "chance": macro_f1(data.labels.bincount().double())}
     divisions = {
         "wilds/camelyon17": [("acc", "slide", right, column1, "acc_wg")],
         "wilds/fmow": [

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.summary import setting_of
@@ -53,11 +54,70 @@ def test_choice_by_name_key_or_pattern() -> None:
 
 def test_folder_by_either_name(tmp_path: Path) -> None:
     (task,) = TASKS.choose(["vtab/pcam"])
-    assert task.find(tmp_path) is None
-    (tmp_path / "wds_vtab-pcam").mkdir()
-    assert task.find(tmp_path) == tmp_path / "wds_vtab-pcam"
-    (tmp_path / "wds_vtab-pcam_test").mkdir()
-    assert task.find(tmp_path) == tmp_path / "wds_vtab-pcam_test"
+    short, full = tmp_path / "wds_vtab-pcam", tmp_path / "wds_vtab-pcam_test"
+    assert task.find([short, full]) is None
+    short.mkdir()
+    assert task.find([short, full]) == short
+    full.mkdir()
+    assert task.find([short, full]) == full
+
+
+def write_own_sets(root: Path) -> Path:
+    """A folder of sets: pets by class, pairs, and shards of two kinds; next to them one of DataComp and other files."""
+    for name in ("pets/cat/a.jpg", "pets/dog/more/b.png", "pets/dog/c.PNG", "images/a.jpg", "wds_cifar10/x"):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(b"")
+    (root / "pairs.csv").write_text("filepath,title\nimages/a.jpg,words\n")
+    (root / "notes.md").write_text("words")
+    for name in ("birds", "coco"):
+        write_shards(root / name, [{"txt": b"0"}])
+    (root / "coco" / "dataset_type.txt").write_text("retrieval")
+    return root
+
+
+def found_in(*places: Path, names: tuple[str, ...] = ()) -> list[tuple[str, str, str]]:
+    return [(task.key, task.metric, place.name) for task, place in TASKS.on_disk(places, names)]
+
+
+def test_own_sets_in_a_folder_next_to_datacomps(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    root, recall = write_own_sets(tmp_path), "mean_recall@1"
+    pets = ("own/pets", "acc1", "pets")
+    assert found_in(root) == [
+        ("cifar10", "acc1", "wds_cifar10"),
+        ("own/birds", "acc1", "birds"),
+        ("own/coco", recall, "coco"),
+        ("own/pairs", recall, "pairs.csv"),
+        pets,
+    ]
+    assert "skipped: Caltech-101" in caplog.text
+    caplog.clear()
+    assert found_in(root / "pets", root / "pairs.csv") == [pets, ("own/pairs", recall, "pairs.csv")]
+    assert not caplog.text, "who names own sets alone does not miss DataComp's"
+    assert found_in(root, names=("pets", "own/b*")) == [("own/birds", "acc1", "birds"), pets]
+
+
+def test_mistakes_with_own_sets(tmp_path: Path) -> None:
+    root = write_own_sets(tmp_path / "a")
+    with pytest.raises(UserError, match=r"There is no task pts; the tasks are .*own/pets"):
+        found_in(root, names=("pts",))
+    with pytest.raises(UserError, match="2 evaluation sets are called pets"):
+        found_in(root / "pets", write_own_sets(tmp_path / "b") / "pets")
+    with pytest.raises(UserError, match="is not a folder; name the one"):
+        found_in(root / "notes.md")
+    with pytest.raises(UserError, match=r"a file \(\.csv, \.tsv"):
+        found_in(root / "images")
+    (root / "coco" / "dataset_type.txt").write_text("multilabel")
+    with pytest.raises(UserError, match="is a multilabel set, which has no score here"):
+        found_in(root)
+
+
+def test_own_sets_are_in_no_average() -> None:
+    scored = {"own/pets": {"acc1": 1.0}, "own/coco": {"mean_recall@1": 1.0}, "cifar10": {"acc1": 0.0}}
+    tasks = TASKS.with_scored(scored)
+    assert [(task.name, task.kind) for task in tasks.tasks[38:]] == [("pets", "classification"), ("coco", "retrieval")]
+    assert [len(tasks.in_average(name)) for name in TASKS.averages] == [
+        len(TASKS.in_average(name)) for name in TASKS.averages
+    ]
 
 
 def test_published_scores_belong_to_averages_tasks_and_recipes() -> None:

@@ -10,6 +10,7 @@ import torch
 from evaluation_sets import Model, features_of, tokenize, transform, winogavil_set, write_shards
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation import winogavil as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.folder import EvaluationFolder
@@ -35,11 +36,14 @@ def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> 
 
 def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) -> None:
     scores: dict[int, list[float]] = {}
+    chances = []
     for cue, images, right in winogavil_set(tmp_path, SIZES):
         nearest = (features_of(images) @ features_of(cue)).topk(int(right.sum())).indices.tolist()
         wanted = torch.where(right)[0].tolist()
         jaccard = len({*nearest} & {*wanted}) / len({*nearest} | {*wanted})
         scores.setdefault(len(images), []).append(jaccard)
+        if len(images) >= 10:
+            chances.append(chance.jaccard(len(images), len(wanted)))
 
     def mean(*sizes: int) -> float:
         chosen = [score for size in sizes for score in scores[size]]
@@ -55,6 +59,7 @@ def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) ->
             "jaccard_score_12": mean(12),
             "jaccard_score_5-6": mean(5, 6),
             "jaccard_score_10-12": mean(10, 12),
+            "chance": sum(chances) / len(chances),
         },
         abs=1e-12,
     )

@@ -14,6 +14,7 @@ from neuclip_ds.planning import memory_check
 from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import likely_slips
+from neuclip_ds.training.phases import plan_phases
 
 ONE = RankEnvironment(0, 0, 1)
 
@@ -49,7 +50,7 @@ def test_a_deviation_that_cannot_divide_is_refused(std: str) -> None:
 
 def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path) -> None:
     slips = [
-        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps",
+        "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is fitted to 0, a tenth of the run.",
         "optimizer.min_lr=1 is above optimizer.lr=0.001",
     ]
     options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
@@ -58,9 +59,22 @@ def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path
     done = train(tmp_path, str(data), 3, *options)
     assert done.returncode == 0, done
     assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
-    still = parse(["demo", "--optimizer.lr=0", "--optimizer.warmup_steps=50"]).config
-    assert likely_slips(still, 3) == ["optimizer.lr=0: the encoders will not learn."]
-    assert likely_slips(parse(["demo"]).config, 100) == []
+
+    def slips_of(*options: str) -> list[str]:
+        config = parse(["demo", *options]).config
+        return likely_slips(config, plan_phases(config, None, 3))  # type: ignore[arg-type]
+
+    assert slips_of("--optimizer.lr=0", "--optimizer.warmup_steps=50") == [
+        "optimizer.lr=0: the encoders will not learn."
+    ]
+    assert slips_of("--optimizer.warmup_steps=2") == []
+    (slip,) = slips_of("--optimizer.warmup_steps=2", "--optimizer.schedule=constant", "--optimizer.min_lr=1e-5")
+    assert "min_lr has no effect with optimizer.schedule=constant" in slip
+    young = ["--optimizer.warmup_steps=2", "--objective.method=amorlip", "--objective.amortized.start=released_code"]
+    (said,) = slips_of(*young)
+    assert "Set objective.amortized.max_ratio" in said
+    for cure in ("max_ratio=10", "stage2=combined", "start=batch_mean"):
+        assert slips_of(*young, f"--objective.amortized.{cure}") == []
 
 
 def test_a_run_larger_than_the_machine_is_reported(

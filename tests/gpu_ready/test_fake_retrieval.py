@@ -10,7 +10,7 @@ from simulated_rank import RANKS, GpuRank
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.evaluation.encoding import encoder_of
-from neuclip_ds.evaluation.retrieval import retrieval
+from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
 
 ROWS, DIM, BATCHES = 8, 6, 3
 
@@ -30,6 +30,6 @@ def batches() -> list[Batch]:
 def test_retrieval(world_size: int) -> None:
     with fake_cuda() as gpu:
         encode = encoder_of(Towers(), DEVICE)
-        found = retrieval(encode, batches(), GpuRank(world_size), chunk=ROWS * BATCHES * world_size)
+        found = retrieval(encode_pairs(encode, batches()), GpuRank(world_size), chunk=ROWS * BATCHES * world_size)
         costs.check("retrieval", f"{BATCHES} batches", world_size, gpu)
     assert len(found) == 7

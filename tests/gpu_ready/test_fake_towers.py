@@ -19,6 +19,7 @@ from neuclip_ds.engine.optimizers import build_optimizer
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.section import merge
 from neuclip_ds.training.step import TrainStep
 
 ROWS, SIDE, LENGTH = 8, 16, 8
@@ -76,3 +77,19 @@ def test_a_training_step(towers: DualEncoder, micro: int, world_size: int) -> No
             outcome = step(batch(), Step(number, 0, 1e-3, 1e-3))
         costs.check("training step", "one pass" if micro == ROWS else "two passes", world_size, gpu)
     assert outcome.applied
+
+
+@pytest.mark.parametrize("micro", [ROWS, ROWS // 2])
+def test_a_training_step_of_frozen_parts_and_adapters(micro: int) -> None:
+    parts = {"vision": {"lora": {"rank": 2}}, "text": {"train": "frozen"}, "activation_checkpointing": True}
+    config = Config.model_validate(merge(TREE, {"model": parts}))
+    towers = build_dual_encoder(config.model, TOKENIZER)
+    with fake_cuda():
+        model, rank = towers.to(DEVICE), GpuRank(2)
+        engine = PlainEngine(model, build_optimizer(model, config.optimizer))
+        objective = build_objective(config, Context(16, 100, rank), torch.float32)
+        step = TrainStep(engine, objective, rank, micro, seed=0)
+        assert all(step(batch(), Step(number, 0, 1e-3, 1e-3)).applied for number in range(2))
+        assert {name for name, p in model.named_parameters() if p.grad is not None} == {
+            name for name, p in model.named_parameters() if ".lora_" in name
+        }

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from neuclip_ds.config import TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import TextTower, VisionTower, check_image_size, set_patch_drop, taking_other_sizes
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
 TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)
@@ -227,3 +227,22 @@ def test_gelu_and_quick_gelu_differ() -> None:
         outputs.append(TextTower(TEXT, TOKENIZE, 16, activation)(TOKENIZE(["a dog"])))
     assert not torch.equal(*outputs)
     assert math.isclose(*(output.norm().item() for output in outputs), rel_tol=0.1)
+
+
+def test_a_tower_takes_other_sizes_and_keeps_its_own_features() -> None:
+    plain, any_size = (vision_tower(config).eval() for config in (VIT, taking_other_sizes(VIT)))
+    assert plain.state_dict().keys() == any_size.state_dict().keys()
+    assert torch.equal(any_size(pixels(32)), plain(pixels(32)))
+    assert any_size(pixels(16)).shape == (2, 16)
+    assert taking_other_sizes(RESNET) == RESNET, "convolutions do"
+    with pytest.raises(UserError, match="dynamic_img_size"):
+        check_image_size(VisionConfig(name="mixer_s16_224"), 112)
+
+
+def test_patches_are_dropped_in_training_only() -> None:
+    tower = vision_tower(VIT.model_copy(update={"patch_drop": 0.5}))
+    assert not torch.equal(tower(pixels(32)), tower(pixels(32)))
+    set_patch_drop(tower, 0)
+    assert torch.equal(tower(pixels(32)), tower.eval()(pixels(32)))
+    with pytest.raises(UserError, match=r"patch_drop=0\.5 .*patch_drop_rate"):
+        vision_tower(RESNET.model_copy(update={"patch_drop": 0.5}))

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import json
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from neuclip_ds.planning.synthetic_profile import CONFIG, run_synthetic_profile
 from neuclip_ds.profiling.recorder import BREAKDOWN, TRACE
 from neuclip_ds.profiling.trace import read_trace
 from neuclip_ds.recipe import parse, validate
+from neuclip_ds.section import merge
 
 RANKS, ROWS, DIM, STEPS, UPDATES = 2, 8, 16, 2, 3
 FLOAT, DOUBLE, INTEGER = 4, 8, 8
@@ -90,6 +93,7 @@ def profiles(
     combinations: list[tuple[str, int]],
     precision: str = "fp32",
     micro: int = ROWS,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> None:
     from neuclip_ds.distributed.launch import join
 
@@ -99,6 +103,7 @@ def profiles(
         tree = {**TREE, "objective": {**TREE["objective"], **own}, "deepspeed": f"zero{stage}_{precision}"}
         tree["data"] = {"batch_size": communicator.world_size * ROWS, "micro_batch": micro}
         build = REFERENCES.get(name, build_objective)
+        tree = merge(tree, options)
         run_synthetic_profile(validate(tree), communicator, folder / f"{name}{stage}", name, build)
 
 
@@ -174,6 +179,28 @@ def test_collectives_of_every_stage(tmp_path: Path, precision: str, ranks: int, 
     run_ranks(ranks, profiles, tmp_path, stages, precision, micro)
     for name, stage in stages:
         check_collectives(tmp_path, name, stage)
+
+
+PARTS = {
+    "model": {"vision": {"train": 0}, "text": {"train": "frozen"}},
+    "optimizer": {"vision": {"layer_decay": 0.5}},
+}
+WHOLE = {"optimizer": {"vision": {"layer_decay": 0.5}, "text": {"lr": 1e-3}}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [PARTS, WHOLE])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_frozen_parts_send_nothing_and_groups_are_counted(
+    tmp_path: Path, precision: str, options: dict[str, Any]
+) -> None:
+    stages = [("openclip", stage) for stage in range(4)]
+    run_ranks(RANKS, profiles, tmp_path, stages, precision, ROWS // 2, options)
+    for name, stage in stages:
+        check_collectives(tmp_path, name, stage)
+        if options is PARTS:  # the final norm and the projection of the image tower, in each of two micro-batches
+            reduced = breakdown_of(tmp_path, name, stage)["purposes"]["gradient reduce"]
+            assert reduced["bytes_received"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
 
 
 def profile_engines(communicator: Communicator, folder: Path, cases: dict[str, tuple[str, dict[str, Any]]]) -> None:

@@ -10,7 +10,7 @@ import warnings
 import pytest
 import rich
 
-from neuclip_ds.reporting.log import configure_logging
+from neuclip_ds.reporting.log import IN_BAR, configure_logging
 
 ours = logging.getLogger("neuclip_ds.training.trainer")
 pytestmark = pytest.mark.usefixtures("logging_put_back")
@@ -87,7 +87,9 @@ def test_a_terminal_gets_rich_layout_on_the_console_that_the_bar_shares(monkeypa
     monkeypatch.setattr(sys, "stderr", terminal)
     configure_logging(0)
     ours.info("hello")
+    ours.info("step 1/2", extra={IN_BAR: True})
     assert terminal.getvalue().count("hello") == 1
+    assert "step 1/2" not in terminal.getvalue(), "the bar shows it"
     handler, _ = [handler for handler in logging.getLogger().handlers if handler.name == "neuclip_ds.reporting.log"]
     assert handler.console is rich.get_console()
     assert handler.console.stderr

@@ -9,6 +9,7 @@ import math
 import pytest
 from rich.console import Console
 
+from neuclip_ds.reporting.log import IN_BAR
 from neuclip_ds.reporting.progress import Progress, SlidingRate
 
 
@@ -98,7 +99,7 @@ def test_a_file_gets_no_bar_even_where_colour_is_forced(clock, lines, monkeypatc
     assert len(lines()) == 2
 
 
-def test_on_a_terminal_a_bar_shows_the_status_and_no_lines_are_logged(clock, lines, monkeypatch):
+def test_on_a_terminal_a_bar_shows_the_status_and_lines_are_for_the_file(clock, lines, caplog, monkeypatch):
     monkeypatch.setenv("TERM", "xterm")
     terminal = Terminal()
     with Progress(40, first_step=10, console=Console(file=terminal, width=120), clock=clock) as progress:
@@ -106,7 +107,8 @@ def test_on_a_terminal_a_bar_shows_the_status_and_no_lines_are_logged(clock, lin
     shown = terminal.getvalue()
     assert "40/40" in shown
     assert "loss 2.0000  tau 0.0700  1,234 samples/s  ETA 0:00:00" in shown
-    assert lines() == []
+    assert [line.split()[1] for line in lines()] == ["11/40", "21/40", "31/40", "40/40"]
+    assert all(getattr(record, IN_BAR) for record in caplog.records)
 
 
 def test_bar_of_a_resumed_run_starts_where_it_left_off(clock, monkeypatch):

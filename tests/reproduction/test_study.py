@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,12 +16,14 @@ from neuclip_ds.recipe import parse
 from neuclip_ds.reproduction import report, study
 from neuclip_ds.reproduction.data import prepare
 from neuclip_ds.reproduction.runner import Runner, _text
-from neuclip_ds.reproduction.study import Budget, Job
+from neuclip_ds.reproduction.study import ABLATIONS, ARMS, REGIMES, SEARCHED, SEARCHES, Job, Point, Regime, Study
 
-BUDGET = Budget(batch=64, epochs=2, seeds=2, anchors=100)
-SEARCHED = study.search(BUDGET)
-BEST = {job.method: job.options for job in SEARCHED}
-ALL = [*SEARCHED, *study.finals(BEST, BUDGET), *study.sweeps(BEST, BUDGET)]
+STUDY = Study(seeds=2, anchors=100)
+BEST = {(regime, name): Point(2e-3, search.values[0]) for regime in SEARCHED for name, search in study.SEARCHES.items()}
+FINALS = list(study.finals(REGIMES, ARMS, BEST, STUDY))
+ABLATED = list(study.finals(REGIMES[:1], ABLATIONS, BEST, STUDY))
+SEARCH = [study.search_job(name, SEARCHED[0], BEST[SEARCHED[0], name], STUDY) for name in SEARCHES]
+ALL = [*SEARCH, *FINALS, *ABLATED]
 
 
 def fake(job: Job, recall: float) -> dict[str, float]:
@@ -28,33 +31,81 @@ def fake(job: Job, recall: float) -> dict[str, float]:
     return {**dict.fromkeys(report.RECALLS, recall), "zero_shot_top1": 0.25, "step_ms": 10.0, **error}
 
 
-def test_every_method_has_the_same_search() -> None:
-    assert set(study.SEARCHES) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
-    assert all(sum(job.method == name for job in SEARCHED) == 4 for name in study.SEARCHES)
-    assert {job.split for job in SEARCHED} == {"validation"}
-    assert {job.split for job in ALL if not job.name.startswith("search")} == {"test"}
+def test_every_method_is_searched_and_compared() -> None:
+    assert set(SEARCHES) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
+    assert {study.method_of(arm) for arm in (*ARMS, *ABLATIONS)} == set(SEARCHES)
+    assert {job.split for job in SEARCH} == {"validation"}
+    assert {job.split for job in (*FINALS, *ABLATED)} == {"test"}
     assert len({job.name for job in ALL}) == len(ALL)
 
 
-@pytest.mark.parametrize("job", [job for job in ALL if job.seed < 2], ids=lambda job: job.name)
+def test_the_compared_arms_exist() -> None:
+    assert {name for _, *names in report.COMPARED for name in names} <= {*ARMS, *ABLATIONS}
+
+
+# of the regimes, one is enough: they differ in numbers alone
+@pytest.mark.parametrize(
+    "job", [*SEARCH, *(job for job in (*FINALS[: 2 * len(ARMS)], *ABLATED) if job.seed == 1)], ids=lambda job: job.name
+)
 def test_every_run_is_a_valid_command(job: Job) -> None:
     config = parse(["miniature", *(f"--{key}={_text(value)}" for key, value in job.options.items())]).config
     assert config.objective.method == job.method
 
 
+def test_regimes_are_read_as_they_are_written() -> None:
+    assert [Regime.parse(str(regime)) for regime in REGIMES] == list(REGIMES)
+    with pytest.raises(UserError, match="32 is no regime"):
+        Regime.parse("32")
+    assert study.nearest_search(Regime(16, 3)) == SEARCHED[0]
+    assert study.nearest_search(Regime(512, 3)) == SEARCHED[1]
+
+
+def test_a_search_ends_inside_its_rates() -> None:
+    """The best rate has a worse one on both sides, and both values of the option were tried there."""
+    search = SEARCHES["openclip"]
+    first, other = search.values
+    recall = {1e-3: 20.0, 5e-4: 10.0, 2e-3: 15.0, 4e-3: 5.0}
+    scores: dict[Point, float] = {}
+    asked = []
+    while points := study.next_points(scores, search):
+        asked.append(points)
+        scores |= {point: recall[point.lr] + (point.value == other) for point in points}
+    assert asked == [
+        [Point(2e-3, first), Point(4e-3, first)],
+        [Point(1e-3, first)],
+        [Point(5e-4, first)],
+        [Point(1e-3, other)],
+    ]
+    assert max(scores, key=lambda point: scores[point]) == Point(1e-3, other)
+
+
 def test_report(tmp_path: Path) -> None:
-    results = {job.name: fake(job, 0.1 * job.seed) for job in ALL}
-    results["final/openclip/seed1"] = {}  # diverged
+    # neuclip gains 10 and 12 points over openclip
+    results = {job.name: fake(job, 0.1 * job.seed + 0.01 * job.seed * (job.method == "neuclip")) for job in ALL}
+    results["16x3/neuclip/seed1"] = {}  # diverged
     report.write(results, tmp_path, "A study")
     text = (tmp_path / "report.md").read_text()
-    assert re.search(r"\| neuclip \| 15\.00 ± 7\.07 \| 15\.00 ± 7\.07 .*\| 0\.50 ± 0\.00 \|", text)
-    assert re.search(r"\| openclip \| 10\.00 ± 14\.14 ", text), "a diverged run counts as zero"
+    assert re.search(r"\| neuclip \| 16\.50 ± 7\.78 \| \+1\.50 ± 6\.35 \| 16\.50 .*\| 0\.50 ± 0\.00 \| 2 \|", text)
+    assert re.search(r"\| neuclip \| 11\.00 ± 15\.56 \| -4\.00 ", text), "a diverged run counts as zero"
     assert re.search(r"\| siglip \| 15\.00 .*\| - \|", text)
-    assert all(f"| {name} |" in text for name in study.ABLATIONS)
+    assert re.search(r"\| 32 \| 3 \| 16\.50 .* \| \+1\.50 ± 6\.35 \| 2 \| within noise \|", text)
+    assert all(f"| {name} |" in text for name in (*ARMS, *ABLATIONS))
     page = (tmp_path / "report.html").read_text()
-    for name in ("quality.png", "normalizer_error.png"):
+    for name in ("gain.png", "normalizer_error.png"):
         assert (tmp_path / name).stat().st_size > 5000
         assert f'src="{name}"' in page
+
+
+def test_what_an_interval_shows() -> None:
+    def seeds(*recalls: float) -> dict[int, dict[str, float]]:
+        return {seed: dict.fromkeys(report.RECALLS, recall) for seed, recall in enumerate(recalls)}
+
+    low = seeds(0.1, 0.2)
+    assert report.verdict(report.gain(seeds(0.2, 0.3), low)) == "holds"
+    assert report.verdict(report.gain(seeds(0.05, 0.15), low)) == "fails"
+    assert report.verdict(report.gain(seeds(0.2, 0.2), low)) == "within noise"
+    assert report.verdict(report.gain(seeds(0.2), low)) == "-", "one seed in common"
+    assert report.gain({}, low) is None
 
 
 def test_mean_and_deviation() -> None:
@@ -63,20 +114,21 @@ def test_mean_and_deviation() -> None:
 
 
 def test_results_are_read_and_not_made_again(tmp_path: Path) -> None:
-    job = SEARCHED[0]
-    folder = tmp_path / job.name
-    folder.mkdir(parents=True)
-    runner = Runner(tmp_path, tmp_path, None, processes=1)
-    assert runner.results(job.name) is None
-    lines = [{"step": 10, "samples_per_second": 640.0}, {"step": 12, "retrieval_pairs": 5.0}]
-    (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + "\n")
-    assert runner.results(job.name) is None, "it has not ended"
-    (folder / "job.json").write_text(json.dumps({**job.options, "seconds": 9.0}))
-    assert runner.curve(job.name) == [(12, lines[1])]
+    job = SEARCH[0]
+    record = {
+        "name": job.name,
+        "options": {**job.options, "data.train": "train"},
+        "results": {"step": 12.0, "seconds": 9.0},
+    }
+    (tmp_path / "results.jsonl").write_text(json.dumps(record) + "\n")
+    runner = Runner(tmp_path, tmp_path / "runs", None, processes=1)
+    assert runner.results("another") is None
     done: list[int] = []
-    found = runner.run([job], lambda: done.append(1))
-    assert found == {job.name: {"step": 12.0, "retrieval_pairs": 5.0, "step_ms": 100.0, "seconds": 9.0}}
+    assert runner.run([job], lambda: done.append(1)) == {job.name: record["results"]}
     assert done == [1]
+    other = replace(job, options={**job.options, "optimizer.lr": 5.0})
+    with pytest.raises(UserError, match=r"has search/.* with another optimizer\.lr; choose another --out"):
+        runner.run([other], lambda: None)
 
 
 def test_splits_are_disjoint(tmp_path: Path) -> None:
@@ -92,6 +144,8 @@ def test_splits_are_disjoint(tmp_path: Path) -> None:
     assert (len(train), len(validation), len(test)) == (1010, 50, 100)
     assert len({*train, *validation, *test}) == 1160
     assert captions("train_tenth") == train[:101]
+    prepare(tmp_path / "source", tmp_path / "limited", validation=10, test=10, pairs=1000)
+    assert len(list((tmp_path / "limited/train").glob("*.tar"))) == 2
     with pytest.raises(UserError, match="at least 1000"):
         prepare(tmp_path / "source", tmp_path / "other", validation=200, test=100)
 

@@ -45,6 +45,14 @@ def test_epochs_follow_one_another():
     assert places(later, 25, 44, 45) == [(3, 0), (3, 19), (4, 0)]
 
 
+def test_the_rest_of_an_epoch_is_less_than_half_a_batch():
+    manifest = extend(None, [Shard("a.tar", 0, 24, 1)])
+    position = start(manifest)
+    assert [position.is_rest(step) for step in range(6)] == [False, False, True, False, False, True]
+    assert not any(map(start(extend(None, [Shard("a.tar", 0, 25, 1)])).is_rest, range(6))), "half a batch"
+    assert not start(extend(None, [Shard("a.tar", 0, 4, 1)])).is_rest(0), "every batch is alike"
+
+
 def test_the_end():
     assert start(OLD).end(BudgetConfig(epochs=2.5)) == 25
     assert start(OLD).end(BudgetConfig(epochs=0.01)) == 1

@@ -89,7 +89,7 @@ def checkpoint(run: Path) -> Path:
 
 
 def tables(run: Path) -> dict[str, Tensor]:
-    """The columns of all partitioned tables, whole: u, individual temperatures, NPN columns."""
+    """The columns of all partitioned tables, whole: u, individual temperatures, NPN columns; of a queue none."""
     found: dict[str, list[Tensor]] = {}
     for path in sorted(checkpoint(run).glob("*.*-*.safetensors")):
         for key, value in load_file(path).items():
@@ -117,7 +117,7 @@ def same_end(run: Path, whole: Path) -> None:
     found, wanted = weights(run), weights(whole)
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     ours, theirs = tables(run), tables(whole)
-    assert ours.keys() == theirs.keys() != set()
+    assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=key)
     ours, theirs = (load_file(checkpoint(folder) / "objective.safetensors") for folder in (run, whole))
@@ -128,9 +128,12 @@ def same_end(run: Path, whole: Path) -> None:
 Stop = tuple[int, int, str]  # ranks, step after which they are stopped, name in ds_configs/
 
 
-def elastic(shards: Path, folder: Path, steps: int, method: str, stops: Sequence[Stop], ranks: int) -> None:
-    """One rank without a break against one that is stopped again and again, and ended by `ranks` under ZeRO 3."""
-    chosen = options(shards, steps, f"--objective.method={method}", "--deepspeed=zero1_fp32")
+def elastic(shards: Path, folder: Path, steps: int, method: Sequence[str], stops: Sequence[Stop], ranks: int) -> None:
+    """One rank without a break against one that is stopped again and again, and ended by `ranks` under ZeRO 3.
+
+    `method` is its name and options.
+    """
+    chosen = options(shards, steps, f"--objective.method={method[0]}", *method[1:], "--deepspeed=zero1_fp32")
     Launch(1, chosen, folder / "whole").end()
     for some, step, engine in stops:
         Launch(some, [*chosen, f"--deepspeed={engine}"], folder / "broken").stop(step)
@@ -150,12 +153,25 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
     said = Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "broken").end()
     assert "was written by 2 ranks (ZeRO 3, fp32) and is read by 1 ranks (ZeRO 1, fp32)" in said
     same_batches(tmp_path / "broken", tmp_path / "whole", 20)
+    assert tables(tmp_path / "whole"), "u of each sample"
     same_end(tmp_path / "broken", tmp_path / "whole")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["neuclip", "fastclip_v3", "fastclip_v2"])
-def test_four_ranks_two_one_and_four(method: str, shards: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "method",
+    [
+        ["neuclip"],
+        ["neuclip", "--objective.temperature.rule=learned"],
+        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.queue.kappa_steps=20"],
+        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.temperature.rule=learned"],
+        ["fastclip_v3"],
+        ["fastclip_v3", "--objective.moving_average.drift_rate=0.1"],
+        ["fastclip_v2"],
+    ],
+    ids="-".join,
+)
+def test_four_ranks_two_one_and_four(method: list[str], shards: Path, tmp_path: Path) -> None:
     stops = [(4, 4, "zero1_fp32"), (2, 12, "zero3_fp32"), (1, 17, "zero0_fp32")]
     elastic(shards, tmp_path, 30, method, stops, 4)
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import ROOT, newest_checkpoint, train
+from small_runs import ROOT, newest_checkpoint, read_options, train
 from tars import write_pairs
 from torch import Tensor
 
@@ -128,7 +129,6 @@ def test_recovery_that_is_broken_off_goes_on(shards: str, tmp_path: Path) -> Non
     ("options", "message"),
     [
         (["--recovery.reuse={tmp}/absent"], "holds no recovered statistics"),
-        (["--recovery.mode=full", "--objective.method=neuclip"], "objective.method=neuclip does not keep"),
     ],
 )
 def test_mistakes(options: list[str], message: str, shards: str, tmp_path: Path) -> None:
@@ -150,3 +150,44 @@ def test_other_weights_are_refused(shards: str, tmp_path: Path) -> None:
         done = train(tmp_path / "second", shards, 1, *TUNE, reuse, *options)
         assert done.returncode == 2
         assert message in done.stderr
+
+
+def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -> None:
+    """An epoch of recovery and a step of training: moments gather at the initial weights and temperature."""
+    chosen = [f"--objective.method={method}", "--recovery.mode=full", "--recovery.epochs=1", "--run.log_every=1"]
+    said = run(folder, shards, 1, *read_options([*chosen, *options]))
+    assert "moments are taken from" in said
+    assert counts(recovered(folder)) == {4.0}
+    assert counts(newest_checkpoint(folder)) == {5.0}
+    assert all(value.abs().max() > 0 for value in moments(recovered(folder)).values())
+    lines = [json.loads(line) for line in (folder / "run" / "recovery" / "metrics.jsonl").read_text().splitlines()]
+    assert len({line["tau"] for line in lines}) == 1, "the temperature stands still"
+    run(folder / "still", shards, 1, *read_options([f"--objective.method={method}", *options]), "--optimizer.lr=0")
+    before, after = weights(newest_checkpoint(folder / "still")), weights(recovered(folder))
+    assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+NEUCLIP = ("--objective.npn.prototypes=8", "--objective.npn.restart_every=4", "--objective.temperature.lr=1e-2")
+
+
+def test_a_method_without_u_recovers_moments(shards: str, tmp_path: Path) -> None:
+    moments_of_a_method("neuclip", shards, tmp_path, *NEUCLIP)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["openclip", "siglip", "amorlip", "neuclip_queue", "isogclr", "fastclip_v3"])
+def test_every_kind_of_method_recovers_moments(method: str, shards: str, tmp_path: Path) -> None:
+    moments_of_a_method(method, shards, tmp_path, "--recovery.loss=method", "--objective.queue.prototypes=8")
+
+
+@pytest.mark.slow
+def test_moments_of_a_method_without_u_bring_no_u(shards: str, tmp_path: Path) -> None:
+    openclip = ["--objective.method=openclip", "--recovery.mode=cached", "--recovery.cached_steps=3"]
+    assert "filling u" not in run(tmp_path / "first", shards, 1, *openclip)
+    assert counts(recovered(tmp_path / "first")) == {3.0}
+    reuse = f"--recovery.reuse={tmp_path}/first/run"
+    done = train(tmp_path / "second", shards, 1, *TUNE, reuse)
+    assert done.returncode == 2
+    assert "was recovered with the loss of openclip, which keeps no u" in done.stderr
+    run(tmp_path / "second", shards, 1, reuse, '--recovery.transfer=["moments"]')
+    assert counts(newest_checkpoint(tmp_path / "second")) == {4.0}

@@ -19,8 +19,8 @@ def test_scores_stand_below_the_published_ones(tmp_path: Path) -> None:
     (run / "config.yaml").write_text("objective:\n  method: amorlip\n")
     report_run(run, objective("amorlip", Communicator(), 4))
     page = (run / "report.html").read_text(encoding="utf-8")
-    assert "<h2>cc3m in percent: NeuCLIP (ICLR 2026), Tables 1 and 6 to 10</h2>" in page
-    assert "<h2>cc3m_amorlip in percent: AmorLIP, Table 3</h2>" in page
+    assert "<h2>cc3m in percent: NeuCLIP (ICLR 2026), Tables 1 and 6 to 10<button" in page
+    assert "<h2>cc3m_amorlip in percent: AmorLIP, Table 3<button" in page
     assert "24.74 ± 0.35" in page
     assert "23.45" in page
     assert "20.00" in page  # ImageNet 1k, a task

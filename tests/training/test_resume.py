@@ -74,11 +74,11 @@ def whole_and_broken(shards: Path, runs: Path, *options: str) -> tuple[dict[str,
     return final_state(runs / "whole"), final_state(runs / "broken")
 
 
-def compare(shards: Path, runs: Path, *options: str) -> None:
+def compare(shards: Path, runs: Path, *options: str, tensors: int = 3 * 30) -> None:
     whole, broken = whole_and_broken(shards, runs, *options)
     assert len(whole["metrics"]) == 15  # type: ignore[arg-type]
     assert whole.keys() == broken.keys()
-    assert sum(isinstance(value, bytes) for value in whole.values()) > 3 * 30, "weights and both moments"
+    assert sum(isinstance(value, bytes) for value in whole.values()) > tensors, "weights and both moments"
     assert whole["global_steps"] == 14
     assert [key for key in whole if whole[key] != broken[key]] == []
 
@@ -94,6 +94,27 @@ def test_killed_twice_and_resumed(engine: str, shards: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_every_stage_and_precision(stage: int, precision: str, method: str, shards: Path, tmp_path: Path) -> None:
     compare(shards, tmp_path, f"--deepspeed=zero{stage}_{precision}", f"--objective.method={method}")
+
+
+PARTS = [
+    "--model.vision.train=0",
+    "--model.text.lora.rank=2",
+    "--model.text.lora.dropout=0.1",
+    "--optimizer.vision.layer_decay=0.5",
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["zero1_bf16", "zero3_fp32"])
+def test_frozen_parts_and_adapters(engine: str, shards: Path, tmp_path: Path) -> None:
+    compare(shards, tmp_path, f"--deepspeed={engine}", *PARTS, tensors=30 + 2 * 15)
+
+
+def test_what_trains_cannot_change_in_a_run(shards: Path, tmp_path: Path) -> None:
+    complete(command(shards, tmp_path, "run", "--budget.steps=1", *PARTS[:2]))
+    for option, words in ((PARTS[2], "model.text.lora="), ("--model.vision.train=all", "model.vision.train=0")):
+        done = call(*command(shards, tmp_path, "run", "--budget.steps=2", *PARTS[:2], option))
+        assert done.returncode == 2 and words in done.stderr, done.stderr
 
 
 def test_a_checkpoint_of_other_data_is_refused(shards: Path, tmp_path: Path) -> None:

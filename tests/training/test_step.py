@@ -17,7 +17,7 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.rank_batch import RankBatch, part_rows
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.engine.optimizers import build_optimizer, set_learning_rate
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.dual_encoder import build_dual_encoder
 from neuclip_ds.objectives import build_objective
@@ -75,12 +75,13 @@ def place(number: int) -> Step:
     return Step(number, 0, LR, LR)
 
 
-def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
+def plain(method: str, clip: float, options: Mapping[str, Any] = {}) -> tuple[dict[str, torch.Tensor], float]:
     """One process, the whole batch, no DeepSpeed: autograd through the towers from the feature gradients."""
-    config = config_of(method)
+    config = config_of(method, **options)
     torch.manual_seed(0)
     model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
-    optimizer = build_optimizer(model, config.optimizer)
+    optimizer = build_optimizer(model.train(), config.optimizer)
+    set_learning_rate(optimizer, LR)
     objective = build_objective(config, Context(16, 100, Communicator()), torch.float32)
     for number in range(STEPS):
         batch = data(number)
@@ -88,7 +89,8 @@ def plain(method: str, clip: float) -> tuple[dict[str, torch.Tensor], float]:
         detached = Features(features[0].detach(), features[1].detach(), batch.index, batch.valid)
         found = objective(detached, place(number))
         optimizer.zero_grad()
-        torch.autograd.backward(features, (found.image, found.text))
+        learning = [pair for pair in zip(features, (found.image, found.text), strict=True) if pair[0].requires_grad]
+        torch.autograd.backward(*zip(*learning, strict=True))
         torch.nn.utils.clip_grad_norm_(model.parameters(), clip)
         optimizer.step()
     return {name: value.detach() for name, value in model.named_parameters()}, tau_of(objective)
@@ -135,6 +137,27 @@ def test_zero_stages_with_micro_batches_equal_plain_pytorch(method: str) -> None
             assert found_tau == pytest.approx(tau, rel=1e-5)
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
+
+
+PARTS: dict[str, Any] = {  # of the towers train, at several learning rates
+    "model": {"vision": {"train": 1}, "text": {"train": "frozen"}, "activation_checkpointing": True},
+    "optimizer": {"vision": {"lr": 3 * LR, "layer_decay": 0.5}},
+}
+
+
+@pytest.mark.parametrize("engines", [FLOAT32[3:], pytest.param(FLOAT32[:3], marks=pytest.mark.slow)])
+def test_frozen_parts_and_their_rates_under_every_stage(engines: list[str]) -> None:
+    """Two ranks, micro-batches, two passes, activation checkpointing."""
+    wanted, tau = plain("fastclip_v3", clip=0.5, options=PARTS)
+    torch.manual_seed(0)
+    before = dict(build_dual_encoder(config_of("fastclip_v3", **PARTS).model, TOKENS).named_parameters())  # type: ignore[arg-type]
+    for rank in run_ranks(2, under_deepspeed, "fastclip_v3", engines, 4, PARTS):
+        for name, (weights, found_tau) in zip(engines, rank, strict=True):
+            assert found_tau == pytest.approx(tau, rel=1e-5)
+            for key, value in weights.items():
+                torch.testing.assert_close(value, wanted[key], rtol=0, atol=2e-5, msg=f"{name} {key}")
+                assert before[key].requires_grad or torch.equal(value, before[key]), f"{name} {key}"
+                assert not before[key].requires_grad or not torch.equal(value, before[key]), f"{name} {key}"
 
 
 @pytest.mark.parametrize("micro", [4, ROWS])

@@ -94,7 +94,7 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
         "name": arguments.out.name,
         "logs": arguments.out.parent,
         "dataset-type": "webdataset",
-        "train-data": "synthetic" if arguments.random else "::".join(resolve_shards(data.train)),
+        "train-data": "synthetic" if arguments.random else "::".join(resolve_shards("::".join(data.train_paths))),
         "train-num-samples": steps * data.batch_size,
         "batch-size": config.rank_batch(world_size),
         "workers": data.workers,

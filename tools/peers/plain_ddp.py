@@ -74,7 +74,7 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     if config.model.compile:
         model = torch.compile(model)
     constants = config.optimizer
-    groups = parameter_groups(towers, constants.weight_decay)
+    groups = parameter_groups(towers, constants)
     optimizer = torch.optim.AdamW(groups, lr=constants.lr, betas=constants.betas, eps=constants.eps)
     _, loss_of = peer_loss(Communicator(device))
     loaded: Iterator[tuple[Tensor, Tensor]]
@@ -108,7 +108,7 @@ def batches(
     crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
     transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(vision.mean, vision.std)])
     pipeline = wds.DataPipeline(
-        wds.ResampledShards(resolve_shards(data.train), seed=environment.rank, deterministic=True),
+        wds.ResampledShards(resolve_shards("::".join(data.train_paths)), seed=environment.rank, deterministic=True),
         wds.tarfile_to_samples(),
         wds.shuffle(_SHUFFLED, initial=_SHUFFLED_AT_FIRST),
         wds.decode("pilrgb"),

@@ -59,11 +59,23 @@ def compose(config: ObjectiveConfig, context: Context) -> Objective:
     return ContrastiveObjective(config, context, PairLoss(), normalizer, temperature, scale_tau)
 
 
+def slips(config: ObjectiveConfig) -> list[str]:
+    amortized = config.section(AmortizedConfig)
+    if amortized.start != "released_code" or amortized.stage2 != "ema" or amortized.max_ratio is not None:
+        return []
+    return [
+        "objective.amortized.start=released_code with stage2=ema: until the EMA has followed, C/lambda is too large by "
+        "up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set objective.amortized.max_ratio, for "
+        "example to 10, or start=batch_mean; the released code has stage2=combined."
+    ]
+
+
 METHOD = Method(
     source="AmorLIP eq. 6",
     normalizer="MLP of the feature, lambda: exp(s_ii/tau)/lambda_i",
     temperature="its rescaled loss with (annealed) rho",
     compose=compose,
+    slips=slips,
     sections={"amortized": AmortizedConfig},
     # The README script's schedule of tau; the rest is the paper's. The script also has positive_weight=1e-3 and
     # stage2=combined.

@@ -5,6 +5,7 @@
 
 W holds the other side's last m features, and c_k weighs them so that ghat follows the batch's g.
 normalizers/pooled_queue.py has the derivation and the gradient. tau follows dL/dtau (temperature.RobustTemperature).
+Without rho the scale is 1/2 and tau follows the loss itself (global_loss.py).
 """
 
 from typing import Any
@@ -19,32 +20,37 @@ class QueueConfig(PrototypesConfig):
     kappa: float = Field(1.0, gt=0, le=1e6)
     """Weight of the queue's estimate where it is pooled with the batch's, which weighs 1. Bounds (eps + g)/exp(alpha)
     by 1 + kappa."""
+    kappa_steps: int = Field(0, ge=0)
+    """Steps over which kappa rises linearly from 0. The queue's first features are those of encoders that still place
+    all samples close together, and lag behind as they spread; 0 trusts them like later ones."""
 
 
 def compose(config: ObjectiveConfig, context: Context) -> Objective:
-    from neuclip_ds.objectives.composed import ContrastiveObjective, scale_tau
+    from neuclip_ds.objectives.composed import ContrastiveObjective
+    from neuclip_ds.objectives.global_loss import global_loss
     from neuclip_ds.objectives.normalizers.pooled_queue import PooledQueueNormalizer
     from neuclip_ds.objectives.pair_loss import PairLoss
-    from neuclip_ds.objectives.temperature import RobustTemperature
 
-    normalizer = PooledQueueNormalizer(config.section(QueueConfig), config.eps, context)
-    temperature = RobustTemperature(config.temperature, context)
-    return ContrastiveObjective(config, context, PairLoss(), normalizer, temperature, scale_tau)
+    loss = global_loss(config, context)
+    normalizer = PooledQueueNormalizer(config.section(QueueConfig), loss.eps, context)
+    return ContrastiveObjective(config, context, PairLoss(), normalizer, loss.temperature, loss.scale)
 
 
 # fewer prototypes than a batch has rows, and more
 _FEW: dict[str, Any] = {"prototypes": 7}
-_MANY: dict[str, Any] = {"prototypes": 40, "kappa": 3.0}
+_MANY: dict[str, Any] = {"prototypes": 40, "kappa": 3.0, "kappa_steps": 4}
 METHOD = Method(
     source="this project, from NeuCLIP eq. 10-12",
     normalizer="weighted queue of features, pooled with the batch: exp(-alpha_i)",
-    temperature="RGCL-g with rho",
+    temperature="RGCL-g with rho, or learned without it",
     compose=compose,
     sections={"queue": QueueConfig},
+    has_temperature_rule=True,
     starts={"temperature": {"initial": 0.07}},
     test_options={
         "": {"eps": 1e-6, "queue": _FEW},
         "long": {"queue": _MANY},
+        "no_rho": {"queue": _FEW, "temperature": {"rule": "learned"}},
         "fixed_temperature": {"queue": {**_FEW, "kappa": 0.3}, "temperature": {"lr": 0.0}},
     },
     search=Search({"temperature.rho": 6.5}),

@@ -22,6 +22,9 @@ Pooling. The queue's estimate is stale and the batch's is noisy; their weighted 
 
     alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
 
+With `kappa_steps` kappa is a share of its value, min(1, t/kappa_steps) after t steps, so that R_i stays near 1, the
+batch's own normaliser, while the encoders move fastest and the queue lags behind them most.
+
 Gradient. That of NeuCLIP eq. 12 for encoders and temperature, with c and R held constant; where R < 1 the rest of an
 anchor's negatives comes from the queue, so that they weigh 1 together:
 
@@ -79,6 +82,7 @@ class PooledQueueNormalizer(Normalizer):
         empty = torch.zeros((config.prototypes, context.dim), dtype=context.dtype, device=context.communicator.device)
         self._images, self._texts = empty, empty.clone()
         self._seen = 0  # samples that have gone into the queue
+        self._steps = 0  # in which they have
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_target = log_eps_plus(log_g, self._eps)
@@ -132,9 +136,10 @@ class PooledQueueNormalizer(Normalizer):
             with products_exact_for(batch.comm_dtype):
                 drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
         estimate = torch.stack(log_ghat)
-        log_kappa = math.log(self._config.kappa)
-        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + log_kappa)
-        alpha = pooled - math.log1p(self._config.kappa)
+        rise = self._config.kappa_steps
+        kappa = self._config.kappa * (min(1.0, self._steps / rise) if rise else 1.0)
+        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(kappa))
+        alpha = pooled - math.log1p(kappa)
         return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
 
     def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
@@ -159,14 +164,15 @@ class PooledQueueNormalizer(Normalizer):
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m."""
-        self._seen += batch.size
+        self._seen, self._steps = self._seen + batch.size, self._steps + 1
         kept = min(batch.size, self._config.prototypes)
         places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._config.prototypes
         for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
             queue.index_copy_(0, places, features[-kept:])
 
     def replicated_state(self) -> dict[str, Tensor]:
-        return {"seen": torch.tensor(self._seen), "queue_image": self._images, "queue_text": self._texts}
+        counts = {"seen": torch.tensor(self._seen), "steps": torch.tensor(self._steps)}
+        return {**counts, "queue_image": self._images, "queue_text": self._texts}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for name, queue in (("queue_image", self._images), ("queue_text", self._texts)):
@@ -177,6 +183,7 @@ class PooledQueueNormalizer(Normalizer):
                 )
             queue.copy_(state[name])
         self._seen = int(state["seen"])
+        self._steps = int(state.get("steps", self._config.kappa_steps))  # checkpoints without steps had no rise
 
 
 def _positive(batch: GatheredFeatures) -> Tensor:

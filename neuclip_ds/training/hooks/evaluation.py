@@ -10,6 +10,7 @@ from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 from neuclip_ds.reporting.metrics import MetricsLog, read_metrics
+from neuclip_ds.reporting.scores import score_lines, scores_among
 from neuclip_ds.training.hooks.base import Hook
 from neuclip_ds.training.hooks.checkpoints import SaveCheckpoints
 
@@ -42,8 +43,7 @@ class EvaluateModel(Hook):
             self._measure(loop)
 
     def finish(self, loop: Loop) -> None:
-        for name, value in self._measure(loop).items():
-            log.info("%s: %.4g", name, value)
+        self._measure(loop)
 
     def _is_due(self, loop: Loop) -> bool:
         every = loop.context.config.run.evaluate_every
@@ -62,12 +62,14 @@ class EvaluateModel(Hook):
                 results = self._evaluate()
             if self._metrics is not None and results:
                 self._metrics.write(loop.done, results)
+        for line in score_lines(results):
+            log.info("step %d/%d  %s", loop.done, loop.total, line)
         if name is None:
             return results
         if name not in results:
             raise UserError(
                 f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
-                f"{', '.join(results) or 'none: set data.val or data.zero_shot'}."
+                f"{', '.join(scores_among(results)) or 'none: set data.val or data.zero_shot'}."
             )
         if loop.done:
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
@@ -81,7 +83,7 @@ class EvaluateModel(Hook):
 
         def read() -> dict[str, float]:
             of_step = (record for record in read_metrics(path) if record["step"] == loop.done)
-            found = [record for record in of_step if "loss" not in record]  # which those of training have
+            found = [record for record in of_step if "lr" not in record]  # which those of training have
             return {name: value for record in found for name, value in record.items() if name != "step"}
 
         return loop.context.communicator.on_rank_zero(read)

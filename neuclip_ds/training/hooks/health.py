@@ -38,12 +38,7 @@ class WatchHealth(Hook):
         problem = self._health.check_update(result.step, result.applied, lambda: result.metrics, result.not_finite)
         if problem is not None:
             loop.roll_back(problem)
-        if not result.applied:
-            return
-        # the rest of an epoch, less than half a batch, has another loss
-        order, _, step_of_epoch = loop.position.at(result.step - 1)
-        is_rest = step_of_epoch + 1 == order.steps_per_epoch and 2 * order.last_batch_size < order.batch_size
-        if not is_rest:
+        if result.applied and not result.rest:
             self._health.check_loss(result.step, result.loss, lambda: result.metrics)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -47,7 +48,9 @@ class WriteMetrics(Hook):
         if not result.logs:
             return
         if self._metrics is not None:
-            self._metrics.write(result.step, {**result.metrics, **self._of_interval(loop, result)})
+            # the values of an epoch's rest, with fewer negatives, would end every curve in a step
+            of_step = {"lr": result.lr, "skipped_steps": result.skipped} if result.rest else result.metrics
+            self._metrics.write(result.step, {**of_step, **self._of_interval(loop, result)})
         self._begin_interval(loop)
 
     def _of_interval(self, loop: Loop, result: StepResult) -> dict[str, float]:
@@ -65,15 +68,17 @@ class WriteMetrics(Hook):
 
 
 class ShowProgress(Hook):
-    """Show step, loss, temperature, throughput and time left on rank 0."""
+    """Show step, loss of the newest full batch, temperature, throughput and time left on rank 0."""
 
     def start(self, loop: Loop) -> None:
         shown = loop.context.communicator.rank == 0 and loop.done < loop.total
         self._progress = loop.resources.enter_context(Progress(loop.total, loop.done, enabled=shown))
+        self._loss = math.nan
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._loss = self._loss if result.rest else result.loss
         self._progress.update(
-            result.step, loss=result.loss, tau=result.tau, samples_per_second=result.samples_per_second
+            result.step, loss=self._loss, tau=result.tau, samples_per_second=result.samples_per_second
         )
 
 

@@ -20,7 +20,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.export import export
 from neuclip_ds.models.pretrained.base import LogitParameters
-from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
 
 LOGITS = LogitParameters(0.02, None)
@@ -121,6 +121,21 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
     assert_equal(back, features(model))
     assert logits.temperature == pytest.approx(0.02)
     assert again.preprocessing == model.source.preprocessing
+
+
+@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize("family", ["", "clip"])
+def test_adapters_are_merged(family: str, form: str, tmp_path: Path) -> None:
+    lora: dict[str, Any] = {"lora": {"rank": 2, "alpha": 3}}
+    if family:
+        SAVERS[family](tmp_path / "from")
+        model = trained(pretrained=str(tmp_path / "from"), vision=lora, text={"train": 1, **lora})
+    else:
+        vision = {"name": "vit_base_patch32_clip_224", "image_size": 32, "options": TINY_VIT, **lora}
+        model = trained(vision=vision, text=TEXT, embed_dim=16)
+    source, weights = merged(model.source, model.tokenizer, model.model.state_dict())
+    export(source.package(model.tokenizer, weights, LOGITS), form, tmp_path / "out", "# A card\n")
+    assert_equal(READERS[form](tmp_path / "out", 32), features(model))
 
 
 @pytest.mark.parametrize("family", ["clip", "open_clip"])

@@ -1,0 +1,129 @@
+"""The moving average of the weights in every ZeRO stage: its values, its use, and what checkpoints make of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import run_ranks
+from torch import Tensor, nn
+
+from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.config import Config, OptimizerConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.average import AVERAGE, WeightAverage, discard_average
+from neuclip_ds.engine.config import load_engine_config
+from neuclip_ds.engine.start import start_engine
+
+STAGES = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
+QUICK = ["zero0_fp32", "zero1_bf16", "zero3_bf16"]
+DECAY = 0.3  # from the third step on; before that 2/11 and 3/12
+ROWS = 4
+
+
+def build(name: str, communicator: Communicator, seed: int = 0) -> Any:
+    from neuclip_ds.distributed.launch import join
+
+    join()
+    torch.manual_seed(seed)
+    net = nn.Sequential(nn.Linear(3, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False))
+    net.get_parameter("0.bias").requires_grad_(False)
+    config = Config.model_validate({"data": {"batch_size": ROWS}, "deepspeed": name})
+    engine_config = load_engine_config(config, communicator.world_size)
+    return start_engine(net, OptimizerConfig(lr=0.1), engine_config, communicator)
+
+
+def step(engine: Any, number: int) -> None:
+    for group in engine.optimizer.param_groups:
+        group["lr"] = 0.1
+    rows = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
+    engine.backward((engine(rows.to(next(engine.module.parameters()).dtype)).float() + 0.5).square().mean())
+    engine.step()
+
+
+def saved(engine: Any, communicator: Communicator, folder: Path) -> StateFiles:
+    communicator.on_rank_zero(lambda: folder.mkdir(parents=True))
+    save_engine(folder, engine, communicator)
+    communicator.barrier()
+    return StateFiles(folder)
+
+
+def kinds(files: StateFiles, kind: str) -> dict[str, Tensor]:
+    return {name: files.read(name, kind) for name in files.names() if kind in files.kinds(name)}
+
+
+def weights_in_use(engine: Any) -> dict[str, Tensor]:
+    import deepspeed
+
+    parameters = dict(engine.module.named_parameters())
+    with deepspeed.zero.GatheredParameters(list(parameters.values())):
+        return {name: parameter.detach().clone().view(-1) for name, parameter in parameters.items()}
+
+
+def average_of_four_steps(communicator: Communicator, folder: Path, names: list[str]) -> None:
+    for name in names:
+        engine = build(name, communicator)
+        average = WeightAverage(engine, DECAY)
+        expected: dict[str, Tensor] = {}
+        for number in range(1, 5):
+            step(engine, number)
+            average.update(number)
+            files = saved(engine, communicator, folder / name / str(number))
+            expected = moved_towards(expected, kinds(files, WEIGHT), number)
+            if number == 2:
+                in_use_for_a_moment(engine, average, kinds(files, AVERAGE))
+        found = kinds(StateFiles(folder / name / "4"), AVERAGE)
+        assert found.keys() == {"0.weight", "1.weight", "1.bias", "2.weight"}, "the frozen bias has none"
+        for key, value in found.items():
+            assert value.dtype == torch.float32
+            torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
+
+
+def moved_towards(before: dict[str, Tensor], now: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+    """The textbook's average, from the float32 weights."""
+    decay = min(DECAY, (1 + number) / (10 + number))
+    return {name: decay * before.get(name, now[name]) + (1 - decay) * now[name] for name in now}
+
+
+def in_use_for_a_moment(engine: Any, average: WeightAverage, wanted: dict[str, Tensor]) -> None:
+    """The module computes with the average, rounded to its precision, and then with the same bits as before."""
+    before = weights_in_use(engine)
+    with average.in_use():
+        used = weights_in_use(engine)
+    after = weights_in_use(engine)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert all(torch.equal(used[name], wanted[name].to(used[name].dtype)) for name in wanted)
+    assert not torch.equal(used["2.weight"], before["2.weight"])
+
+
+def read_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -> None:
+    """Another number of ranks and stage keeps every bit, and steps on as the first would."""
+    for name in names:
+        other = STAGES[(STAGES.index(name) + 2) % len(STAGES)]
+        engine = build(other, communicator, seed=1)
+        load_engine(folder / name / "4", engine, communicator)
+        again = saved(engine, communicator, folder / name / "again")
+        first = StateFiles(folder / name / "4")
+        for kind in (AVERAGE, WEIGHT):
+            found, wanted = kinds(again, kind), kinds(first, kind)
+            assert found.keys() == wanted.keys()
+            trained = [key for key in wanted if key != "0.bias"]
+            assert all(torch.equal(found[key], wanted[key]) for key in trained), (name, kind)
+        step(engine, 5)
+        WeightAverage(engine, DECAY).update(5)
+        moved = kinds(saved(engine, communicator, folder / name / "moved"), AVERAGE)
+        assert not torch.equal(moved["2.weight"], kinds(first, AVERAGE)["2.weight"])
+        discard_average(engine)
+        assert kinds(saved(engine, communicator, folder / name / "without"), AVERAGE) == {}
+        step(engine, 6)
+
+
+@pytest.mark.parametrize(
+    "names", [QUICK, pytest.param([name for name in STAGES if name not in QUICK], marks=pytest.mark.slow)]
+)
+def test_the_average_is_that_of_the_masters(names: list[str], tmp_path: Path) -> None:
+    run_ranks(2, average_of_four_steps, tmp_path, names)
+    run_ranks(1, read_elsewhere, tmp_path, names)

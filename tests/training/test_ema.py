@@ -1,0 +1,61 @@
+"""A run with a moving average of its weights: resumed exactly, evaluated and exported by choice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_ranks
+from small_runs import TINY, demo_shards, newest_checkpoint, train_connected
+
+from neuclip_ds.checkpoint.saved_model import open_model
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.average import AVERAGE
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
+
+# and no schedule, which another budget would change
+EMA = ["--ema.decay=0.5", "--optimizer.warmup_steps=0", "--optimizer.schedule=constant"]
+
+
+@pytest.fixture(scope="module")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(demo_shards(tmp_path_factory.mktemp("demo") / "data", 40))
+
+
+def evaluations(runs: Path) -> list[dict[str, float]]:
+    lines = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" not in line]
+
+
+def run(communicator: Communicator, shards: str, runs: Path, ends: list[tuple[str, int, str]]) -> None:
+    """Train the run in a folder to so many steps, with a further option, one after the other."""
+    for folder, steps, more in ends:
+        options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={Path(shards).parent / 'val'}", more]
+        where = [f"--run.folder={runs / folder}", "--run.name=run", f"--budget.steps={steps}"]
+        train_connected(communicator, parse([*options, *where]).config)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: str, tmp_path: Path) -> None:
+    stage, other = "--deepspeed=zero1_fp32", "--ema.decay=0"
+    run_ranks(ranks, run, shards, tmp_path, [("whole", 4, stage), ("broken", 2, stage), ("broken", 4, stage)])
+    whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "engine") for name in ("whole", "broken"))
+    for name in whole.names():
+        for kind in (AVERAGE, WEIGHT):
+            assert torch.equal(whole.read(name, kind), broken.read(name, kind)), (name, kind)
+    assert evaluations(tmp_path / "whole") == evaluations(tmp_path / "broken")
+    metric = "image_to_text_recall@1"
+    assert {metric, f"ema/{metric}"} < evaluations(tmp_path / "whole")[-1].keys()
+    checkpoint = str(newest_checkpoint(tmp_path / "whole"))
+    trained, averaged = (open_model(checkpoint, Communicator(), ema).model for ema in (False, True))
+    name = "vision.projection.weight"
+    assert torch.equal(averaged.get_parameter(name).view(-1), whole.read(name, AVERAGE))
+    assert not torch.equal(averaged.get_parameter(name), trained.get_parameter(name))
+    run_ranks(1, run, shards, tmp_path, [("whole", 5, other)])
+    assert "ema/" not in json.dumps(evaluations(tmp_path / "whole")[-1])
+    with pytest.raises(UserError, match="holds no average of the weights"):
+        open_model(str(newest_checkpoint(tmp_path / "whole")), Communicator(), True)
