@@ -22,6 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
     parser.add_argument("shards", help="data set in the forms of data.train: folder, glob, braces, manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, which all nodes share")
+    parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
     parser.add_argument("--features", nargs="+", choices=("image", "text"), default=["image", "text"], help="of what")
     parser.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="of the files")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the features on disk")

@@ -31,6 +31,7 @@ class Embedding(NamedTuple):
     model: str
     shards: str
     out: Path
+    ema: bool = False
     features: Sequence[str] = (IMAGE, TEXT)
     format: str = "parquet"
     dtype: str = "float16"
@@ -58,7 +59,7 @@ def write_features(options: Embedding) -> Summary:
         options.out.mkdir(parents=True, exist_ok=True)
     with connected(task, options.out, data.max_outage) as communicator:
         check_shared(options.out, communicator)
-        return _write_features(open_model(options.model, communicator), options, data, communicator)
+        return _write_features(open_model(options.model, communicator, options.ema), options, data, communicator)
 
 
 def _write_features(saved: SavedModel, options: Embedding, data: DataConfig, communicator: Communicator) -> Summary:
@@ -66,7 +67,8 @@ def _write_features(saved: SavedModel, options: Embedding, data: DataConfig, com
     encode = encoder_of(saved.model.to(communicator.device, getattr(torch, options.precision)), communicator.device)
     kinds = [kind for kind in (IMAGE, TEXT) if kind in options.features]
     identity = {
-        "model": saved.name,
+        "model": str(saved.checkpoint or saved.name),
+        "ema": options.ema,
         "features": kinds,
         "dim": encode(None, saved.tokenizer(["a"]))[1].shape[1],
         "batch_size": max(1, options.batch_size),
@@ -106,7 +108,8 @@ def find_nearest(search: Search) -> list[tuple[str, list[Match]]]:
     if not parts.numbers:
         raise UserError(f"{search.features} has no part yet; run neuclip-ds embed first.")
     communicator = Communicator("cuda" if torch.cuda.is_available() else "cpu")
-    saved = open_model(search.model or parts.identity["model"], communicator)
+    average = parts.identity["ema"] and search.model is None
+    saved = open_model(search.model or parts.identity["model"], communicator, average)
     encode = encoder_of(saved.model.to(communicator.device), communicator.device)
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 1)
     queries = []
