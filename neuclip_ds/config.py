@@ -231,6 +231,13 @@ class TowerConfig(Section):
     projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
+    @field_validator("train", mode="before")
+    @classmethod
+    def _names_a_part(cls, value: Any) -> Any:
+        if value not in (None, "all", "frozen") and not str(value).isdecimal():
+            raise ValueError(f"{str(value)[:50]!r} is neither all nor frozen, nor a number of blocks")
+        return value
+
     @model_validator(mode="after")
     def _adapters_adapt_frozen_weights(self) -> TowerConfig:
         if self.lora.rank and self.train == "all":
@@ -321,6 +328,10 @@ class TowerRates(Section):
     """Factor on the learning rate from each layer of the tower to the one before it: what follows the blocks has the
     tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
 
+    def scaled(self, factor: float) -> TowerRates:
+        """Return the rates times a factor."""
+        return self if self.lr is None else self.model_copy(update={"lr": self.lr * factor})
+
 
 class OptimizerConfig(Section):
     name: Literal["adamw", "lamb", "lion", "sgd"] = "adamw"
@@ -338,7 +349,7 @@ class OptimizerConfig(Section):
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
     base_batch_size: int | None = Field(None, ge=1)
-    """Batch size that lr, min_lr and the lr of phases are given for: they are scaled to `data.batch_size` by
+    """Batch size that lr, min_lr and the lr of towers and phases are given for: they are scaled to `data.batch_size` by
     `batch_rule`. By default they are those of `data.batch_size`."""
     batch_rule: Literal["linear", "sqrt"] = "linear"
     """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""
@@ -483,11 +494,13 @@ class Config(Section):
             return self
         ratio = self.data.batch_size / optimizer.base_batch_size
         factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
-        rates = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor, "base_batch_size": None}
+        rates: dict[str, Any] = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
+        rates |= {name: getattr(optimizer, name).scaled(factor) for name in ("vision", "text")}
         phases = [
             phase if phase.lr is None else phase.model_copy(update={"lr": phase.lr * factor}) for phase in self.phases
         ]
-        return self.model_copy(update={"optimizer": optimizer.model_copy(update=rates), "phases": phases})
+        optimizer = optimizer.model_copy(update={**rates, "base_batch_size": None})
+        return self.model_copy(update={"optimizer": optimizer, "phases": phases})
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""

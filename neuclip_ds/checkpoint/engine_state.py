@@ -4,7 +4,7 @@
 
 Kept are float32 master weights (the weights themselves where there are no others, as with frozen parameters), the
 optimizer's tensors and scalars, the module's persistent buffers (rank 0's, where ranks differ, as in batch norm),
-and DeepSpeed's counts of steps and samples. Hyper-parameters belong to the config.
+and DeepSpeed's counts of steps and samples, with fp16 the loss scale. Hyper-parameters belong to the config.
 """
 
 import logging
@@ -27,6 +27,7 @@ from neuclip_ds.checkpoint.sharded_state import (
     shards_file,
 )
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.loss_scale import loss_scale_of
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
@@ -47,6 +48,8 @@ def engine_files(engine: Any, communicator: Communicator) -> list[StateFile]:
     files: list[StateFile] = [shards_file(rank, world_size, save, shards)]
     if rank == 0:
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+        if (scale := loss_scale_of(engine)) is not None:
+            counters |= scale.state()
         shapes, kind = parameter_shapes(engine.module), _kind_of(engine, communicator)
         files += [buffers_file(save, _buffers(engine.module)), index_file(save, shapes, contents, counters, kind)]
     return files
@@ -78,6 +81,8 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
     refresh_weights(engine)
     for name in _COUNTERS:
         setattr(engine, name, files.counters[name])
+    if (scale := loss_scale_of(engine)) is not None:
+        scale.load_state(files.counters)
     now = _kind_of(engine, communicator)
     if files.written_by != now:
         log.info("%s was written by %s and is read by %s", folder, *map(_describe, (files.written_by, now)))
@@ -185,8 +190,9 @@ def _fill_buffers(files: StateFiles, module: Any) -> None:
 
 
 def _kind_of(engine: Any, communicator: Communicator) -> dict[str, Any]:
-    stage, precision = int(engine.zero_optimization_stage()), "bf16" if engine.bfloat16_enabled() else "fp32"
-    return {"world_size": communicator.world_size, "zero_stage": stage, "precision": precision}
+    stage = int(engine.zero_optimization_stage())
+    half = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else None
+    return {"world_size": communicator.world_size, "zero_stage": stage, "precision": half or "fp32"}
 
 
 def _describe(kind: dict[str, Any]) -> str:

@@ -7,7 +7,7 @@ The folder of K ranks holds
     engine.json                             `format`, `save` (an identity, also in the metadata of the other files),
                                             `files` (K), `parameters` (name -> shape, in the module's order),
                                             `shards` (name -> KINDs, and [rank, START, STOP] of each),
-                                            `counters` (of steps and samples), `written_by` (for the log)
+                                            `counters` (of steps, samples and fp16's loss scale), `written_by`
 
 with the keys
 

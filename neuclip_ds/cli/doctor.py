@@ -24,7 +24,8 @@ from neuclip_ds.cli.program import Parser
 from neuclip_ds.engine.config import FOLDER, read_engine_file
 from neuclip_ds.recipe import parse
 
-ENGINES = sorted(path.stem for path in FOLDER.glob("*.json"))
+# those of fp16 are for GPUs without bf16
+ENGINES = sorted(path.stem for path in FOLDER.glob("*.json") if not path.stem.endswith("_fp16"))
 
 
 def main(arguments: Sequence[str]) -> None:

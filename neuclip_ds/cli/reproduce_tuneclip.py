@@ -36,6 +36,7 @@ class _Study:
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._variants = chosen(arguments.variants)
         self._searched = dict.fromkeys(cold_start.VARIANTS[name].searched or name for name in self._variants)
+        self._rate: float | None = arguments.rate
         self._out = arguments.out.resolve()
         self._runner = prepared(arguments)
         self._plan = _plan(arguments)
@@ -50,6 +51,8 @@ class _Study:
         found += self._run(list(self._recoveries()), "recovery")
         searched, best = self._search()
         found += searched
+        if self._rate is not None:
+            best |= dict.fromkeys(filter(cold_start.has_adamw, best), self._rate)
         finals = [
             cold_start.final(self._plan, name, best[cold_start.VARIANTS[name].searched or name], seed)
             for seed in self._seeds

@@ -11,7 +11,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -104,8 +104,7 @@ class Communicator:
         """A process group of this rank alone; all ranks may ask for theirs at any time."""
         if self.world_size == 1:
             return self.group
-        group: ProcessGroup = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-        return group
+        return cast(ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""

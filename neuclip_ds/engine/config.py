@@ -25,6 +25,10 @@ class _Precision(_Part):
     enabled: bool = False
 
 
+class _Fp16(_Precision):
+    fp16_master_weights_and_grads: bool = False
+
+
 class _Offload(_Part):
     device: Literal["none", "cpu", "nvme"] | None = None
     ratio: float = 1
@@ -43,7 +47,7 @@ class _Engine(_Part):
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1
     bf16: _Precision = _Precision()
-    fp16: _Precision = _Precision()
+    fp16: _Fp16 = _Fp16()
     zero_optimization: _Zero = _Zero()
 
 
@@ -105,8 +109,11 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
             raise UserError(
                 f"{path} has a section {key}, which the recipe owns (optimizer.*): remove it from the JSON."
             )
-    if read.fp16.enabled:
-        raise UserError(f"{path} enables fp16, whose loss scaling skips steps; use bf16 (zero1_bf16) or float32.")
+    if read.fp16.enabled and (read.zero_optimization.stage == 0 or read.fp16.fp16_master_weights_and_grads):
+        raise UserError(
+            f"{path} enables fp16 without ZeRO or without float32 weights, which is not supported: use zero1_fp16, or "
+            "set zero_optimization.stage to 1 or more and remove fp16.fp16_master_weights_and_grads."
+        )
     for name, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
         if not engine.get(name, {}).get(key, True):
             raise UserError(
@@ -124,6 +131,13 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
 def is_bf16(engine: dict[str, Any]) -> bool:
     """Return whether the towers run in bfloat16."""
     return bool(engine.get("bf16", {}).get("enabled", False))
+
+
+def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
+    """Return the precision in which the towers run."""
+    if engine.get("fp16", {}).get("enabled", False):
+        return "fp16"
+    return "bf16" if is_bf16(engine) else "fp32"
 
 
 def zero_stage(engine: dict[str, Any]) -> int:

@@ -4,16 +4,30 @@ import logging
 from typing import Any
 
 import torch
+from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.config import Config
-from neuclip_ds.engine.config import is_bf16
+from neuclip_ds.engine.config import precision
+from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
 
 def towers_dtype(engine: dict[str, Any]) -> torch.dtype:
     """Return the dtype of weights and activations under DeepSpeed's config."""
-    return torch.bfloat16 if is_bf16(engine) else torch.float32
+    return {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision(engine)]
+
+
+def require_precision(engine: dict[str, Any], name: str) -> None:
+    """Raise `UserError` if this device cannot run towers in the precision of DeepSpeed's config, which is `name`."""
+    accelerator, wanted = get_accelerator(), precision(engine)
+    supported = {"fp32": True, "bf16": accelerator.is_bf16_supported(), "fp16": accelerator.is_fp16_supported()}
+    if not supported[wanted]:
+        others = " or ".join(f"zero1_{other}" for other, possible in supported.items() if possible)
+        raise UserError(
+            f"deepspeed={name} runs the towers in {wanted}, which this device ({accelerator.device_name()}) does not "
+            f"support: use deepspeed={others}."
+        )
 
 
 def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:

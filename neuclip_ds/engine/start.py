@@ -12,6 +12,7 @@ from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import zero_stage
 from neuclip_ds.engine.lamb import Lamb
+from neuclip_ds.engine.loss_scale import install_loss_scale
 from neuclip_ds.engine.optimizers import build_optimizer
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
@@ -43,6 +44,7 @@ def start_engine(
     if zero_stage(engine_config) == 3:
         keep_frozen_whole(model, communicator)
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+    install_loss_scale(engine)
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):
         parts: defaultdict[Tensor, list[slice]] = defaultdict(list)

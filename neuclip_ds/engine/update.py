@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from torch.nn.utils import get_total_norm
 
+from neuclip_ds.engine.loss_scale import loss_scale_of
 from neuclip_ds.engine.zero import forget_gradients
 
 
@@ -21,6 +22,8 @@ def update_weights(engine: Any) -> Update:
         engine.step()
         if not engine.was_step_applied():
             forget_gradients(engine)
+        elif (scale := loss_scale_of(engine)) is not None:
+            scale.grow()
         return Update(float(engine.get_global_grad_norm()), engine.was_step_applied())
     norm = float(get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
     applied = math.isfinite(norm)

@@ -12,7 +12,7 @@ from enum import Enum
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from neuclip_ds.engine.config import is_bf16, zero_stage
+from neuclip_ds.engine.config import precision, zero_stage
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -61,12 +61,13 @@ class ZeroRules:
     @staticmethod
     def of(engine: dict[str, Any]) -> ZeroRules:
         """Read DeepSpeed's config."""
-        stage, weight = zero_stage(engine), 2 if is_bf16(engine) else 4
+        stage, weight = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
         section = engine.get("zero_optimization", {})
         offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
         accumulated = _bytes(engine.get("data_types", {}).get("grad_accum_dtype"), weight)
-        wrapper = _wrapper(stage, weight, accumulated, offloads)
-        checks = wrapper is Wrapper.ZERO_1_2 and weight == 2
+        fp16 = precision(engine) == "fp16"
+        wrapper = Wrapper.ZERO_1_2 if fp16 and stage in (1, 2) else _wrapper(stage, weight, accumulated, offloads)
+        checks = fp16 or (wrapper is Wrapper.ZERO_1_2 and weight == 2)
         sent = _bytes(engine.get("communication_data_type"), weight)
         zero = {**_DEFAULTS, "overlap_comm": stage == 3, **section}
         return ZeroRules(stage, wrapper, offloads, weight, accumulated, sent, checks, zero)
@@ -182,6 +183,11 @@ def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
 def parameter_shapes(module: nn.Module) -> dict[str, list[int]]:
     """Return the full shapes by name, also of parameters that ZeRO 3 has partitioned."""
     return {name: list(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+
+
+def fetches_weights(module: nn.Module) -> bool:
+    """Whether ZeRO 3 fetches weights as modules run, in an order that it records and that every pass must keep."""
+    return any(hasattr(weight, "ds_tensor") for weight in module.parameters())
 
 
 def release_gathered(engine: Any) -> None:

@@ -15,7 +15,7 @@ from neuclip_ds.data.order import BatchOrder
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.trained_parts import Trainable
@@ -132,7 +132,7 @@ def _model(
     lines = [
         f"model      {query.source.name} {image.total:,} + text {text.total:,} = {image.total + text.total:,} "
         f"parameters{checkpointing}",
-        f"precision  {'bf16' if is_bf16(engine) else 'float32'}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
+        f"precision  {precision(engine).replace('fp32', 'float32')}, ZeRO {zero_stage(engine)} ({config.deepspeed})",
     ]
     if image.frozen or text.frozen:
         lines.insert(1, f"trained    {image.trained:,} + text {text.trained:,} = {image.trained + text.trained:,}")

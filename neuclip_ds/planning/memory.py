@@ -14,7 +14,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuclip_ds.config import Config, TextConfig
-from neuclip_ds.engine.config import is_bf16, load_engine_config
+from neuclip_ds.engine.config import load_engine_config, precision
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
@@ -192,9 +192,9 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
     """Return the first of ds_configs/ in the run's precision, by stage, then with offload, that fits such GPUs."""
-    precision = "bf16" if is_bf16(load_engine_config(query.config, query.world_size)) else "fp32"
-    names = [f"zero{stage}_{precision}" for stage in range(4)]
-    if precision == "bf16":
+    kind = precision(load_engine_config(query.config, query.world_size))
+    names = [f"zero{stage}_{kind}" for stage in range(1 if kind == "fp16" else 0, 4)]
+    if kind == "bf16":
         names += ["zero2_bf16_offload", "zero3_bf16_offload"]
     for name in names:
         found = account(_changed(query, {"deepspeed": name}), towers)

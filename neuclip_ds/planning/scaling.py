@@ -95,7 +95,8 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
     engine = load_engine_config(config, world_size)
     rules = ZeroRules.of(engine)
     comm_dtype, pieces = resolve_comm_dtype(config, engine), rows // micro
-    image, text = (_step_flops(tower, pieces, config.model.activation_checkpointing) for tower in model[-2:])
+    checkpointing = config.model.activation_checkpointing
+    image, text = (_step_flops(tower, pieces, checkpointing, rules.stage) for tower in (model.image, model.text))
     query = ObjectiveQuery(config, world_size, rows, model.dim, comm_dtype, pieces, build)
     objective, calls = objective_work(query), objective_calls(query) if world_size > 1 else []
     return Work(
@@ -111,9 +112,9 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
     )
 
 
-def _step_flops(tower: TowerFlops, pieces: int, checkpointing: bool) -> float:
+def _step_flops(tower: TowerFlops, pieces: int, checkpointing: bool, stage: int) -> float:
     """Return the operations of a tower on one input of a step in so many micro-batches."""
-    again = tower.forward if pieces > 1 and tower.backward else 0.0
+    again = tower.forward if pieces > 1 and (tower.backward or stage == 3) else 0.0
     return tower.forward + tower.backward + again + checkpointing * tower.backward / 2
 
 

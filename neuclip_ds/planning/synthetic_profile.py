@@ -12,7 +12,7 @@ import torch
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import is_bf16, load_engine_config, zero_stage
+from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
@@ -98,7 +98,7 @@ def run_synthetic_profile(
     facts = {
         "method": name,
         "zero_stage": zero_stage(engine_config),
-        "precision": "bf16" if is_bf16(engine_config) else "float32",
+        "precision": precision(engine_config).replace("fp32", "float32"),
         "batch_size": config.data.batch_size,
         "embed_dim": config.model.embed_dim,
         "parameters": steps.parameters,

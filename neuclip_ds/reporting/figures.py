@@ -21,7 +21,7 @@ from neuclip_ds.reporting.scores import Series
 _INK, _GRID = COLOURS["ink"][0], COLOURS["grid"][0]
 _CYCLE = [light for name, (light, _) in COLOURS.items() if name.startswith("curve")]
 _DASHES = ("-", "--", ":", "-.")  # of curves beyond the colours
-_RC: dict[str, Any] = {
+_RC: Any = {  # typed by matplotlib as a dictionary of each key that it knows
     "font.size": 9,
     "svg.fonttype": "none",  # text stays text, in the page's font
     "axes.spines.top": False,
@@ -57,14 +57,17 @@ def collect(records: Iterable[Mapping[str, float]]) -> Series:
 def draw(panel: Panel, runs: Mapping[str, Series]) -> Figure | None:
     """Draw a panel's curves, None if there are none to draw, or nothing but zeros.
 
-    Those of one run have a colour each; of several runs each has its colour, the same in all panels.
+    Those of one run have a colour each, with their values or the range of each bin behind them in pale. Of several runs
+    each has its colour, the same in all panels, and the smooth lines alone, which would vanish in each other's ranges.
     """
     curves: list[tuple[str, int, Curve]] = []  # with label and number of the colour
     for number, (run, series) in enumerate(runs.items()):
         for metric in filter(panel.has, series):
             curve = summarize(*series[metric], panel.log_scale)
-            if curve is not None:
-                curves.append((run, number, curve) if len(runs) > 1 else (short(metric), len(curves), curve))
+            if curve is not None and len(runs) > 1:
+                curves.append((run, number, curve._replace(low=curve.line, high=curve.line)))
+            elif curve is not None:
+                curves.append((short(metric), len(curves), curve))
     if not any(curve.low.any() or curve.high.any() for _, _, curve in curves):
         return None
     with rc_context(_RC):
@@ -105,7 +108,8 @@ def draw_histogram(title: str, unit: str, columns: Mapping[str, Sequence[float]]
 def svg(figure: Figure) -> str:
     """Return a figure as an SVG element, whose colours are the variables --NAME of the page's style."""
     # the salt makes ids differ among the figures of a page, and not from one page to the next
-    with rc_context({**_RC, "svg.hashsalt": figure.get_label()}):
+    label = str(figure.get_label())
+    with rc_context({**_RC, "svg.hashsalt": label}):
         figure.savefig(out := io.StringIO(), format="svg", transparent=True, metadata={"Date": None})
     element = out.getvalue().partition("<svg")[2]
     attributes, _, content = element.partition(">")
@@ -114,7 +118,7 @@ def svg(figure: Figure) -> str:
     content = re.sub(r"font: (bold |700 )?([\d.]+)px [^;\"]*", r"font-size: \2px; font-weight: \1", content)
     for name, (light, _) in COLOURS.items():
         content = content.replace(light, f"var(--{name})")
-    return f'<svg role="img" aria-label="{html.escape(figure.get_label())}" {box[0] if box else ""}>{content}'
+    return f'<svg role="img" aria-label="{html.escape(label)}" {box[0] if box else ""}>{content}'
 
 
 def png(figure: Figure) -> bytes:
@@ -134,11 +138,10 @@ def _figure(title: str) -> tuple[Figure, Axes]:
 
 
 def _plot(axes: Axes, curve: Curve, label: str, colour: str, dashes: str) -> None:
-    """Draw a curve: its smooth line, and its values or the range of each bin behind it in pale."""
     marker = "o" if len(curve.steps) < 30 else None
     if (curve.low < curve.high).any():
         axes.fill_between(curve.steps, curve.low, curve.high, color=colour, alpha=0.16, linewidth=0)
-    elif curve.window > 1:
+    elif curve.low is not curve.line:
         axes.plot(curve.steps, curve.low, color=colour, alpha=0.3, linewidth=0.7)
     axes.plot(curve.steps, curve.line, dashes, color=colour, label=label, linewidth=1.5, marker=marker, markersize=3)
 

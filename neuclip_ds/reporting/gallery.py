@@ -10,6 +10,7 @@ from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.disk import best_effort
 
 FILE = "nearest_captions.json"
+_OF_SEVERAL = 3  # captions of a picture for each run that is compared
 Picture = Mapping[str, Any]  # jpeg in base64; own and nearest, lists of [text, cosine similarity, whether its own]
 
 
@@ -55,16 +56,20 @@ def _of(run: str, runs: Mapping[str, object]) -> str:
 
 def _figure(jpeg: str, found: Mapping[str, Picture], named: bool) -> str:
     own = html.escape(next(iter(found.values()))["own"][0][0])
-    lists = "".join((f"<h4>{html.escape(run)}</h4>" if named else "") + _list(one) for run, one in found.items())
+    lists = "".join(
+        f"<h4>{html.escape(run)}</h4>{_list(one, _OF_SEVERAL)}" if named else _list(one) for run, one in found.items()
+    )
     image = f'<img alt="{own}" src="data:image/jpeg;base64,{jpeg}">'
     return f"<figure>{image}<figcaption><p>{own}</p>{lists}</figcaption></figure>"
 
 
-def _list(picture: Picture) -> str:
+def _list(picture: Picture, length: int | None = None) -> str:
     """Return the nearest captions, and the picture's own below them if it is not one of them."""
-    lines = [*picture["nearest"], *(own for own in picture["own"] if own[0] not in [x[0] for x in picture["nearest"]])]
+    nearest = picture["nearest"][:length]
+    shown = [text for text, _, own in nearest if own]
+    lines = [*nearest, *(own for own in picture["own"] if own[0] not in shown)]
     best = picture["own"][0][1]
-    return "<ol>" + "".join(_line(*line, best) for line in lines) + "</ol>"
+    return "<ol>" + "".join(_line(text, near, own, best) for text, near, own in lines) + "</ol>"
 
 
 def _line(text: str, similarity: float, own: bool, best: float) -> str:

@@ -97,6 +97,12 @@ class StepHealth:
             return None
         return f"steps {step - self._patience + 1} to {step} were skipped: in the last, {found}"
 
+    def report_overflow(self, step: int, scale: float) -> None:
+        """Report a step that was skipped, as its gradient overflows float16: a smaller loss scale is the remedy."""
+        if self._reports:
+            message = f"step {step} is skipped: its gradient overflows float16; the loss scale is now {scale:g}"
+            self._events.add(step, "loss_scale", message, level=logging.INFO)
+
     def rolled_back(self, step: int, error: RollBack) -> None:
         """Record why the run returns to a step, with the samples of all skipped steps."""
         if self._reports:

@@ -27,7 +27,7 @@ from neuclip_ds.reporting.scores import CHANCE, NO_REFERENCE, Reference, Series,
 _EVENTS = 200  # listed; the others are counted
 _CURVES = 8  # that share a plot at most
 _READING = (
-    "A line is a mean over a fortieth of a long curve; the values, or their range, are pale behind it. "
+    "A line is a mean over a fortieth of a long curve; the values of a single run, or their range, are pale behind it. "
     "Where far outliers would flatten a plot, they are outside, and the range of all values is given."
 )
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from neuclip_ds.reproduction.study import Job, Options, read_by
 
 SEARCH = "tune-search"  # what names of its runs begin with
-RATES = tuple(float(f"{digit}e{power}") for power in range(-6, 2) for digit in (1, 3))
+RATES = tuple(float(f"{digit}e{power}") for power in range(-5, 2) for digit in (1, 3))
 _FIRST = (1e-4, 3e-4, 1e-3)  # the search starts here and goes on until its best rate is not on the edge
 _FIRST_SGD = (1e-2, 3e-2, 1e-1)
 _TRANSFER, _MARGIN = "recovery.transfer", "objective.hinge.margin"
@@ -127,6 +127,11 @@ def recovery(plan: Plan, name: str, seed: int) -> Job:
         options["recovery.epochs"] = plan.epochs  # as many as of fine-tuning, as published
     train = plan.noisy if chosen.noisy else plan.tuning
     return Job(f"recover/{name}/seed{seed}", "tuneclip", seed, "validation", options, train)
+
+
+def has_adamw(name: str) -> bool:
+    """Return whether a variant's optimizer is AdamW."""
+    return "optimizer.name" not in VARIANTS[name].options
 
 
 def rates_to_try(found: Mapping[float, float], first: Sequence[float]) -> Sequence[float]:

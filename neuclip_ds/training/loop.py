@@ -5,6 +5,7 @@ checkpoints, metrics and logs.
 """
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
@@ -21,6 +22,7 @@ from neuclip_ds.data.disk import explain_disk
 from neuclip_ds.data.rank_batch import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import discard_average
+from neuclip_ds.engine.loss_scale import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.models.towers import set_patch_drop
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
@@ -75,6 +77,8 @@ class StepResult:
     applied: bool  # False where the step was skipped
     not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite
     skipped: int  # steps of the run that were skipped
+    loss_scale: float | None  # of fp16 towers, after the step
+    overflowed: bool  # whether it was skipped only because the loss scale was too large
     waited: float  # seconds for the batch
     seconds: float  # of the whole step
     samples_per_second: float  # over all ranks, in the last steps
@@ -83,6 +87,8 @@ class StepResult:
     def metrics(self) -> dict[str, float]:
         """Everything that is logged of the step, by name; the first use waits for the device."""
         found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
+        if self.loss_scale is not None:
+            found["loss_scale"] = self.loss_scale
         values = torch.stack([value.double() for value in self.gradients.metrics.values()]).tolist()
         return found | dict(zip(self.gradients.metrics, values, strict=True))
 
@@ -267,6 +273,7 @@ class Loop:
         progress = number / self.total
         place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress, logs=logs)
         outcome = self._step(batch, place)
+        scale = loss_scale_of(self.context.engine)
         return StepResult(
             step=number + 1,
             last=last,
@@ -278,6 +285,8 @@ class Loop:
             lr=lr,
             **outcome._asdict(),
             skipped=self.context.engine.skipped_steps,
+            loss_scale=None if scale is None else scale.cur_scale,
+            overflowed=scale is not None and not (outcome.applied or scale.is_least) and math.isfinite(outcome.loss),
             waited=waited,
             seconds=time.perf_counter() - began,
             samples_per_second=rate.update((number + 1) * config.data.batch_size),

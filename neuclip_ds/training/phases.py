@@ -4,7 +4,6 @@ A run without them is one phase. Where phases begin is a function of the data's 
 resumes is in the phase that its step belongs to.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -13,8 +12,6 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.towers import check_image_size, taking_other_sizes
 from neuclip_ds.training.data_position import DataPosition
 from neuclip_ds.training.schedules import learning_rate
-
-log = logging.getLogger(__name__)
 
 
 class Phase(NamedTuple):

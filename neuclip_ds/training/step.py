@@ -5,8 +5,9 @@ in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
 A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
 whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients; a frozen
-tower runs in the first only. Both passes draw the same dropout, and batch-norm statistics change in the second only, so
-the result is that of one large pass. The device holds the pixels of two micro-batches at a time (device_batches.py).
+tower runs in the first only, except under ZeRO 3. Both passes draw the same dropout, and batch-norm statistics change
+in the second only, so the result is that of one large pass. The device holds the pixels of two micro-batches at a time
+(device_batches.py).
 
 A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
 finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
@@ -25,6 +26,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.ranges import phase_range
 from neuclip_ds.engine.optimizers import set_learning_rate
 from neuclip_ds.engine.update import update_weights
+from neuclip_ds.engine.zero import fetches_weights
 from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
 from neuclip_ds.models.trained_parts import TOWERS
@@ -65,8 +67,9 @@ class TrainStep:
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self.copies, self._seed = DeviceBatches(communicator.device, micro_batch), seed
         self._statistics = running_statistics(engine.module)
+        every = fetches_weights(engine.module)
         towers = (getattr(engine.module, name, engine.module) for name in TOWERS)
-        self._trains = [any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
+        self._runs_twice = [every or any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
         """Update encoders, temperature and normaliser by one global batch, or skip it where it is not finite."""
@@ -138,10 +141,10 @@ class TrainStep:
         return torch.cat(images), torch.cat(texts)
 
     def _second_pass(self, image: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return features with a graph, without those of a tower that is frozen."""
-        trained = [x if trains else None for x, trains in zip((image, tokens), self._trains, strict=True)]
+        """Return features with a graph; None of a frozen tower that need not run again."""
+        inputs = [x if again else None for x, again in zip((image, tokens), self._runs_twice, strict=True)]
         with phase_range("forward"):
-            features: tuple[Tensor | None, Tensor | None] = self._engine(*trained, None)
+            features: tuple[Tensor | None, Tensor | None] = self._engine(*inputs, None)
         return features
 
     def _backward(

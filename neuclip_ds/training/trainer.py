@@ -20,7 +20,7 @@ from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.deterministic import deterministic_algorithms
-from neuclip_ds.engine.precision import resolve_comm_dtype, set_matmul_precision
+from neuclip_ds.engine.precision import require_precision, resolve_comm_dtype, set_matmul_precision
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
@@ -161,6 +161,7 @@ def build(config: Config, communicator: Communicator, folder: Path, staged: Path
     for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluator = Evaluator(config, data, source.preprocessing, communicator, staged)
+    require_precision(engine_config, config.deepspeed)
     set_matmul_precision(config, engine_config, communicator.device)
     engine, logits, parameters = start_encoders(config, engine_config, source, data.tokenizer, communicator, staged)
     context = RunContext(

@@ -54,14 +54,16 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out.mkdir()
     (out / "model.json").write_text(json.dumps({"model": "model", "precision": "float32"}))
     done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
-    (out / "eval_results.jsonl").write_text(json.dumps(done) + "\n")
+    other = {"key": "own/pets", "dataset": "pets", "metrics": {"acc1": 9.0}, "data": "/elsewhere/pets: 1"}
+    (out / "eval_results.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(other)}\n")
     options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
     write_sets(tmp_path / "data")
     write_own(tmp_path)
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     scores = lines_of(out)
-    assert list(scores) == ["CIFAR-10", "Flickr", "pets", "pairs"]
+    assert sorted(scores) == ["CIFAR-10", "Flickr", "pairs", "pets"]
+    assert scores["pets"]["acc1"] <= 1, "that of another set of this name does not count"
     assert scores["pets"]["main_metric"] == scores["pets"]["acc1"] and scores["pets"]["acc5"] is None
     assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]
     assert scores["CIFAR-10"] == done["metrics"]
@@ -83,6 +85,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
+    write_own(sets)
     done = train(
         tmp_path / "runs", str(data), 6, f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1"
     )
@@ -97,6 +100,8 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     scores = lines_of(tmp_path / "runs/run/evaluation/step_000000006")
     assert scores["CIFAR-10"]["main_metric"] == during[-1]["task/cifar10"]
     flickr = "task/retrieval/flickr_1k_test_image_text_retrieval"
+    assert scores["pets"]["main_metric"] == during[-1]["task/own/pets"]
+    assert scores["pairs"]["main_metric"] == pytest.approx(during[-1]["task/own/pairs"], abs=1e-12)
     assert scores["Flickr"]["main_metric"] == pytest.approx(during[-1][flickr], abs=1e-12)
     launcher = [
         str(Path(sys.executable).parent / "deepspeed"),

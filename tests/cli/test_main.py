@@ -68,6 +68,7 @@ def test_every_command_but_no_other_has_a_file() -> None:
         (["export", "runs/a"], "The following arguments are required: --out"),
         (["export", "runs/a", "--out=x", "--format=onnx"], "invalid choice: 'onnx'"),
         (["compare", "--out=x", "a", "./a"], "A run is listed twice"),
+        (["watch", "no_such_run"], "no_such_run is not a folder; name the folder of a run"),
         (["plan", "fit", "x", "--cores=2", "--nodes=1"], "Unknown option --nodes=1"),
         (["profile", "--model.embed_dmi=8"], "did you mean --model.embed-dim?"),
         (["doctor", "--quick", "--engines", "zero9"], "deepspeed=zero9 is neither a file nor a name"),

@@ -17,9 +17,11 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import AVERAGE, WeightAverage, discard_average
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
+from neuclip_ds.errors import UserError
 
 STAGES = [f"zero{stage}_{precision}" for stage in range(4) for precision in ("fp32", "bf16")]
-QUICK = ["zero0_fp32", "zero1_bf16", "zero3_bf16"]
+STAGES += ["zero2_bf16_offload", "zero3_bf16_offload"]
+QUICK = ["zero0_fp32", "zero3_bf16"]
 DECAY = 0.3  # from the third step on; before that 2/11 and 3/12
 ROWS = 4
 
@@ -117,7 +119,10 @@ def read_elsewhere(communicator: Communicator, folder: Path, names: list[str]) -
         moved = kinds(saved(engine, communicator, folder / name / "moved"), AVERAGE)
         assert not torch.equal(moved["2.weight"], kinds(first, AVERAGE)["2.weight"])
         discard_average(engine)
-        assert kinds(saved(engine, communicator, folder / name / "without"), AVERAGE) == {}
+        without = saved(engine, communicator, folder / name / "without")
+        assert kinds(without, AVERAGE) == {}
+        with pytest.raises(UserError, match="holds no average of the weights"):
+            without.weights(average=True)
         step(engine, 6)
 
 

@@ -20,8 +20,12 @@ from neuclip_ds.engine.config import FOLDER
 pytestmark = pytest.mark.gpu
 FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
 FLOAT32 = [name for name in FILES if "fp32" in name]
-# five AdamW steps of 1e-3; bf16 has 8 bits
-TOLERANCE = {"fp32": {"rtol": 0, "atol": 1e-4}, "bf16": {"rtol": 2**-7, "atol": 1.2e-2}}
+# five AdamW steps of 1e-3; bf16 has 8 bits, fp16 has 11
+TOLERANCE = {
+    "fp32": {"rtol": 0, "atol": 1e-4},
+    "bf16": {"rtol": 2**-7, "atol": 1.2e-2},
+    "fp16": {"rtol": 2**-7, "atol": 1.2e-2},
+}
 
 
 @pytest.fixture(params=[1, 2])
@@ -41,7 +45,7 @@ def check_weights(method: str, files: list[str], passes: int, ranks: int, device
     wanted, tau = plain(method, clip=0.5)
     for rank in run_ranks(ranks, under_deepspeed, method, files, ROWS // ranks // passes, options, device=device):
         for name, (weights, found_tau) in zip(files, rank, strict=True):
-            precision = "bf16" if "bf16" in name else "fp32"
+            precision = name.split("_")[1]
             assert found_tau == pytest.approx(tau, rel=1e-4 if precision == "fp32" else 1e-2), name
             for key, value in weights.items():
                 torch.testing.assert_close(value, wanted[key], **TOLERANCE[precision], msg=f"{name} {key}")
@@ -49,7 +53,8 @@ def check_weights(method: str, files: list[str], passes: int, ranks: int, device
 
 @pytest.mark.parametrize("passes", [1, 2])
 def test_every_deepspeed_file(passes: int, ranks: int, device: str) -> None:
-    check_weights("openclip", FILES, passes, ranks, device)
+    files = [name for name in FILES if device == "cuda" or not name.endswith("fp16")]  # which few CPUs compute
+    check_weights("openclip", files, passes, ranks, device)
 
 
 @pytest.mark.parametrize("method", ["fastclip_v3", "neuclip"])

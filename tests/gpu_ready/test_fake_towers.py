@@ -15,8 +15,10 @@ from simulated_rank import RANKS, GpuRank
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch
+from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.optimizers import build_optimizer
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.towers import taking_other_sizes
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.section import merge
@@ -61,6 +63,33 @@ def test_forward_and_backward(towers: DualEncoder, dtype: torch.dtype) -> None:
         torch.autograd.backward(features, [torch.ones_like(x) for x in features])
         costs.check("towers", str(dtype).removeprefix("torch."), 1, gpu)
         assert all(p.grad is not None and p.grad.device == DEVICE for p in model.parameters() if p.requires_grad)
+
+
+def test_a_phase_of_small_images_and_dropped_patches_waits_for_nothing() -> None:
+    vision = taking_other_sizes(CONFIG.model.vision.model_copy(update={"patch_drop": 0.5}))
+    varied = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENIZER)
+    with fake_cuda() as gpu:
+        model = varied.to(DEVICE).train()
+        image, tokens = (x.to(DEVICE, non_blocking=True) for x in batch()[:2])
+        for side in (SIDE, SIDE // 2):
+            gpu.reset()
+            features = model(image[..., :side, :side], tokens)
+            torch.autograd.backward(features, [torch.ones_like(x) for x in features])
+            assert not gpu.syncs
+
+
+def test_the_moving_average_waits_for_nothing(towers: DualEncoder) -> None:
+    with fake_cuda() as gpu:
+        model = copy.deepcopy(towers).to(DEVICE)
+        optimizer = build_optimizer(model, CONFIG.optimizer)
+        average = WeightAverage(SimpleNamespace(basic_optimizer=optimizer), 0.99)
+        for parameter in model.parameters():
+            optimizer.state[parameter] = {"exp_avg": torch.zeros_like(parameter)}
+        for step in (1, 2):
+            gpu.reset()
+            average.update(step)
+            assert not gpu.syncs
+    assert all(state[AVERAGE].device == DEVICE for state in optimizer.state.values())
 
 
 @pytest.mark.parametrize("micro", [ROWS, ROWS // 2])

@@ -94,7 +94,7 @@ def test_a_run_in_which_nothing_trains_is_refused() -> None:
 
 @pytest.mark.parametrize("value", ["some", "-1", "1.5"])
 def test_other_values_are_refused(value: str) -> None:
-    with pytest.raises(UserError, match=r"model\.vision\.train"):
+    with pytest.raises(UserError, match=rf"model\.vision\.train: '{value}' is neither all nor frozen"):
         parse(["demo", f"--model.vision.train={value}"])
 
 
@@ -120,6 +120,12 @@ def test_learning_rates_of_towers_and_layers() -> None:
     }
     assert {name: scales[name] for name in wanted} == pytest.approx(wanted)
     assert learning_rate_scales(nn.Linear(2, 2), config_of().optimizer) == {}
+
+
+def test_the_rule_for_batches_scales_the_rates_of_towers() -> None:
+    tree = {"optimizer": {"lr": 1e-3, "base_batch_size": 64, "text": {"lr": 1e-4}}, "data": {"batch_size": 256}}
+    found = config_of(**tree).with_scaled_rates().optimizer
+    assert (found.lr, found.text.lr, found.vision.lr) == (pytest.approx(4e-3), pytest.approx(4e-4), None)
 
 
 def test_a_rate_of_a_tower_needs_a_schedule() -> None:

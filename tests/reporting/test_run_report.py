@@ -9,9 +9,10 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from PIL import Image
+from PIL import Image, ImageColor
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.reporting.colours import COLOURS
 from neuclip_ds.reporting.figures import draw_histogram, svg
 from neuclip_ds.reporting.page import Table
 from neuclip_ds.reporting.run_report import Plot, comparison_page, run_page
@@ -98,16 +99,23 @@ def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
         run_page(tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("chromium") is None, reason="needs Debian's chromium")
-def test_a_browser_shows_it(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("theme", "scheme"), [("dark", 0), ("light", 1)])
+def test_a_browser_shows_it_in_its_theme(tmp_path: Path, theme: str, scheme: int) -> None:
     page = run_page(a_run(tmp_path / "one")).write(tmp_path / "one")
     shot = tmp_path / "shot.png"
     quiet = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-background-networking", "--disable-sync"]
-    where = [f"--user-data-dir={tmp_path}/profile", f"--screenshot={shot}", "--window-size=1200,1600"]
-    subprocess.run(["chromium", *quiet, *where, page.as_uri()], check=True, capture_output=True, timeout=120)
-    colours = Image.open(shot).convert("RGB").getcolors(1 << 24)
+    how = [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1200,1600"]
+    where = [f"--user-data-dir={tmp_path}/profile", f"--screenshot={shot}"]
+    subprocess.run(["chromium", *quiet, *how, *where, page.as_uri()], check=True, capture_output=True, timeout=120)
+    picture = Image.open(shot).convert("RGB")
+    colours = picture.getcolors(1 << 24)
     assert colours is not None
     assert len(colours) > 50, "curves and text, not a blank page"
+    curve = ImageColor.getrgb(COLOURS["curve-0"][theme == "dark"])
+    assert curve in {colour for _, colour in colours}
+    assert (max(picture.getpixel((2, 2))) < 64) == (theme == "dark")  # type: ignore[arg-type]
 
 
 def test_events_are_listed_in_order_and_as_text(tmp_path: Path) -> None:

@@ -14,11 +14,10 @@ from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import AVERAGE
-from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 
 # and no schedule, which another budget would change
-EMA = ["--ema.decay=0.5", "--optimizer.warmup_steps=0", "--optimizer.schedule=constant"]
+EMA = ["--deepspeed=zero1_fp32", "--ema.decay=0.5", "--optimizer.warmup_steps=0", "--optimizer.schedule=constant"]
 
 
 @pytest.fixture(scope="module")
@@ -31,31 +30,27 @@ def evaluations(runs: Path) -> list[dict[str, float]]:
     return [line for line in lines if "loss" not in line]
 
 
-def run(communicator: Communicator, shards: str, runs: Path, ends: list[tuple[str, int, str]]) -> None:
-    """Train the run in a folder to so many steps, with a further option, one after the other."""
-    for folder, steps, more in ends:
-        options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={Path(shards).parent / 'val'}", more]
+def run(communicator: Communicator, shards: str, runs: Path, ends: list[tuple[str, int]]) -> None:
+    """Train the run in a folder to so many steps, one after the other."""
+    for folder, steps in ends:
+        options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={Path(shards).parent / 'val'}"]
         where = [f"--run.folder={runs / folder}", "--run.name=run", f"--budget.steps={steps}"]
         train_connected(communicator, parse([*options, *where]).config)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: str, tmp_path: Path) -> None:
-    stage, other = "--deepspeed=zero1_fp32", "--ema.decay=0"
-    run_ranks(ranks, run, shards, tmp_path, [("whole", 4, stage), ("broken", 2, stage), ("broken", 4, stage)])
+    run_ranks(ranks, run, shards, tmp_path, [("whole", 4), ("broken", 2), ("broken", 4)])
     whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "engine") for name in ("whole", "broken"))
     for name in whole.names():
         for kind in (AVERAGE, WEIGHT):
             assert torch.equal(whole.read(name, kind), broken.read(name, kind)), (name, kind)
-    assert evaluations(tmp_path / "whole") == evaluations(tmp_path / "broken")
+    scores = evaluations(tmp_path / "whole")[-1]
+    assert scores == evaluations(tmp_path / "broken")[-1]
     metric = "image_to_text_recall@1"
-    assert {metric, f"ema/{metric}"} < evaluations(tmp_path / "whole")[-1].keys()
+    assert {metric, f"ema/{metric}"} < scores.keys()
     checkpoint = str(newest_checkpoint(tmp_path / "whole"))
     trained, averaged = (open_model(checkpoint, Communicator(), ema).model for ema in (False, True))
     name = "vision.projection.weight"
     assert torch.equal(averaged.get_parameter(name).view(-1), whole.read(name, AVERAGE))
     assert not torch.equal(averaged.get_parameter(name), trained.get_parameter(name))
-    run_ranks(1, run, shards, tmp_path, [("whole", 5, other)])
-    assert "ema/" not in json.dumps(evaluations(tmp_path / "whole")[-1])
-    with pytest.raises(UserError, match="holds no average of the weights"):
-        open_model(str(newest_checkpoint(tmp_path / "whole")), Communicator(), True)

@@ -16,6 +16,7 @@ from torch import Tensor
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
+ENGINES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json") if not path.stem.endswith("_fp16"))
 FULL = ["--recovery.mode=full", "--recovery.epochs=2"]
 
 
@@ -60,7 +61,7 @@ def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: P
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("engine", sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json")))
+@pytest.mark.parametrize("engine", ENGINES)
 def test_weights_stand_still_on_two_ranks(engine: str, shards: str, tmp_path: Path) -> None:
     stands_still(engine, 2, shards, tmp_path)
 
@@ -161,7 +162,7 @@ def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -
     assert counts(newest_checkpoint(folder)) == {5.0}
     assert all(value.abs().max() > 0 for value in moments(recovered(folder)).values())
     lines = [json.loads(line) for line in (folder / "run" / "recovery" / "metrics.jsonl").read_text().splitlines()]
-    assert len({line["tau"] for line in lines}) == 1, "the temperature stands still"
+    assert len({line["tau"] for line in lines if "tau" in line}) == 1, "the temperature stands still"
     run(folder / "still", shards, 1, *read_options([f"--objective.method={method}", *options]), "--optimizer.lr=0")
     before, after = weights(newest_checkpoint(folder / "still")), weights(recovered(folder))
     assert all(torch.equal(after[name], before[name]) for name in before)

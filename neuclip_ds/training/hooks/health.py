@@ -35,6 +35,9 @@ class WatchHealth(Hook):
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self._health.check_times(result.step, result.waited, result.seconds, result.batch.index.tolist())
+        if result.overflowed:
+            self._health.report_overflow(result.step, result.metrics["loss_scale"])
+            return
         problem = self._health.check_update(result.step, result.applied, lambda: result.metrics, result.not_finite)
         if problem is not None:
             loop.roll_back(problem)
