@@ -231,6 +231,13 @@ class TowerConfig(Section):
     projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
     lora: LoraConfig = Field(default_factory=LoraConfig)
 
+    @field_validator("train", mode="before")
+    @classmethod
+    def _names_a_part(cls, value: Any) -> Any:
+        if value not in (None, "all", "frozen") and not str(value).isdecimal():
+            raise ValueError(f"{str(value)[:50]!r} is neither all nor frozen, nor a number of blocks")
+        return value
+
     @model_validator(mode="after")
     def _adapters_adapt_frozen_weights(self) -> TowerConfig:
         if self.lora.rank and self.train == "all":

@@ -118,7 +118,9 @@ def test_a_run_saved_with_former_names_and_all_sections_is_read(tmp_path: Path) 
     config = parse(["demo_openclip"]).config
     tree = yaml.safe_load(dump(config))
     tree["objective"] |= {"npn": NpnConfig().model_dump(), "hinge": {"margin": 3}}
-    for new, old in ((name, former) for former, name in RENAMED.items() if "=" not in name):
+    for new, old in (
+        (name, former) for former, name in RENAMED.items() if "=" not in name and former != "data.sources"
+    ):
         section, key = new.split(".")
         tree[section][old.split(".")[1]] = tree[section].pop(key)
     tree["recovery"]["gamma"] = "anew"

@@ -68,8 +68,8 @@ def main() -> None:
     except TransferFailure as failure:
         outcome = {"failure": (str(failure), failure.kind)}
     except Exception as error:  # of the local disk
-        failure = describe_error(error)
-        outcome = {"failure": (str(failure), failure.kind)}
+        described = describe_error(error)
+        outcome = {"failure": (str(described), described.kind)}
     print(json.dumps(outcome))
 
 

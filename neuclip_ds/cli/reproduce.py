@@ -11,6 +11,7 @@ The same command resumes a study that was interrupted: OUT/results.jsonl has a l
 Examples:
   neuclip-ds reproduce methods demo:train --out runs/reproduction
   neuclip-ds reproduce methods demo:train --regimes 32x3 --arms openclip neuclip neuclip_queue --stages finals
+  neuclip-ds reproduce methods --results docs/reference/reproduction.jsonl --out runs/report
   neuclip-ds reproduce methods ../shared/data/flickr8k/train --pretrained runs/cold_start/models/seed1 --out runs/flickr
   neuclip-ds reproduce tuneclip demo:train --out runs/cold_start
 """
@@ -51,8 +52,8 @@ def main(arguments: Sequence[str]) -> None:
     captions = "of `tuneclip`: captions to fine-tune on, as data.captions names them"
     parser.add_argument("--captions", nargs="+", default=["txt"], help=captions)
     parser.add_argument("--variants", nargs="+", help="of `tuneclip`: ways to fine-tune; default: all")
-    results = "print the tables of a study's tuneclip.jsonl instead of running it"
-    parser.add_argument("--results", type=Path, help=f"of `tuneclip`: {results}")
+    results = "print the tables of a study's results.jsonl or tuneclip.jsonl instead of running it"
+    parser.add_argument("--results", type=Path, help=results)
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm, the same for all")
     parser.add_argument("--anchors", type=int, default=1000, help="anchors for the error of the normalizer")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")

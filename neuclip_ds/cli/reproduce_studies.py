@@ -2,7 +2,7 @@
 
 import argparse
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.program import progress_bar
@@ -11,34 +11,37 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import nearest
 from neuclip_ds.reproduction import report, study
 from neuclip_ds.reproduction.data import prepare
-from neuclip_ds.reproduction.runner import Runner
+from neuclip_ds.reproduction.runner import Runner, read_results
 
 
 def methods(arguments: argparse.Namespace) -> None:
-    """Compare every method: search, finals, ablations and cost."""
+    """Compare every method, or print the tables of a study that has ended."""
     out: Path = arguments.out
+    path = arguments.results or out / "results.jsonl"
+    if arguments.results is None:
+        _study(arguments)
+    out.mkdir(parents=True, exist_ok=True)
+    print(report.write(read_results(path), out, f"Miniature reproduction, {path}"))
+    print(f"The report is {out}/report.html (report.md and plots are next to it); its runs are in {path}.")
+
+
+def _study(arguments: argparse.Namespace) -> None:
+    """Run what is asked for: search, finals, ablations and cost."""
     runner = prepared(arguments, arguments.pairs)
     regimes = tuple(map(study.Regime.parse, arguments.regimes))
     arms = chosen(arguments.arms)
     sizes = study.Study(arguments.seeds, arguments.anchors, str(arguments.pretrained or ""))
-    stages = arguments.stages
-
-    def results_of(stage: str, jobs: Iterable[study.Job], runner: Runner = runner) -> None:
-        jobs = list(jobs)
-        if stage in stages and jobs:
-            run(runner, jobs, stage)
-
     best = search(runner, {*map(study.nearest_search, regimes)}, {study.method_of(arm) for arm in arms}, sizes)
-    results_of("finals", study.finals(regimes, arms, best, sizes))
-    if "ablations" in stages:
-        first = regimes[:1]
+    if "finals" in arguments.stages:
+        run(runner, list(study.finals(regimes, arms, best, sizes)), "finals")
+    if "ablations" in arguments.stages:
         methods = {study.method_of(arm) for arm in study.ABLATIONS}
-        best |= search(runner, {*map(study.nearest_search, first)}, methods, sizes)
-        results_of("ablations", study.finals(first, study.ABLATIONS, best, sizes))
-    alone = Runner((out / "data").resolve(), (out / "runs").resolve(), None, processes=1)
-    results_of("cost", study.cost(best, sizes), alone)
-    report.write(alone.known, out, f"Miniature reproduction on {arguments.source}")
-    print(f"The report is {out}/report.html (report.md and results.jsonl are next to it).")
+        best |= search(runner, {study.nearest_search(regimes[0])}, methods, sizes)
+        run(runner, list(study.finals(regimes[:1], study.ABLATIONS, best, sizes)), "ablations")
+    if "cost" in arguments.stages:
+        out = arguments.out.resolve()
+        alone = Runner(out / "data", out / "runs", None, processes=1)
+        run(alone, study.cost(best, sizes), "cost")
 
 
 def chosen(names: Sequence[str]) -> list[str]:

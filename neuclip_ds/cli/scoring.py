@@ -22,7 +22,7 @@ from neuclip_ds.evaluation.folder import EvaluationFolder
 from neuclip_ds.evaluation.loading import EvaluationLoader
 from neuclip_ds.evaluation.nearest_captions import nearest_captions, records
 from neuclip_ds.evaluation.results import Results
-from neuclip_ds.evaluation.sets import open_captioned
+from neuclip_ds.evaluation.sets import open_captioned, open_set
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.summary import setting_of, settings, summary_text, summary_tree
 from neuclip_ds.evaluation.tasks import Task, load_tasks
@@ -65,7 +65,7 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
     found = communicator.on_rank_zero(lambda: tasks.on_disk(scoring.data, scoring.tasks))
     folder = scoring.out or _results_folder(saved)
     identity = {"model": saved.name, "precision": scoring.precision}
-    done = communicator.on_rank_zero(lambda: set(Results(folder, identity).metrics))
+    done = communicator.on_rank_zero(lambda: _scored(Results(folder, identity), found))
     results = Results(folder, identity) if communicator.rank == 0 else None
     encoder, transform = _encoder(saved, communicator, max(1, scoring.batch_size), getattr(torch, scoring.precision))
     options = LoaderOptions(scoring.workers, pin_memory=communicator.device.type == "cuda")
@@ -79,7 +79,7 @@ def _score(saved: SavedModel, scoring: Scoring, communicator: Communicator) -> s
             began = time.perf_counter()
             metrics = suite.measure(task, place)
             if results is not None:
-                results.add(task, metrics)
+                results.add(task, metrics, _data(task, place))
                 seconds = time.perf_counter() - began
                 log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
     if results is None:
@@ -99,6 +99,19 @@ def _encoder(
     encode = encoder_of(saved.model.to(communicator.device, dtype), communicator.device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
     return BatchEncoder(encode, saved.tokenizer, communicator, rows), transform
+
+
+def _scored(results: Results, found: Sequence[tuple[Task, Path]]) -> set[str]:
+    """Return the keys of the tasks that have a score; of a set of one's own, only one of the same files."""
+    return {
+        task.key
+        for task, place in found
+        if task.key in results.metrics and results.data.get(task.key) == _data(task, place)
+    }
+
+
+def _data(task: Task, place: Path) -> str | None:
+    return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
 
 
 def _compare_size(task: Task, folder: Path) -> None:

@@ -4,7 +4,6 @@ import json
 import shutil
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
 
@@ -76,8 +75,11 @@ def _more(fields: Iterable[str]) -> str:
 
 def _blocks(fields: dict[str, FieldInfo], depth: int | None = None) -> Iterator[str]:
     """Yield the options of each section under its name, cut to so many parts."""
-    for section, names in groupby(fields, lambda name: name.split(".")[:-1][:depth]):
-        title = with_dashes(".".join(section)) or "general"
+    sections: dict[str, list[str]] = {}
+    for name in fields:
+        sections.setdefault(".".join(name.split(".")[:-1][:depth]), []).append(name)
+    for section, names in sections.items():
+        title = with_dashes(section) or "general"
         yield "\n".join([f"{title}:", *(_option(name, fields[name]) for name in names)])
 
 

@@ -1,7 +1,8 @@
 """Scores on disk in the layout of DataComp's evaluation, and their averages.
 
 `eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
-grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed.
+grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed. Lines of
+sets of one's own also have "data": which set it was, as another one may have the same name.
 """
 
 import json
@@ -28,6 +29,10 @@ class Average(NamedTuple):
 class Results:
     """Scores of one model, in a folder that is created if absent; `model` identifies it.
 
+    Attributes:
+        metrics: of each task by key, the latest.
+        data: which set they are of, by key, for sets of one's own.
+
     Raises:
         UserError: the folder has another model's scores, or broken ones.
     """
@@ -36,17 +41,20 @@ class Results:
         self._path, self._model_path = folder / FILE, folder / "model.json"
         folder.mkdir(parents=True, exist_ok=True)
         self.metrics: dict[str, Metrics] = {}
+        self.data: dict[str, str | None] = {}
         if self._path.is_file():
             self._require(model)
-            self.metrics = {line["key"]: line["metrics"] for line in self._lines()}
+            lines = self._lines()
+            self.metrics = {line["key"]: line["metrics"] for line in lines}
+            self.data = {line["key"]: line.get("data") for line in lines}
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
-    def add(self, task: Task, metrics: Metrics) -> None:
-        """Append a task's line."""
-        self.metrics[task.key] = metrics
-        line = json.dumps({"key": task.key, "dataset": task.name, "metrics": metrics}, allow_nan=False)
+    def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
+        """Append a task's line; `data` tells a set of one's own from others of its name."""
+        self.metrics[task.key], self.data[task.key] = metrics, data
+        line = {"key": task.key, "dataset": task.name, "metrics": metrics, **({"data": data} if data else {})}
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(line + "\n")
+            file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def _require(self, model: Mapping[str, Any]) -> None:
         found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None

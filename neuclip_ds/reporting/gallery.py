@@ -66,7 +66,8 @@ def _figure(jpeg: str, found: Mapping[str, Picture], named: bool) -> str:
 def _list(picture: Picture, length: int | None = None) -> str:
     """Return the nearest captions, and the picture's own below them if it is not one of them."""
     nearest = picture["nearest"][:length]
-    lines = [*nearest, *(own for own in picture["own"] if own not in nearest)]
+    shown = [text for text, _, own in nearest if own]
+    lines = [*nearest, *(own for own in picture["own"] if own[0] not in shown)]
     best = picture["own"][0][1]
     return "<ol>" + "".join(_line(text, near, own, best) for text, near, own in lines) + "</ol>"
 

@@ -28,15 +28,16 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ),
     ("NeuCLIP without rho better than with it", "neuclip, no rho", "neuclip"),
     ("NeuCLIP without rho better than OpenCLIP", "neuclip, no rho", PEER),
-    ("the rule without an inner optimizer better than OpenCLIP", "neuclip_queue", PEER),
-    ("the rule without an inner optimizer as good as NeuCLIP", "neuclip_queue", "neuclip"),
-    ("the rule without rho better than OpenCLIP", "neuclip_queue, no rho", PEER),
-    ("the rule in bf16 better than OpenCLIP in bf16", "neuclip_queue, bf16", "openclip, bf16"),
+    ("neuclip_queue better than OpenCLIP", "neuclip_queue", PEER),
+    ("neuclip_queue as good as NeuCLIP", "neuclip_queue", "neuclip"),
+    ("neuclip_queue without rho better than OpenCLIP", "neuclip_queue, no rho", PEER),
+    ("neuclip_queue without rho as good as NeuCLIP", "neuclip_queue, no rho", "neuclip"),
+    ("neuclip_queue in bf16 better than OpenCLIP in bf16", "neuclip_queue, bf16", "openclip, bf16"),
     ("NeuCLIP in bf16 better than OpenCLIP in bf16", "neuclip, bf16", "openclip, bf16"),
-    ("the rule at tau 0.02 better than OpenCLIP there", "neuclip_queue, tau 0.02", "openclip, tau 0.02"),
+    ("neuclip_queue at tau 0.02 better than OpenCLIP there", "neuclip_queue, tau 0.02", "openclip, tau 0.02"),
     ("NeuCLIP at tau 0.02 better than OpenCLIP there", "neuclip, tau 0.02", "openclip, tau 0.02"),
-    ("the rule with m = 64 as good as NeuCLIP with it", "neuclip_queue, m = 64", "neuclip, m = 64"),
-    ("a rising kappa helps the rule", "neuclip_queue, kappa rises over 150 steps", "neuclip_queue"),
+    ("neuclip_queue with m = 64 as good as NeuCLIP with it", "neuclip_queue, m = 64", "neuclip, m = 64"),
+    ("a rising kappa helps neuclip_queue", "neuclip_queue, kappa rises over 150 steps", "neuclip_queue"),
     ("NeuCLIP better than FastCLIP-v3", "neuclip", "fastclip_v3"),
     ("FastCLIP-v3 better than OpenCLIP", "fastclip_v3", PEER),
     (
@@ -128,7 +129,8 @@ def _claim(known: Mapping[Regime, Mapping[str, Seeds]], claim: str, arm: str, pe
     for regime, found in known.items():
         gained = gain(found.get(arm, {}), found.get(peer, {}))
         if gained is not None:
-            means = (str(summarize(map(mean_recall, found[name].values()))) for name in (arm, peer))
+            both = found[arm].keys() & found[peer].keys()
+            means = (str(summarize(mean_recall(found[name][seed]) for seed in both)) for name in (arm, peer))
             rows.append([str(regime.batch), _epochs(regime), *means, str(gained), str(gained.pairs), verdict(gained)])
     header = ["B", "epochs", arm, peer, "difference (95 %)", "seeds", "claim"]
     return Table(f"Claim: {claim}", header, rows) if rows else None
@@ -179,10 +181,10 @@ def _search(results: Results) -> list[Table]:
     return [Table("Search on the validation split (one seed)", header, rows)] if rows else []
 
 
-def write(results: Results, folder: Path, heading: str) -> None:
-    """Write report.html, report.md, gain.png and normalizer_error.png into a folder."""
+def write(results: Results, folder: Path, heading: str) -> str:
+    """Write report.html, report.md, gain.png and normalizer_error.png into a folder; return report.md."""
     figures = {"gain.png": _plot_gains(results), "normalizer_error.png": _plot_errors(results)}
-    write_page(tables(results), figures, folder / "report", heading)
+    return write_page(tables(results), figures, folder / "report", heading)
 
 
 def _plot_gains(results: Results) -> Figure:

@@ -36,8 +36,7 @@ class Runner:
         self._data, self._runs, self._zero_shot, self._processes = data, runs, zero_shot, processes
         self._path = runs.parent / "results.jsonl"
         self._lock = Lock()
-        lines = self._path.read_text(encoding="utf-8").splitlines() if self._path.is_file() else []
-        self._known: dict[str, dict[str, Any]] = {record["name"]: record for record in map(json.loads, lines)}
+        self._known = _records_of(self._path) if self._path.is_file() else {}
 
     def run(self, jobs: Sequence[Job], on_done: Callable[[], object]) -> dict[str, Results]:
         """Return results by job name; runs that have ended are looked up instead of repeated.
@@ -69,11 +68,6 @@ class Runner:
         """
         known = self._known.get(name)
         return None if known is None else known["results"]
-
-    @property
-    def known(self) -> dict[str, Results]:
-        """The results of all runs that have ended, by name."""
-        return {name: record["results"] for name, record in self._known.items()}
 
     def curve(self, name: str) -> Curve:
         """The evaluations of a run that has ended."""
@@ -124,6 +118,22 @@ class Runner:
         with self._lock, self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(record) + "\n")
             self._known[job.name] = record
+
+
+def read_results(path: Path) -> dict[str, Results]:
+    """Return the results of a study's results.jsonl by the name of the run.
+
+    Raises:
+        UserError: there is no such file, or it holds something else.
+    """
+    try:
+        return {name: record["results"] for name, record in _records_of(path).items()}
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{path} is not the results.jsonl of a study ({error}); name one.") from error
+
+
+def _records_of(path: Path) -> dict[str, dict[str, Any]]:
+    return {record["name"]: record for record in map(json.loads, path.read_text(encoding="utf-8").splitlines())}
 
 
 def _call(arguments: list[str], output: str) -> None:

@@ -54,14 +54,16 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     out.mkdir()
     (out / "model.json").write_text(json.dumps({"model": "model", "precision": "float32"}))
     done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
-    (out / "eval_results.jsonl").write_text(json.dumps(done) + "\n")
+    other = {"key": "own/pets", "dataset": "pets", "metrics": {"acc1": 9.0}, "data": "/elsewhere/pets: 1"}
+    (out / "eval_results.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(other)}\n")
     options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
     write_sets(tmp_path / "data")
     write_own(tmp_path)
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
     assert run.returncode == 0, run.stderr
     scores = lines_of(out)
-    assert list(scores) == ["CIFAR-10", "Flickr", "pets", "pairs"]
+    assert sorted(scores) == ["CIFAR-10", "Flickr", "pairs", "pets"]
+    assert scores["pets"]["acc1"] <= 1, "that of another set of this name does not count"
     assert scores["pets"]["main_metric"] == scores["pets"]["acc1"] and scores["pets"]["acc5"] is None
     assert scores["pairs"]["main_metric"] == scores["pairs"]["mean_recall@1"]
     assert scores["CIFAR-10"] == done["metrics"]

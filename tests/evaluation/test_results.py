@@ -12,7 +12,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.results import FILE, Results, averages
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.summary import compare_with_published, summary_text, summary_tree
-from neuclip_ds.evaluation.tasks import load_tasks
+from neuclip_ds.evaluation.tasks import Task, load_tasks
 
 TASKS = load_tasks()
 MODEL = {"model": "a", "precision": "float32"}
@@ -35,6 +35,15 @@ def test_lines_are_those_of_datacomp(tmp_path: Path) -> None:
         "dataset": "PatchCamelyon",
         "metrics": {"acc1": 0.5, "acc5": None, "mean_per_class_recall": 0.25, "main_metric": 0.5},
     }
+
+
+def test_lines_of_own_sets_tell_which_set_it_was(tmp_path: Path) -> None:
+    task, results = Task.own("pets", "classification"), Results(tmp_path, MODEL)
+    for number, data in enumerate(("/a/pets: 1", "/b/pets: 2")):
+        results.add(task, {"main_metric": number / 10}, data)
+    again = Results(tmp_path, MODEL)
+    assert (again.metrics, again.data) == (results.metrics, results.data)
+    assert again.data == {"own/pets": "/b/pets: 2"} and again.metrics["own/pets"]["main_metric"] == 0.1
 
 
 def test_continues_after_complete_lines(tmp_path: Path) -> None:

@@ -94,7 +94,7 @@ def test_a_run_in_which_nothing_trains_is_refused() -> None:
 
 @pytest.mark.parametrize("value", ["some", "-1", "1.5"])
 def test_other_values_are_refused(value: str) -> None:
-    with pytest.raises(UserError, match=r"model\.vision\.train"):
+    with pytest.raises(UserError, match=rf"model\.vision\.train: '{value}' is neither all nor frozen"):
         parse(["demo", f"--model.vision.train={value}"])
 
 

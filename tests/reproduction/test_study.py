@@ -15,7 +15,7 @@ from neuclip_ds.objectives import METHODS
 from neuclip_ds.recipe import parse
 from neuclip_ds.reproduction import report, study
 from neuclip_ds.reproduction.data import prepare
-from neuclip_ds.reproduction.runner import Runner, _text
+from neuclip_ds.reproduction.runner import Runner, _text, read_results
 from neuclip_ds.reproduction.study import ABLATIONS, ARMS, REGIMES, SEARCHED, SEARCHES, Job, Point, Regime, Study
 
 STUDY = Study(seeds=2, anchors=100)
@@ -126,6 +126,11 @@ def test_results_are_read_and_not_made_again(tmp_path: Path) -> None:
     done: list[int] = []
     assert runner.run([job], lambda: done.append(1)) == {job.name: record["results"]}
     assert done == [1]
+    assert read_results(tmp_path / "results.jsonl") == {job.name: record["results"]}
+    (tmp_path / "bad.jsonl").write_text('{"name": "x"}\n')
+    for name in ("bad.jsonl", "none.jsonl"):
+        with pytest.raises(UserError, match=f"{name} is not the results.jsonl of a study"):
+            read_results(tmp_path / name)
     other = replace(job, options={**job.options, "optimizer.lr": 5.0})
     with pytest.raises(UserError, match=r"has search/.* with another optimizer\.lr; choose another --out"):
         runner.run([other], lambda: None)
