@@ -12,8 +12,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
-import huggingface_hub
 import pytest
+from huggingface_hub import constants
 
 COMMIT = "1" * 40
 TOKEN = "hf_of_the_test"
@@ -49,6 +49,8 @@ class _Handler(BaseHTTPRequestHandler):
             files = self.server.repositories.get(name)
             if files is None:
                 return self._missing("RepoNotFound")
+            if "/tree/" in path:
+                return self._json([_tree_entry(file, content) for file, content in files.items()])
             entries = [{"rfilename": file} for file in files]
             return self._json({"id": name, "sha": COMMIT, "siblings": entries, "private": self.server.private[name]})
         name, _, file = path.strip("/").partition(f"/resolve/{COMMIT}/")
@@ -125,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.rfile.readline()
         return b"".join(parts)
 
-    def _json(self, tree: dict[str, Any], status: int = 200) -> None:
+    def _json(self, tree: Any, status: int = 200) -> None:
         self._send(json.dumps(tree).encode(), {"Content-Type": "application/json"}, status)
 
     def _missing(self, code: str) -> None:
@@ -143,13 +145,16 @@ class _Handler(BaseHTTPRequestHandler):
         """Print nothing."""
 
 
+def _tree_entry(path: str, content: bytes) -> dict[str, Any]:
+    return {"type": "file", "path": path, "oid": hashlib.sha1(content).hexdigest(), "size": len(content)}
+
+
 @contextmanager
 def running_hub(cache: Any, token: str = TOKEN) -> Iterator[Hub]:
     """Start a hub and make it the one that huggingface_hub talks to, with a cache folder for its downloads."""
     hub = Hub()
     thread = threading.Thread(target=hub.serve_forever, daemon=True)
     thread.start()
-    constants = huggingface_hub.constants
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(constants, "HF_HUB_OFFLINE", False)
         patch.setattr(constants, "ENDPOINT", hub.url)

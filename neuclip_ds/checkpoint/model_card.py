@@ -46,6 +46,7 @@ _PATH = re.compile(r"[/~.]|[a-z0-9]+://")
 _WEIGHTS = (".bin", ".pt", ".pth", ".safetensors")
 _AVERAGE = "ema/"  # before names of metrics of the moving average
 _UNKNOWN = "unknown"
+_ZERO_SHOT, _RETRIEVAL = "zero-shot-image-classification", "image-text-retrieval"  # tasks
 
 
 def model_card(config: Config, checkpoint: Path, form: str, licence: str | None = None, average: bool = False) -> str:
@@ -64,12 +65,12 @@ def model_card(config: Config, checkpoint: Path, form: str, licence: str | None 
     metadata = ModelCardData(
         license=licence or _UNKNOWN,
         library_name=form,
-        pipeline_tag="zero-shot-image-classification",
+        pipeline_tag=_ZERO_SHOT,
         tags=["clip", "neuclip_ds", config.objective.method],
         base_model=bases or None,
         model_name=name,
         eval_results=[
-            EvalResult("zero-shot-image-classification", score, score, score, round(value, 4))
+            EvalResult(_RETRIEVAL if "recall" in score else _ZERO_SHOT, score, score, score, round(value, 4))
             for score, value in scores.items()
         ]
         or None,
@@ -151,10 +152,11 @@ def _hub_names(config: Config) -> list[str]:
 
 
 def _recipe(config: Config) -> str:
-    """Return the options that differ from their defaults, except those of the machine."""
+    """Return the method and the options that differ from their defaults, except those of the machine."""
     parts = {"data", "model", "objective", "optimizer", "ema", "recovery", "phases", "budget"}
     defaults = Config.model_validate({"objective": {"method": config.objective.method}})
     trees = [tree.model_dump(mode="json", include=parts) for tree in (config, defaults)]
+    trees[1]["objective"].pop("method")
     return yaml.safe_dump(_different(*trees), sort_keys=False)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 from hub_server import running_hub
+from huggingface_hub import constants
 from miniatures import save_clip
 
 from neuclip_ds.cli.main import main
@@ -55,8 +55,8 @@ def test_what_the_hub_refuses(
 def test_a_hub_that_cannot_be_reached(
     exported: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     with pytest.raises(SystemExit):
         main(["push", str(exported), "someone/clip"])
     (line,) = capsys.readouterr().err.splitlines()
