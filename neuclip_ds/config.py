@@ -230,6 +230,8 @@ class LoraConfig(Section):
 class TowerConfig(Section):
     """What both towers share."""
 
+    pretrained: str = ""
+    """Weights that it starts from. By default random."""
     train: Trained | None = None
     """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
     projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""

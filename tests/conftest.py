@@ -20,6 +20,7 @@ _SHARED = (
     "loss",
     "training",
     "gpu_ready",
+    "embedding",
     ".",
 )
 sys.path[:0] = [str(HERE / folder) for folder in _SHARED]

@@ -25,6 +25,9 @@ class PlainEngine:
         self.optimizer = self.basic_optimizer = torch.optim.AdamW(self.module.parameters())
         self.global_steps = self.global_samples = self.skipped_steps = 0
 
+    def fp16_enabled(self) -> bool:
+        return False
+
     def bfloat16_enabled(self) -> bool:
         return False
 

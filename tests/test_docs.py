@@ -41,7 +41,7 @@ FOREIGN_OPTIONS = {
     *("--signal", "--requeue"),  # SLURM
     *("--mca", "--prtemca", "--map-by", "--bind-to"),  # Open MPI
     *("--url_list", "--input_format", "--url_col", "--caption_col", "--output_format", "--output_folder"),
-    *("--image_size", "--resize_mode", "--resize_only_if_bigger"),  # img2dataset
+    *("--image_size", "--resize_mode", "--resize_only_if_bigger", "--compute_hash"),  # img2dataset
     *("--local-loss", "--gather-with-grad", "--accum-freq", "--coca-caption-loss-weight", "--horovod"),  # OpenCLIP
     *("--train-loss-ema-samples", "--force-patch-dropout", "--json-text-key-probs"),  # OpenCLIP
     *("--grad-accumulation-steps", "--zero-stage", "--enable-kd"),  # EVA-CLIP

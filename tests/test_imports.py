@@ -21,7 +21,7 @@ LAYERS: list[set[str]] = [
     {"config"},
     {"recipe", "models"},
     {"evaluation", "loss", "reporting"},
-    {"profiling", "engine"},
+    {"profiling", "engine", "embedding"},
     {"checkpoint"},
     {"training"},
     {"api", "planning", "reproduction"},

@@ -93,6 +93,8 @@ class RemoteRun:
 
         def fetch(file: str) -> None:
             path = Path(target) / file
+            if ".." in path.parts:
+                raise TransferFailure(f"{file} would lie outside the checkpoint", FailureKind.DAMAGED)
             path.parent.mkdir(parents=True, exist_ok=True)
             _persist(lambda: self._fs.get_file(f"{source}/{file}", str(path)), file)
             if file in written:

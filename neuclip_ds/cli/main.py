@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from types import ModuleType
 
 from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.distributed.environment import has_gpu_devices, refuse_missing_gpus
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import nearest
 
@@ -18,6 +19,9 @@ COMMANDS = {
     "compare": "overlay the curves of several runs on one page",
     "watch": "serve the page of runs while they train",
     "nearest-captions": "write a page of images with the captions nearest to them",
+    "embed": "write the features of all samples of a data set",
+    "filter": "select samples by similarity or another column",
+    "nearest": "find the samples nearest to a text or an image",
     "pack": "pack tables of pairs or Hugging Face datasets into shards",
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
@@ -42,6 +46,8 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         print(_help())
         return
     with exit_on_mistake():
+        if not has_gpu_devices():  # a second before torch could tell
+            refuse_missing_gpus()
         _command(arguments[0]).main(arguments[1:])
 
 

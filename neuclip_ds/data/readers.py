@@ -145,6 +145,11 @@ class TarReader:
         shard, row = self._manifest.locate(index)
         return self._tables.get(shard).key(row)
 
+    def keys(self, shard: int, rows: slice) -> list[str]:
+        """Return the keys of neighbouring samples of a shard; raise as `read` does."""
+        found = self._tables.get(shard).split_keys()[rows]
+        return [key.decode("utf-8", "replace") for key in found]
+
     def _open(self, shard: int) -> int:
         path, expected, crc32 = attrgetter("path", "bytes", "crc32")(self._manifest.shards[shard])
         if (cache := _cache_for(path, self._cache)) is not None:

@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from neuclip_ds.data.captions import json_object
@@ -51,9 +53,25 @@ def parse_uid(text: object) -> tuple[int, int] | None:
     return int(text[:16], 16), int(text[16:], 16)
 
 
+def parse_uids(texts: pa.Array) -> UidArray:
+    """Return the uids of an array of strings, without those that are not 32 hex digits."""
+    texts = pc.cast(texts, pa.string())
+    valid = texts.filter(pc.fill_null(pc.match_substring_regex(texts, f"^{_HEX.pattern}$"), False))
+    words = np.frombuffer(bytes.fromhex("".join(valid.to_pylist())), dtype=">u8").reshape(-1, 2)
+    found = np.empty(len(words), dtype=UID)
+    found["high"], found["low"] = words.T
+    return found
+
+
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     """Return the uid in a sample's JSON member, or None if it has none."""
     return parse_uid(json_object(data).get(key))
+
+
+def uid_text(data: bytes, key: str) -> str | None:
+    """Return the uid in a sample's JSON member as 32 lower-case hex digits, or None if it has none."""
+    found = json_object(data).get(key)
+    return None if parse_uid(found) is None else str(found).lower()
 
 
 def _map(path: Path) -> UidArray:

@@ -7,7 +7,7 @@ backend uses.
 import functools
 import socket
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -92,6 +92,7 @@ class Communicator:
         self.device = torch.device(device)
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._counters: Counter[str] = Counter()
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -199,6 +200,13 @@ class Communicator:
             raise
         self.agree(None)
         return result
+
+    def count(self, name: str, amount: int = 1) -> int:
+        """Add to a counter that all ranks share, and return its new value; no rank waits for another."""
+        if self.world_size == 1:
+            self._counters[name] += amount
+            return self._counters[name]
+        return int(dist.distributed_c10d._get_default_store().add(f"counters/{name}", amount))
 
     def ranks_of_node(self) -> list[int]:
         """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""

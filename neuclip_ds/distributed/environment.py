@@ -3,7 +3,8 @@
 import os
 import re
 import socket
-from collections.abc import MutableMapping
+from collections.abc import Iterator, MutableMapping
+from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
@@ -16,6 +17,10 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     _SLURM,
 )
+
+
+_DEVICE_FOLDER = Path("/dev")
+_DEVICES = ("nvidia[0-9]*", "dxg", "kfd", "dri/renderD*", "accel*", "davinci*", "hl[0-9]*")
 
 
 class RankEnvironment(NamedTuple):
@@ -65,6 +70,51 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
             f"{names[0]} is set, but MASTER_ADDR and MASTER_PORT, the address of rank 0, are not: "
             "start with a launcher, or set them."
         )
+
+
+def has_gpu_devices() -> bool:
+    """Return whether this machine has the device file of a GPU or another accelerator."""
+    return any(any(_DEVICE_FOLDER.glob(pattern)) for pattern in _DEVICES)
+
+
+def refuse_missing_gpus(env: MutableMapping[str, str] = os.environ) -> None:
+    """Raise `UserError` where `deepspeed --num_gpus N` has started this process, which has no GPU to use.
+
+    DeepSpeed starts N processes on the CPU then. `--num_accelerators`, its other name, means what there is.
+    """
+    if env.get("DS_ACCELERATOR") == "cpu":  # the user's choice
+        return
+    wanted = next((found for arguments in _commands_above() if (found := _num_gpus(arguments)) is not None), None)
+    if wanted is not None:
+        raise UserError(
+            f"--num_gpus {wanted} asks for GPUs, but {socket.gethostname()} shows none: check nvidia-smi, "
+            "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
+            f"--num_accelerators {wanted}."
+        )
+
+
+def _commands_above() -> Iterator[list[str]]:
+    """Yield the command lines of this process's ancestors, the nearest first; nothing where /proc is missing."""
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
+            pid = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
+        except (OSError, ValueError, IndexError):
+            return
+        yield arguments
+
+
+def _num_gpus(arguments: list[str]) -> str | None:
+    """Return the value of --num_gpus in a command line of `deepspeed`."""
+    if not any(Path(argument).name in ("deepspeed", "ds", "deepspeed.launcher.runner") for argument in arguments[:3]):
+        return None
+    for name, value in zip(arguments, [*arguments[1:], ""], strict=True):
+        if name == "--num_gpus":
+            return value
+        if name.startswith("--num_gpus="):
+            return name.partition("=")[2]
+    return None
 
 
 def _launcher(env: MutableMapping[str, str]) -> tuple[str, str, str] | None:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import complete_environment, read_environment
+from neuclip_ds.distributed.environment import complete_environment, read_environment, refuse_missing_gpus
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.distributed.rendezvous import open_store, rendezvous
 from neuclip_ds.distributed.secret import SEEN_WITHIN, launch_key, not_shared
@@ -87,6 +87,7 @@ def _choose_device(local_rank: int) -> None:
     """Give each rank of a node a separate GPU, before anything touches one."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
+        refuse_missing_gpus()
         return
     count = accelerator.device_count()
     if local_rank >= count:

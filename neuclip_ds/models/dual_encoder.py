@@ -8,11 +8,11 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuclip_ds.config import LoraConfig, ModelConfig
+from neuclip_ds.config import ModelConfig, TowerConfig
 from neuclip_ds.models.lora import add_adapters
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
-from neuclip_ds.models.trained_parts import freeze
+from neuclip_ds.models.trained_parts import TOWERS, freeze, lock_projection
 
 
 class DualEncoder(nn.Module):
@@ -84,7 +84,12 @@ def build_dual_encoder(
         text: Encoder = TextTower(config.text, tokenizer, config.embed_dim, activation)
     else:
         text = text_tower()
-    return prepare(DualEncoder(vision, text), config)
+    model = DualEncoder(vision, text)
+    for name in TOWERS:
+        tower: TowerConfig = getattr(config, name)
+        if tower.pretrained and tower.trained == "frozen":
+            lock_projection(model.get_submodule(name), name)
+    return prepare(model, config)
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
@@ -96,10 +101,10 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     if config.activation_checkpointing:
         model.checkpoint_activations()
     freeze(model, config)
-    for name, tower in (("vision", model.vision), ("text", model.text)):
-        adapters: LoraConfig = getattr(config, name).lora
-        if adapters.rank:
-            add_adapters(tower, adapters, name)
+    for name in TOWERS:
+        tower: TowerConfig = getattr(config, name)
+        if tower.lora.rank:
+            add_adapters(model.get_submodule(name), tower.lora, name)
     return model
 
 

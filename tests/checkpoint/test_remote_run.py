@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import random
 import shutil
+import threading
+import time
 import uuid
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +152,45 @@ def test_a_damaged_copy_is_told_from_an_outage(run: Path, tmp_path: Path) -> Non
     with pytest.raises(TransferFailure, match="its checksum differs") as failed:
         remote.fetch_checkpoint(STEPS[2], str(tmp_path / "fetched"), 0, 1)
     assert failed.value.kind is FailureKind.DAMAGED
+
+
+def test_nothing_is_written_outside_the_checkpoint(tmp_path: Path) -> None:
+    remote = RemoteRun(f"memory://{uuid.uuid4().hex}/run")
+    for name in (META, "../../outside"):
+        remote._fs.pipe_file(f"{remote._checkpoints}/{STEPS[0]}/{name}", b"{}")
+    with pytest.raises(TransferFailure, match="outside the checkpoint"):
+        remote.fetch_checkpoint(STEPS[0], str(tmp_path / "a" / "b"), 0, 1)
+    assert not (tmp_path / "outside").exists()
+
+
+@pytest.mark.slow
+def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path, tmp_path: Path) -> None:
+    store, moments, seen = tmp_path / "store", random.Random(20261122), set()
+    url, began = f"file://{store}/run", time.monotonic()
+    RemoteRun(url).copy(str(run), STEPS, None)
+    took = time.monotonic() - began
+    for _ in range(15):
+        shutil.rmtree(store)
+        call = RemoteCall(url, "copy", str(run), STEPS, None)
+
+        def kill_while_it_writes(call: RemoteCall = call) -> None:
+            while not store.exists():
+                time.sleep(0.001)
+            time.sleep(took * moments.uniform(0, 1))
+            call.kill()
+
+        killer = threading.Thread(target=kill_while_it_writes)
+        killer.start()
+        with suppress(TransferFailure):
+            call.result()
+        killer.join()
+        complete = RemoteRun(url).complete()
+        for name in complete:
+            verify(store / "run" / "checkpoints" / name)
+        seen.add(len(complete))
+    assert len(seen) > 1, "the kills came at different moments"
+    RemoteRun(url).copy(str(run), STEPS, None)
+    assert RemoteRun(url).complete() == STEPS
 
 
 def test_another_process_does_it(bucket: str, run: Path) -> None:

@@ -1,0 +1,44 @@
+"""Select samples by a column of numbers and write their uids, which `build-manifest --uids` reads.
+
+FILES are features of `neuclip-ds embed`, whose column `similarity` is that of image and caption (as DFN filters, with
+the model that made them), or any parquet files with a column of uids, such as DataComp's metadata. A uid is 32 hex
+digits.
+
+Examples:
+  neuclip-ds filter features/pool --top=0.2 --out=kept.npy
+  neuclip-ds filter metadata/ --column=clip_l14_similarity_score --min=0.28 --within=english.npy --out=kept.npy
+  neuclip-ds build-manifest manifests/kept /data/pool --uids kept.npy
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuclip_ds.cli.program import Parser
+from neuclip_ds.errors import UserError
+
+
+def main(arguments: Sequence[str]) -> None:
+    parser = Parser(prog="neuclip-ds filter", description=__doc__)
+    parser.add_argument("files", nargs="+", type=Path, help="parquet files, or folders of them")
+    parser.add_argument("--out", type=Path, required=True, help=".npy file of sorted uids to write")
+    parser.add_argument("--column", default="similarity", help="column of numbers to select by")
+    parser.add_argument("--min", type=float, help="smallest value to keep")
+    parser.add_argument("--max", type=float, help="largest value to keep")
+    parser.add_argument("--top", type=float, help="share of the samples with the largest values to keep, such as 0.3")
+    parser.add_argument("--uid-column", default="uid", help="column of the uids")
+    parser.add_argument("--within", nargs="+", type=Path, default=[], help="keep only uids that all these files list")
+    options = parser.parse(arguments)
+    if options.min is None and options.max is None and options.top is None:
+        raise UserError("Nothing says what to keep: set --min, --max or --top.")
+    if options.top is not None and not 0 < options.top <= 1:
+        raise UserError(f"--top={options.top:g} is no share of the samples; choose one above 0, up to 1.")
+    from neuclip_ds.embedding.select import Rule, Table, select  # pyarrow takes a moment to import
+
+    bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
+    rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
+    found = select(Table(options.files, options.column, options.uid_column), rule, options.out, options.within)
+    print(
+        f"{options.out}: {found.kept:,} uids of {found.samples:,} samples, {options.column} from {found.minimum:.6g}."
+    )
+    if found.without_value or found.without_uid:
+        print(f"Left out: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")

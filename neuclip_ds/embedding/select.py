@@ -1,0 +1,153 @@
+"""Select samples by a column of parquet files, as DataComp and DFN filter their pools, and write their uids.
+
+The files may be features of `neuclip-ds embed`, or any with a column of uids: DataComp's metadata, what img2dataset or
+a program of yours has written. Only the two columns are read.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.dataset as ds
+from numpy.typing import NDArray
+
+from neuclip_ds.data.atomic_write import atomic_write
+from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
+from neuclip_ds.embedding.parts import IDENTITY, Parts
+from neuclip_ds.errors import UserError
+
+_BATCH = 1 << 17  # rows at once
+
+
+class Rule(NamedTuple):
+    """Which values of the column are kept, bounds included; `top` is a share of all values that are numbers."""
+
+    minimum: float = -math.inf
+    maximum: float = math.inf
+    top: float | None = None
+
+
+class Selection(NamedTuple):
+    """What was found."""
+
+    kept: int  # different uids
+    samples: int  # rows in the files
+    without_value: int  # whose value is absent or NaN
+    without_uid: int  # that the rule keeps, but that have no uid
+    minimum: float  # smallest value that the rule keeps
+
+
+class Table:
+    """The rows of parquet files: a column of numbers and the uids.
+
+    Args:
+        sources: parquet files, or folders whose parquet files are taken, also those in their subfolders.
+
+    Raises:
+        UserError: there are no such files, or they lack a column.
+    """
+
+    def __init__(self, sources: Sequence[Path], column: str, uid_column: str) -> None:
+        files = [file for source in sources for file in _files(source)]
+        self._column, self._uid_column = column, uid_column
+        self._data = ds.dataset([str(file) for file in files], format="parquet")
+        for name, option in ((column, "--column"), (uid_column, "--uid-column")):
+            if name not in self._data.schema.names:
+                known = ", ".join(self._data.schema.names)
+                raise UserError(f"{files[0]} has no column {name}: choose {option} from {known}.")
+
+    def values(self) -> Iterator[NDArray[np.float64]]:
+        """Yield the column, NaN where it has no number."""
+        for batch in self._batches([self._column]):
+            yield self._numbers(batch)
+
+    def rows(self) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
+        """Yield the column and the uids, as text, of the same rows."""
+        for batch in self._batches([self._column, self._uid_column]):
+            yield self._numbers(batch), batch.column(self._uid_column)
+
+    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
+        try:
+            yield from self._data.to_batches(columns=list(dict.fromkeys(columns)), batch_size=_BATCH)
+        except (pa.ArrowException, OSError) as error:
+            raise UserError(f"A parquet file cannot be read ({error}); write or download it again.") from error
+
+    def _numbers(self, batch: pa.RecordBatch) -> NDArray[np.float64]:
+        try:
+            found = pc.cast(batch.column(self._column), pa.float64())
+        except pa.ArrowException as error:
+            raise UserError(
+                f"The column {self._column} holds no numbers ({error}); choose another --column."
+            ) from error
+        return pc.fill_null(found, math.nan).to_numpy(zero_copy_only=False)
+
+
+def select(table: Table, rule: Rule, out: Path, within: Sequence[Path] = ()) -> Selection:
+    """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
+
+    With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept.
+
+    Args:
+        out: .npy file of pairs of 64-bit words (dtype `u8,u8`).
+        within: such files; uids that one of them lacks are not kept.
+
+    Raises:
+        UserError: nothing is kept, or no row has a uid.
+    """
+    lists = [UidFiles([path]) for path in within]
+    minimum = rule.minimum if rule.top is None else max(rule.minimum, _threshold(table, rule.top))
+    samples = without_value = without_uid = 0
+    chosen: list[UidArray] = []
+    for values, texts in table.rows():
+        kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
+        samples += len(values)
+        without_value += int(np.isnan(values).sum())
+        uids = parse_uids(texts.filter(pa.array(kept)))
+        without_uid += int(kept.sum()) - len(uids)
+        for listed in lists:
+            uids = uids[listed.count(uids) > 0]
+        chosen.append(uids)
+    found = _sorted(np.concatenate(chosen) if chosen else np.empty(0, UID))
+    if not len(found) and without_uid:
+        raise UserError(
+            f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column, or the key "
+            "of the samples' JSON with --uid-key of neuclip-ds embed (img2dataset's --compute_hash=md5 gives md5)."
+        )
+    if not len(found):
+        raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(out) as temporary, temporary.open("wb") as file:
+        np.save(file, found.view(np.dtype("u8,u8")))  # the names of DataComp's files
+    return Selection(len(found), samples, without_value, without_uid, minimum)
+
+
+def _threshold(table: Table, share: float) -> float:
+    """Return the value that a share of the rows with a value reaches; equal values may make it a little more."""
+    values = np.concatenate(list(table.values()) or [np.empty(0)])
+    values = values[~np.isnan(values)]
+    count = math.ceil(share * len(values))
+    if not count:
+        return math.inf
+    values.partition(len(values) - count)
+    return float(values[len(values) - count])
+
+
+def _sorted(uids: UidArray) -> UidArray:
+    ordered = uids[np.lexsort((uids["low"], uids["high"]))]  # numpy's sort of pairs takes far longer
+    if len(ordered) < 2:
+        return ordered
+    is_new = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
+    return ordered[np.concatenate([[True], is_new])]
+
+
+def _files(source: Path) -> list[Path]:
+    if (source / IDENTITY).is_file():
+        return Parts(source).tables
+    found = sorted(source.rglob("*.parquet")) if source.is_dir() else [source] if source.is_file() else []
+    if not found:
+        raise UserError(f"{source} is no parquet file and no folder that holds one; check the path.")
+    return found
