@@ -20,6 +20,10 @@ from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import method_of
 from neuclip_ds.section import Section, merge
 
+Channels = tuple[float, float, float]
+OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
+OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
+
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
 
@@ -226,6 +230,8 @@ class LoraConfig(Section):
 class TowerConfig(Section):
     """What both towers share."""
 
+    pretrained: str = ""
+    """Weights that it starts from. By default random."""
     train: Trained | None = None
     """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
     projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
@@ -254,6 +260,9 @@ class TowerConfig(Section):
 class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
+    pretrained: str = ""
+    """Weights that it starts from: a tag of timm's such as openai or augreg_in21k, a hub name, a folder or a file.
+    Position embeddings are resampled to `image_size`. By default random."""
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
@@ -261,10 +270,14 @@ class VisionConfig(TowerConfig):
     a phase may have another. Evaluation sees all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
-    mean: tuple[float, float, float] = (0.48145466, 0.4578275, 0.40821073)
-    """Mean per channel that is subtracted from pixels in [0, 1]; OpenAI CLIP's by default."""
-    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] = (0.26862954, 0.26130258, 0.27577711)
-    """Standard deviation per channel that pixels are divided by."""
+    mean: tuple[float, float, float] | None = None
+    """Mean per channel that is subtracted from pixels in [0, 1]. By default that of `pretrained`, or OpenAI CLIP's."""
+    std: tuple[PositiveFloat, PositiveFloat, PositiveFloat] | None = None
+    """Standard deviation per channel that pixels are divided by. By default that of `pretrained`, or OpenAI CLIP's."""
+
+    def statistics(self) -> tuple[Channels, Channels]:
+        """Return mean and standard deviation, OpenAI CLIP's where none are set."""
+        return self.mean or OPENAI_MEAN, self.std or OPENAI_STD
 
     @field_validator("options")
     @classmethod
@@ -276,6 +289,12 @@ class VisionConfig(TowerConfig):
 
 
 class TextConfig(TowerConfig):
+    pretrained: str = ""
+    """Encoder that the text tower starts from, with its tokenizer: the folder or hub name of any text encoder of
+    transformers, also multilingual. Tokenizer, vocabulary, width, layers and heads below are then not read."""
+    pooling: Literal["cls", "mean", "last", "eos"] | None = None
+    """Where the feature of a pretrained encoder is read: first token, mean, last token, first EOS. By default `eos` for
+    CLIP's text models, `last` for causal language models, `mean` for others."""
     tokenizer: str | None = None
     """transformers tokenizer, a local folder or hub name. By default a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
@@ -298,8 +317,16 @@ class TextConfig(TowerConfig):
 
 class ModelConfig(Section):
     pretrained: str = ""
-    """Checkpoint to start from; its architecture and tokenizer replace those below. A folder or hub name of a
-    transformers CLIPModel or SiglipModel or of an open_clip model, or open_clip:ARCHITECTURE/TAG_OR_FILE."""
+    """Checkpoint of both towers to start from; its architecture and tokenizer replace those below. A folder or hub name
+    of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
+    open_clip:ARCHITECTURE/TAG_OR_FILE."""
+    force_image_size: int | None = Field(None, ge=8, le=1 << 14)
+    """Side in pixels that `pretrained` is changed to; its position embeddings are resampled. By default its own."""
+    force_context_length: int | None = Field(None, ge=4, le=1 << 16)
+    """Tokens of a caption that `pretrained` is changed to, stretching its position embeddings. By default its own."""
+    context_stretch: Literal["interpolate", "long_clip"] = "interpolate"
+    """How position embeddings of a pretrained text tower are stretched to more tokens: all interpolated linearly, or
+    the first 20 kept and the others interpolated, as Long-CLIP does. Fewer tokens take the first ones."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     embed_dim: int = Field(512, ge=2, le=1 << 16)
@@ -311,6 +338,22 @@ class ModelConfig(Section):
     matmul_precision: Literal["tf32", "float32"] = "tf32"
     """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
     open_clip sets. bf16 towers and the loss do not follow it."""
+
+    @model_validator(mode="after")
+    def _weights_have_one_source(self) -> ModelConfig:
+        towers = {"vision.pretrained": self.vision.pretrained, "text.pretrained": self.text.pretrained}
+        named = [name for name, value in towers.items() if value]
+        if self.pretrained and named:
+            raise ValueError(f"model.pretrained has both towers; omit it or model.{named[0]}")
+        forced = [name for name in ("force_image_size", "force_context_length") if getattr(self, name) is not None]
+        if forced and not self.pretrained:
+            size = "vision.image_size" if forced[0] == "force_image_size" else "text.context_length"
+            raise ValueError(f"model.{forced[0]} changes model.pretrained, which is not set; use model.{size}")
+        if self.text.pretrained and self.text.tokenizer:
+            raise ValueError("model.text.pretrained has its own tokenizer; omit model.text.tokenizer")
+        if self.text.pooling and not self.text.pretrained:
+            raise ValueError("model.text.pooling is for model.text.pretrained; a new text tower is read at the EOS")
+        return self
 
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:

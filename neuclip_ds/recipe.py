@@ -71,7 +71,7 @@ def parse(argv: Sequence[str]) -> Invocation:
     Raises:
         UserError: no or unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
     """
-    given = _command_line([_with_underscores(argument) for argument in argv])
+    given = _command_line(_last_of_each([_with_underscores(argument) for argument in argv]))
     recipe = given.pop("recipe", None)
     if recipe is None:
         raise UserError(f"Name a recipe as the first argument, or a path (see --help). Recipes: {_listed()}.")
@@ -269,6 +269,12 @@ def option_names(model: type[BaseModel]) -> list[str]:
 def with_dashes(name: str) -> str:
     """Return an option's name as help and messages spell it."""
     return name.replace("_", "-")
+
+
+def _last_of_each(argv: Sequence[str]) -> list[str]:
+    """Return the arguments without options NAME=VALUE that a later one repeats; lists would be appended otherwise."""
+    last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(argv)}
+    return list(last.values())
 
 
 def _with_underscores(argument: str) -> str:

@@ -105,6 +105,11 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
 
 
+def test_the_last_of_an_option_counts() -> None:
+    config = parse(["demo", "--data.train=a", "--optimizer.lr=1", "--data.train=b", "--optimizer.lr=2"]).config
+    assert (config.data.train, config.optimizer.lr) == ("b", 2.0)
+
+
 def test_several_methods_share_a_command_line() -> None:
     shared = ["demo", "--objective.npn.lr=3", "--objective.eps=1e-6"]
     for method in ("openclip", "neuclip", None):

@@ -1,44 +1,38 @@
 """Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
+from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
-from neuclip_ds.checkpoint.integrity import read_meta, verify
-from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
+from neuclip_ds.checkpoint.integrity import verify
+from neuclip_ds.checkpoint.model_card import model_card
+from neuclip_ds.checkpoint.saved_model import SavedRun, find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.export import export
+from neuclip_ds.models.export import WRITERS, check_new, export
+from neuclip_ds.models.export.onnx import write_onnx
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
-_LOADING = {
-    "transformers": """```python
-from transformers import AutoModel, AutoProcessor
 
-model, processor = AutoModel.from_pretrained("."), AutoProcessor.from_pretrained(".")
-```""",
-    "open_clip": """```python
-import open_clip
-
-model, preprocess = open_clip.create_model_from_pretrained("local-dir:.")
-tokenizer = open_clip.get_tokenizer("local-dir:.")
-```""",
-}
-
-
-def export_run(path: Path, form: str, folder: Path, best: bool = False, average: bool = False) -> Path:
+def export_run(
+    path: Path, form: str, folder: Path, best: bool = False, average: bool = False, licence: str | None = None
+) -> Path:
     """Export a checkpoint.
 
     Args:
         path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
-        form: `transformers` or `open_clip`.
+        form: a key of FORMATS.
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
         average: take the moving average of the weights (`ema.decay`).
+        licence: identifier for the model card, such as apache-2.0.
 
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
     the model.
@@ -49,9 +43,28 @@ def export_run(path: Path, form: str, folder: Path, best: bool = False, average:
     logits = _logits(checkpoint, run.config, run.start)
     trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
     source, weights = merged(run.source, run.tokenizer, trained)
-    package = source.package(run.tokenizer, weights, logits)
-    export(package, form, folder, _card(run.config, checkpoint, form))
+    card = model_card(run.config, checkpoint, form, licence, average)
+    FORMATS[form](run._replace(source=source), weights, logits, folder, card)
     return checkpoint
+
+
+def _package(
+    form: str, run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str
+) -> None:
+    export(run.source.package(run.tokenizer, weights, logits), form, folder, card)
+
+
+def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str) -> None:
+    check_new(folder)
+    model = run.source.build(run.tokenizer)
+    model.load_state_dict(weights)
+    folder.mkdir(parents=True, exist_ok=True)
+    write_onnx(model, run.tokenizer, run.source.preprocessing, logits, folder)
+    (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path, str], None]
+FORMATS: dict[str, Write] = {**{form: partial(_package, form) for form in WRITERS}, "onnx": _onnx}
 
 
 def _best(run: Path) -> Path:
@@ -68,30 +81,3 @@ def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitPa
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None
     return LogitParameters(temperature, state["bias"].item() if "bias" in state else bias)
-
-
-def _card(config: Config, checkpoint: Path, form: str) -> str:
-    """Return README.md: what the model is, how it was trained, how to load it."""
-    step = read_meta(checkpoint)["step"]
-    base = config.model.pretrained
-    origin = f"fine-tuned from `{base}`, whose licence it inherits" if base else "trained from random weights"
-    library = "open_clip" if form == "open_clip" else "transformers"
-    return f"""---
-library_name: {library}
-pipeline_tag: zero-shot-image-classification
-tags:
-- clip
----
-# {config.run.name}
-
-A dual encoder of images and texts, {origin}.
-
-| | |
-|---|---|
-| trained with | neuclip_ds, `objective.method={config.objective.method}` |
-| data | `{", ".join(config.data.train_paths)}` |
-| steps | {step:,} of {config.data.batch_size:,} pairs |
-| learning rate | {config.optimizer.lr:g} ({config.optimizer.name}, weight decay {config.optimizer.weight_decay:g}) |
-
-{_LOADING[form]}
-"""

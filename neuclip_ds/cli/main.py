@@ -14,7 +14,8 @@ from neuclip_ds.recipe import nearest
 COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
-    "export": "write a trained model for transformers or open_clip",
+    "export": "write a trained model for transformers, open_clip or ONNX",
+    "push": "upload an exported model to the hub",
     "compare": "overlay the curves of several runs on one page",
     "watch": "serve the page of runs while they train",
     "nearest-captions": "write a page of images with the captions nearest to them",

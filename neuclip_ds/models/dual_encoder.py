@@ -3,16 +3,16 @@
 It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuclip_ds.config import LoraConfig, ModelConfig
+from neuclip_ds.config import ModelConfig, TowerConfig
 from neuclip_ds.models.lora import add_adapters
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
-from neuclip_ds.models.trained_parts import freeze
+from neuclip_ds.models.trained_parts import TOWERS, freeze, lock_projection
 
 
 class DualEncoder(nn.Module):
@@ -58,18 +58,38 @@ class DualEncoder(nn.Module):
         self.text.compile()
 
 
-def build_dual_encoder(config: ModelConfig, tokenizer: CaptionTokenizer) -> DualEncoder:
-    """Build the dual encoder of a config with random weights, which depend on torch's seed only.
+def build_dual_encoder(
+    config: ModelConfig,
+    tokenizer: CaptionTokenizer,
+    image_weights: Mapping[str, Tensor] | None = None,
+    text_tower: Callable[[], Encoder] | None = None,
+) -> DualEncoder:
+    """Build the dual encoder of a config; random weights depend on torch's seed only.
 
     Both towers use OpenAI's quick GELU if the image model is one of timm's `quickgelu` variants, else GELU, as in
     open_clip's configs.
 
+    Args:
+        config: of the towers.
+        tokenizer: of the text tower, where it is a new one.
+        image_weights: tensors that the image tower starts from; random ones by default.
+        text_tower: builds the text tower; by default a new one of the config.
+
     Raises:
         UserError: the config does not fit timm or the tokenizer; see `VisionTower`, `TextTower` and `prepare`.
     """
-    activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
-    vision = VisionTower(config.vision, config.embed_dim)
-    return prepare(DualEncoder(vision, TextTower(config.text, tokenizer, config.embed_dim, activation)), config)
+    vision = VisionTower(config.vision, config.embed_dim, image_weights)
+    if text_tower is None:
+        activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
+        text: Encoder = TextTower(config.text, tokenizer, config.embed_dim, activation)
+    else:
+        text = text_tower()
+    model = DualEncoder(vision, text)
+    for name in TOWERS:
+        tower: TowerConfig = getattr(config, name)
+        if tower.pretrained and tower.trained == "frozen":
+            lock_projection(model.get_submodule(name), name)
+    return prepare(model, config)
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
@@ -81,10 +101,10 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     if config.activation_checkpointing:
         model.checkpoint_activations()
     freeze(model, config)
-    for name, tower in (("vision", model.vision), ("text", model.text)):
-        adapters: LoraConfig = getattr(config, name).lora
-        if adapters.rank:
-            add_adapters(tower, adapters, name)
+    for name in TOWERS:
+        tower: TowerConfig = getattr(config, name)
+        if tower.lora.rank:
+            add_adapters(model.get_submodule(name), tower.lora, name)
     return model
 
 

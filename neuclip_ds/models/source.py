@@ -1,18 +1,20 @@
-"""The source of a run's dual encoder: the config with random weights, or a pretrained checkpoint."""
+"""The source of a run's dual encoder: the config, with random or pretrained weights in each tower, or a checkpoint."""
 
 import json
 from collections.abc import Callable, Mapping
 from copy import copy
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
-from neuclip_ds.models.export.convert import clip_vision_config
+from neuclip_ds.models.export.convert import clip_text_config, clip_vision_config
 from neuclip_ds.models.lora import has_adapters, merge_adapters, without_adapters
+from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
@@ -23,26 +25,45 @@ from neuclip_ds.models.pretrained.base import (
     Preprocessing,
     logit_tensors,
 )
-from neuclip_ds.models.pretrained.files import read_json
+from neuclip_ds.models.pretrained.files import read_json, read_tensors
+from neuclip_ds.models.pretrained.image_weights import ImageWeights, locate_image_weights
+from neuclip_ds.models.pretrained.text_encoders import TextEncoder, locate_text_encoder
+from neuclip_ds.models.pretrained.transformers_models import LibraryTokenizer
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import VisionTower
 
-_LOGITS = "logits.json"
+_LOGITS, _PIXELS = "logits.json", "pixels.json"
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
-class FromConfig:
-    """A model built from the config with random weights, which depend on torch's seed only."""
+class TowerRefs(NamedTuple):
+    """What single towers start from, as `locate_model` has found it; can be sent to other ranks."""
 
-    def __init__(self, config: ModelConfig) -> None:
-        self.config = config
+    image: ImageWeights | None = None
+    text: str = ""  # folder of the text encoder
+
+
+_NEW_TOWERS = TowerRefs()
+
+
+class FromConfig:
+    """A model built from the config; towers start from pretrained weights, or random ones of torch's seed."""
+
+    def __init__(self, config: ModelConfig, towers: TowerRefs = _NEW_TOWERS) -> None:
+        self._towers = towers
+        mean, std = config.vision.statistics() if towers.image is None else towers.image[1:]
+        vision = config.vision.model_copy(update={"mean": mean, "std": std})
+        self.config = config.model_copy(update={"vision": vision})
+        self._text = TextEncoder(towers.text, config.text, config.context_stretch) if towers.text else None
         self.name = config.vision.name  # for messages
-        self.preprocessing = Preprocessing(config.vision.image_size, config.vision.mean, config.vision.std)
+        self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
         self.embed_dim = config.embed_dim  # width d of the joint space
 
     def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         """Return the model's tokenizer, from `train` if none is named; raise UserError if it cannot be found."""
         text = self.config.text
+        if self._text is not None:
+            return self._text.tokenizer()
         return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
@@ -51,7 +72,7 @@ class FromConfig:
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
-        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer))  # the one that `tokenizer` returned
+        return self._build(tokenizer, pretrained=False)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
@@ -59,25 +80,40 @@ class FromConfig:
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
         """
-        return LoadedModel(self.build(tokenizer), INITIAL_LOGITS)
+        return LoadedModel(self._build(tokenizer, pretrained=True), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save what `open_saved` needs in addition to config and tokenizer: nothing; or into the folder, created."""
+        """Save what `open_saved` needs in addition to config and tokenizer; the folder is created if that is more."""
+        if self._towers.image is not None:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / _PIXELS).write_text(json.dumps(self.preprocessing._asdict()), encoding="utf-8")
+        if self._text is not None:
+            self._text.save(folder)
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         """Return trained weights, named as those of `build`, in the form of the family's files; without adapters."""
         with torch.device("meta"):
             model = self.build(tokenizer)
-        vision, text = cast(VisionTower, model.vision), cast(TextTower, model.text)
+        vision = cast(VisionTower, model.vision)
         config = {
             "embed_dim": self.embed_dim,
             "vision": self.config.vision.model_dump(),
             "clip_vision": clip_vision_config(vision, self.preprocessing.size),
             "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
             "linear_projection": isinstance(vision.projection, nn.Linear),
-            "text": text.trunk.config.to_dict(),
+            "text": clip_text_config(model.text),
+            "text_encoder": self.config.text.pretrained,
         }
         return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.preprocessing, tokenizer)
+
+    def _build(self, tokenizer: ModelTokenizer, pretrained: bool) -> DualEncoder:
+        """Build the model, with pretrained weights where towers have them, or random ones alone."""
+        image, encoder = self._towers.image, self._text
+        tensors = read_tensors(Path(image.path)) if pretrained and image is not None else None
+        if encoder is None:  # the tokenizer is the one that `tokenizer` returned
+            return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)
+        tower = partial(encoder.tower, cast(LibraryTokenizer, tokenizer), self.embed_dim, pretrained)
+        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors, tower)
 
 
 class Pretrained:
@@ -109,18 +145,27 @@ class Pretrained:
 ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
 
 
-def locate_model(config: ModelConfig, weights: bool = True) -> CheckpointRef | None:
-    """Locate the config's checkpoint, if it names one, as `locate` does; call on one rank only.
+ModelRef = CheckpointRef | TowerRefs
+
+
+def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
+    """Locate what the config's model starts from, as `locate` does; call on one rank only.
 
     Returns:
-        A reference for `model_source` on every rank; None without a checkpoint.
+        A reference for `model_source` on every rank; an empty one if all weights are random.
     """
-    return locate(config.pretrained, weights) if config.pretrained else None
+    if config.pretrained:
+        return locate(config.pretrained, weights)
+    image = locate_image_weights(config.vision) if config.vision.pretrained and weights else None
+    return TowerRefs(image, locate_text_encoder(config.text.pretrained, weights) if config.text.pretrained else "")
 
 
-def model_source(config: ModelConfig, ref: CheckpointRef | None) -> ModelSource:
+def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
     """Open the source that `locate_model` found; raise UserError if the checkpoint's config lacks something."""
-    return FromConfig(config) if ref is None else Pretrained(config, open_checkpoint(ref))
+    if isinstance(ref, TowerRefs):
+        return FromConfig(config, ref)
+    sizes = ForcedSizes(config.force_image_size, config.force_context_length, config.context_stretch)
+    return Pretrained(config, open_checkpoint(ref, sizes))
 
 
 def merged(
@@ -142,6 +187,10 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
 
     The folder is the one that `save` wrote; raise UserError if files are missing.
     """
-    if not config.pretrained:
-        return FromConfig(config), INITIAL_LOGITS
-    return model_source(config, locate(str(folder), weights=False)), LogitParameters(**read_json(folder / _LOGITS))
+    if config.pretrained:
+        return model_source(config, locate(str(folder), weights=False)), LogitParameters(**read_json(folder / _LOGITS))
+    image = None
+    if config.vision.pretrained:
+        pixels = read_json(folder / _PIXELS)
+        image = ImageWeights("", tuple(pixels["mean"]), tuple(pixels["std"]))
+    return FromConfig(config, TowerRefs(image, str(folder) if config.text.pretrained else "")), INITIAL_LOGITS

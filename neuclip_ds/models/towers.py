@@ -5,7 +5,7 @@ DeepSpeed's ZeRO requires that a parameter is used only in the forward of its mo
 
 import difflib
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import timm
@@ -30,7 +30,21 @@ def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float])
 
 
 class Encoder(nn.Module, ABC):
-    """A tower, which maps images or tokens to features of the joint space."""
+    """A tower, which maps images or tokens to features of the joint space.
+
+    Image towers take uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both return (b, d) in the weights' dtype.
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(self.normalize(x))
+
+    def normalize(self, x: Tensor) -> Tensor:
+        """Return what `encode` takes: float32 normalised pixels of uint8 ones; ids as they are."""
+        return x
+
+    @abstractmethod
+    def encode(self, x: Tensor) -> Tensor:
+        """Return (b, d) features of normalised pixels, or of ids."""
 
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode, in which modules of frozen weights stay in evaluation mode.
@@ -60,26 +74,31 @@ class VisionTower(Encoder):
     The projection is linear without bias. Models with attention pooling (CLIP's ResNets) end in their own projection,
     with bias, which replaces it (Radford et al. 2021, sec. 2.4).
 
+    Args:
+        weights: tensors that the trunk starts from, of any resolution; random ones by default.
+
     Raises:
-        UserError: timm does not have the model or refuses the options, or the image size does not fit the model.
+        UserError: timm does not have the model or refuses the options, or the image size or the weights do not fit it.
     """
 
-    def __init__(self, config: VisionConfig, embed_dim: int) -> None:
+    def __init__(self, config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> None:
         super().__init__()
         width = _checked_width(config)
-        self._mean, self._std = config.mean, config.std  # not buffers, which DeepSpeed may cast to bf16
-        self.trunk = _create(config)
+        self._mean, self._std = config.statistics()  # not buffers, which DeepSpeed may cast to bf16
+        self.trunk = _create(config) if weights is None else _create_from(config, weights)
         self.projection: nn.Module = nn.Identity()
         if isinstance(getattr(self.trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
             self.trunk.reset_classifier(embed_dim)
             nn.init.zeros_(self.trunk.head.proj.bias)
             nn.init.normal_(self.trunk.head.proj.weight, std=width**-0.5)
         else:
-            self.projection = _projection(width, embed_dim)
+            self.projection = new_projection(width, embed_dim)
 
-    def forward(self, image: Tensor) -> Tensor:
-        pixels = normalize_pixels(image, self._mean, self._std)
-        return self.projection(self.trunk(pixels.to(next(self.parameters()).dtype)))
+    def normalize(self, x: Tensor) -> Tensor:
+        return normalize_pixels(x, self._mean, self._std)
+
+    def encode(self, x: Tensor) -> Tensor:
+        return self.projection(self.trunk(x.to(next(self.parameters()).dtype)))
 
     def checkpoint_activations(self) -> None:
         try:
@@ -105,7 +124,7 @@ class TextTower(Encoder):
         self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
     ) -> None:
         super().__init__()
-        self._context_length, self._eos_id = config.context_length, tokenizer.eos_id
+        self._context_length, self.eos_id = config.context_length, tokenizer.eos_id
         self.trunk = CLIPTextModel(
             CLIPTextConfig(
                 vocab_size=_checked_vocab_size(config, tokenizer),
@@ -122,24 +141,25 @@ class TextTower(Encoder):
             )
         )
         _init_attention(self.trunk)
-        self.projection = _projection(config.width, embed_dim)
+        self.projection = new_projection(config.width, embed_dim)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        if tokens.shape[1] > self._context_length:
+    def encode(self, x: Tensor) -> Tensor:
+        if x.shape[1] > self._context_length:
             raise UserError(
-                f"Captions of {tokens.shape[1]} tokens do not fit model.text.context_length={self._context_length}; "
+                f"Captions of {x.shape[1]} tokens do not fit model.text.context_length={self._context_length}; "
                 "tokenize with that context length."
             )
-        hidden = self.trunk(input_ids=tokens).last_hidden_state  # (b, T, width)
+        hidden = self.trunk(input_ids=x).last_hidden_state  # (b, T, width)
         # Not the trunk's pooled output, which is read at the largest id if EOS is 2, to support old files.
-        first_eos = (tokens == self._eos_id).int().argmax(dim=1)
-        return self.projection(hidden[torch.arange(len(hidden), device=hidden.device), first_eos])
+        first_eos = (x == self.eos_id).int().argmax(dim=1)
+        return self.projection(hidden[torch.arange(hidden.shape[0], device=hidden.device), first_eos])
 
     def checkpoint_activations(self) -> None:
         self.trunk.activation_checkpointing_enable({"use_reentrant": False})
 
 
-def _projection(width: int, embed_dim: int) -> nn.Linear:
+def new_projection(width: int, embed_dim: int) -> nn.Linear:
+    """Return a projection to the joint space with random weights, as CLIP initialises it."""
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection
@@ -201,10 +221,47 @@ def _has_fixed_size(config: VisionConfig) -> bool:
     return bool(timm.get_pretrained_cfg(config.name).fixed_input_size)
 
 
-def _create(config: VisionConfig) -> Any:
+def _create(config: VisionConfig, **options: Any) -> Any:
     size = {"img_size": config.image_size} if _has_fixed_size(config) else {}
     drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
-    return timm.create_model(config.name, num_classes=0, **size, **drop, **config.options)
+    return timm.create_model(weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
+
+
+def weights_name(config: VisionConfig) -> str:
+    """Return timm's name of the image model with the tag of its weights, if `pretrained` is one."""
+    tagged = f"{config.name}.{config.pretrained}"
+    return tagged if timm.models.is_model_pretrained(tagged) else config.name
+
+
+def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
+    """Create the image model with weights, without a classifier; timm resamples position embeddings.
+
+    timm loads what fits and keeps random values elsewhere, which is found out by comparing it with these.
+    """
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        random = dict(_create(config).named_parameters())
+        torch.manual_seed(0)
+        try:
+            overlay = {"state_dict": dict(weights), "custom_load": False, "source": ""}
+            trunk = _create(config, pretrained=True, pretrained_cfg_overlay=overlay)
+        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # of timm's converters
+            raise UserError(
+                f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
+                f"({str(error).strip().splitlines()[-1].strip()}); name weights of this model."
+            ) from error
+    trunk.pretrained_cfg.pop("state_dict", None)  # a second copy of the weights
+    left = [
+        name
+        for name, value in trunk.named_parameters()
+        if value.requires_grad and value.equal(random[name]) and (value != value.flatten()[0]).any()
+    ]
+    if left:
+        raise UserError(
+            f"The weights model.vision.pretrained={config.pretrained} lack {len(left)} tensors of timm's "
+            f"{config.name!r} (first {left[0]}); name weights of this model."
+        )
+    return trunk
 
 
 def _checked_width(config: VisionConfig) -> int:
@@ -245,14 +302,14 @@ def _check_names(config: VisionConfig) -> None:
         raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
     if tag:
         raise UserError(
-            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}), which this option does not load; "
-            f"use {architecture!r}."
+            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}); set "
+            f"model.vision.name={architecture} and model.vision.pretrained={tag}."
         )
     taken = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
     if taken:
         raise UserError(
             f"model.vision.options must not set {', '.join(sorted(taken))}: set the size with "
-            "model.vision.image_size; the tower has random initial weights and no classes."
+            "model.vision.image_size and the weights with model.vision.pretrained; the tower has no classes."
         )
 
 

@@ -41,6 +41,22 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         _freeze(model.get_submodule(name), getattr(config, name).trained, name)
 
 
+def lock_projection(tower: nn.Module, name: str) -> None:
+    """Make the new projection of a frozen, pretrained tower the identity, which gives the tower's own feature (LiT).
+
+    Raises:
+        UserError: the projection is not square, so that random weights would be frozen.
+    """
+    projection = tower.get_submodule("projection")
+    if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
+        width = f"={projection.in_features}" if isinstance(projection, nn.Linear) else " to the tower's width"
+        raise UserError(
+            f"model.{name}.train=frozen would freeze the random projection of the {name} tower: set "
+            f"model.{name}.train=0 to train it, or model.embed_dim{width}."
+        )
+    nn.init.eye_(projection.weight)
+
+
 def _freeze(tower: nn.Module, trained: Trained, name: str) -> None:
     if trained == "all":
         return

@@ -53,7 +53,7 @@ class SyntheticSteps:
         query = MemoryQuery(config, communicator.world_size)
         stand_in: Any = StandInTokenizer(config.model.text)
         self._size = query.source.preprocessing.size
-        self._tokenizer: Any = query.tokenizer if config.model.pretrained else stand_in
+        self._tokenizer: Any = query.tokenizer if config.model.pretrained or config.model.text.pretrained else stand_in
         torch.manual_seed(config.run.seed)
         model = query.source.build(self._tokenizer)
         self.parameters = parameter_count(model)

@@ -41,7 +41,7 @@ class Recovery(NamedTuple):
 
 
 FULL, CACHED, HINGED, SGD = "full", "cached", "full, hinged loss", "full, momentum SGD"
-NOTHING = "nothing"  # what a recovery's duration is compared with
+NOTHING = "nothing"  # what the error of u is compared with
 LARGER, NOISY = "larger batch", "full, mismatched captions"
 _GCL: Options = {"objective.method": "gcl"}  # the error of u is measured with the loss that it was recovered with
 _FULL: Options = {"recovery.mode": "full", **_GCL}

@@ -10,7 +10,7 @@ from neuclip_ds.reproduction.report import mean_recall
 from neuclip_ds.reproduction.runner import Curve, Results
 from neuclip_ds.reproduction.study import Job, Options
 
-_KEPT = ("step_ms", "seconds", "normalizer_mse")
+_KEPT = ("step_ms", "normalizer_mse")
 
 
 class Record(NamedTuple):

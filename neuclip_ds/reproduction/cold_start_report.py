@@ -1,21 +1,20 @@
 """The cold-start study's tables and curves, from its records: tuneclip.md, tuneclip.html and tuneclip.png."""
 
 import math
-import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from neuclip_ds.reporting.page import Table, write_page
-from neuclip_ds.reproduction.cold_start import NOTHING, SEARCH, VARIANTS
+from neuclip_ds.reproduction.cold_start import SEARCH, VARIANTS
 from neuclip_ds.reproduction.cold_start_record import Record
 from neuclip_ds.reproduction.paired import difference
 from neuclip_ds.reproduction.report import summarize, verdict
 
 START = "the start"
-_PEER = "FastCLIP, constant tau"  # whose duration is compared with
+_PEER = "FastCLIP, constant tau"
 _GCL, _NOISY = "GCL, moments and u recovered", "TuneCLIP, mismatched captions"
 COMPARED: tuple[tuple[str, str, str], ...] = (
     ("recovering moments and u better than nothing", "TuneCLIP", "HGCL, nothing recovered"),
@@ -47,7 +46,7 @@ Seeds = Mapping[int, Record]
 def write(records: Sequence[Record], folder: Path, heading: str) -> str:
     """Write the study's page into a folder and return its tables as Markdown."""
     finals = _by_seed(records, "tune")
-    tables = [_quality(finals), _claims(finals), _search(records), *_recoveries(records), _cost(records, finals)]
+    tables = [_quality(finals), _claims(finals), _search(records), _recoveries(records)]
     tables += [*_summaries(records, "difference", "Cached recovery against the full one"), *_nearest(records)]
     figures = {"tuneclip.png": _plot(finals)}
     return write_page([table for table in tables if table.rows], figures, folder / "tuneclip", heading)
@@ -114,53 +113,24 @@ def _ends(
 
 def _search(records: Sequence[Record]) -> Table:
     scores: defaultdict[str, dict[float, float]] = defaultdict(dict)
-    for name, record in _searched(records):
-        scores[name][record.options["optimizer.lr"]] = record.recall[-1] if record.recall else 0.0
+    for record in records:
+        if record.name.startswith(f"{SEARCH}/"):
+            found = record.recall[-1] if record.recall else 0.0
+            scores[record.name.split("/")[1]][record.options["optimizer.lr"]] = found
     rates = sorted({rate for found in scores.values() for rate in found})
     rows = [[name, *(f"{found[r]:.2f}" if r in found else "-" for r in rates)] for name, found in scores.items()]
     title = "Search on the validation split (seed 0), mean recall %"
     return Table(title, ["variant", *(f"lr {rate:g}" for rate in rates)], rows)
 
 
-def _recoveries(records: Sequence[Record]) -> list[Table]:
-    """Return the table of duration and error of every way to recover, over seeds."""
-    table = Table("Ways to recover", ["recovered", "seconds of the run", "log u, mean squared error"], [])
+def _recoveries(records: Sequence[Record]) -> Table:
+    """Return the table of the error of u after every way to recover, over pretrained models."""
+    table = Table("Error of the recovered u", ["recovered", "log u against all pairs, mean square"], [])
     for name, seeds in _by_seed(records, "recover").items():
         errors = [record.scores["normalizer_mse"] for record in seeds.values() if "normalizer_mse" in record.scores]
-        error = str(summarize(errors)) if errors and all(map(math.isfinite, errors)) else "-"
-        table.rows.append([name, str(summarize(record.scores["seconds"] for record in seeds.values())), error])
-    return [table]
-
-
-def _cost(records: Sequence[Record], finals: Mapping[str, Seeds]) -> Table:
-    """Return the seconds of all steps, those of the recovery included, of variants that searched, against FastCLIP's.
-
-    A step's time is that of the search, which does not evaluate between steps.
-    """
-    speeds: defaultdict[str, list[float]] = defaultdict(list)
-    for name, record in _searched(records):
-        speeds[name] += [record.scores["step_ms"]] if "step_ms" in record.scores else []
-    recovered = _by_seed(records, "recover")
-    totals = {}
-    for name in (name for name in finals if speeds[name]):
-        by = VARIANTS[name].recovered
-        steps = next(iter(finals[name].values())).step[-1]
-        totals[name] = statistics.median(speeds[name]) * steps / 1000 + (_extra_seconds(recovered, by) if by else 0.0)
-    rows = [[name, f"{total:.1f}", f"{total / totals[_PEER]:.2f}"] for name, total in totals.items() if _PEER in totals]
-    return Table(f"Time of all steps, against {_PEER}", ["variant", "seconds", "ratio"], rows)
-
-
-def _searched(records: Sequence[Record]) -> Iterator[tuple[str, Record]]:
-    """Yield the runs of the search by variant."""
-    for record in records:
-        if record.name.startswith(f"{SEARCH}/"):
-            yield record.name.split("/")[1], record
-
-
-def _extra_seconds(recovered: Mapping[str, Seeds], name: str) -> float:
-    """Return how much longer a run with recovery takes than one without, the median over seeds."""
-    pairs = [(record, recovered[NOTHING][seed]) for seed, record in recovered[name].items()]
-    return statistics.median(one.scores["seconds"] - other.scores["seconds"] for one, other in pairs)
+        if errors and all(map(math.isfinite, errors)):
+            table.rows.append([name, str(summarize(errors))])
+    return table
 
 
 def _summaries(records: Sequence[Record], kind: str, title: str) -> list[Table]:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, TowerConfig
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.repeats import check_separate
 from neuclip_ds.distributed.communicator import Communicator
@@ -12,6 +12,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet
+from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.reporting.weights_and_biases import require_wandb
 from neuclip_ds.training.data import find_split, open_data, resolve
@@ -70,6 +71,12 @@ def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
             for steps, warmup in warmups
             if warmup >= steps
         ]
+    for name in TOWERS:
+        tower: TowerConfig = getattr(config.model, name)
+        if tower.trained == "frozen" and not (tower.pretrained or config.model.pretrained):
+            found.append(
+                f"model.{name}.train=frozen freezes random weights: name weights with model.{name}.pretrained."
+            )
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
     elif optimizer.min_lr > optimizer.lr:

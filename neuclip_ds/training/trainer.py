@@ -60,7 +60,10 @@ from neuclip_ds.training.run_folder import MODEL, read_complete, staging, take_i
 log = logging.getLogger(__name__)
 
 # options that may change between starts, and what the fingerprint lists by itself
-_NOT_ARCHITECTURE: Any = {"vision": {"patch_drop", "train", "lora"}, "text": {"tokenizer", "train", "lora"}}
+_NOT_ARCHITECTURE: Any = {
+    "vision": {"pretrained", "patch_drop", "train", "lora"},
+    "text": {"pretrained", "tokenizer", "train", "lora"},
+}
 
 
 def train(config: Config, environment: RankEnvironment, hooks: Sequence[Hook] = ()) -> None:
@@ -287,5 +290,6 @@ def _architecture(model: ModelConfig) -> Fingerprint:
     if model.pretrained:
         return trains
     tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
+    tree["vision"] |= dict(zip(("mean", "std"), map(list, model.vision.statistics()), strict=True))
     options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
     return {f"model.{name}": value for name, value in {**options, **tree}.items()} | trains

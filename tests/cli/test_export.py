@@ -11,6 +11,8 @@ import torch
 from miniatures import save_clip, save_open_clip
 from safetensors.torch import load_file
 from small_runs import call, demo_shards
+from test_image_weights import saved_timm
+from test_text_encoders import xlm_roberta
 from transformers import AutoModel, AutoProcessor
 
 from neuclip_ds.checkpoint.export import export_run
@@ -61,6 +63,28 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     checkpoint = max((tmp_path / "runs/fine/checkpoints").glob("step_*"))
     assert export_run(checkpoint, "open_clip", tmp_path / "other") == checkpoint
     open_clip.create_model_from_pretrained(f"local-dir:{tmp_path}/other")
+
+
+@pytest.mark.slow
+def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path: Path) -> None:
+    """A timm tower at another resolution and XLM-R beyond its positions, on two ranks under ZeRO-3, as ONNX."""
+    saved_timm(tmp_path / "image.safetensors")
+    xlm_roberta(tmp_path / "text", max_position_embeddings=34)
+    options = [*OPTIONS[:2], "--data.micro_batch=4", "--model.activation_checkpointing=true", f"--data.train={shards}"]
+    options += ["--model.vision.name=test_vit", "--model.vision.options={}", "--model.vision.image_size=64"]
+    options += [f"--model.vision.pretrained={tmp_path}/image.safetensors", f"--model.text.pretrained={tmp_path}/text"]
+    options += ["--run.name=towers", "--run.report=false", "--data.zero_shot=", "--deepspeed=zero3_fp32"]
+    options += ["--objective.method=openclip", "--model.embed_dim=16"]
+    for steps in (2, 4):
+        done = call("train.py", "demo", *options, f"--budget.steps={steps}", folder=tmp_path, ranks=2)
+        assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "text").rename(tmp_path / "moved")  # the run keeps what it needs
+    done = call("tools/export.py", "runs/towers", "--out=onnx", "--format=onnx", "--license=mit", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    card = (tmp_path / "onnx/README.md").read_text()
+    assert "license: mit" in card and "its image tower from `test_vit (image.safetensors)` and its text tower" in card
+    assert "image_to_text_recall@1" in card
+    assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "onnx").glob("*.[jm][sd]*"))
 
 
 @pytest.mark.slow

@@ -66,7 +66,7 @@ def test_every_command_but_no_other_has_a_file() -> None:
             "Unknown option --batchsize=3; did you mean --batch-size?",
         ),
         (["export", "runs/a"], "The following arguments are required: --out"),
-        (["export", "runs/a", "--out=x", "--format=onnx"], "invalid choice: 'onnx'"),
+        (["export", "runs/a", "--out=x", "--format=jax"], "invalid choice: 'jax'"),
         (["compare", "--out=x", "a", "./a"], "A run is listed twice"),
         (["watch", "no_such_run"], "no_such_run is not a folder; name the folder of a run"),
         (["plan", "fit", "x", "--cores=2", "--nodes=1"], "Unknown option --nodes=1"),

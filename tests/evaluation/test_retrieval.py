@@ -12,12 +12,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn import functional
 
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
 
 
 class Pairs(NamedTuple):
-    """A batch whose `image` and `tokens` already are the features that `identity` returns."""
+    """Pairs whose `image` and `tokens` already are the features that `identity` returns."""
 
     image: Tensor
     tokens: Tensor
@@ -28,7 +29,7 @@ def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None
     return image, tokens
 
 
-def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> list[Pairs]:
+def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> list[Batch]:
     """Rank r's rows r::K in batches, padded to equal numbers with invalid rows."""
     n, d = pairs.image.shape
     batches = max(1, math.ceil(n / (world_size * batch_size)))
@@ -39,8 +40,9 @@ def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> lis
         torch.cat([pairs.tokens, padding]),
         torch.cat([pairs.valid, torch.zeros(missing, dtype=torch.bool)]),
     )
-    own = [part[rank::world_size].split(batch_size) for part in padded]
-    return [Pairs(*parts) for parts in zip(*own, strict=True)]
+    columns = (padded.image, padded.tokens, torch.arange(n + missing), padded.valid)
+    own = [column[rank::world_size].split(batch_size) for column in columns]
+    return [Batch(*parts) for parts in zip(*own, strict=True)]
 
 
 def measure(run_ranks, pairs: Pairs, world_size: int = 1, batch_size: int = 4, **options) -> dict[str, float]:

@@ -29,7 +29,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ("option", "words"),
     [
         ("--data.val={tmp}/nothing", "nothing does not exist"),
-        ("--data.zero_shot={tmp}/nothing", "zeroshot_classification_templates.txt is missing"),
+        ("--data.zero_shot={tmp}/nothing", "nothing does not exist; name an evaluation set"),
         ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
     ],
 )

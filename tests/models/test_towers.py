@@ -45,7 +45,7 @@ def gradients(tower: nn.Module, inputs: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("config", [VIT, RESNET], ids=["vit", "resnet"])
 def test_pixels_are_normalised_per_channel(config: VisionConfig) -> None:
     tower, image = vision_tower(config).eval(), pixels(32)
-    mean, std = (torch.tensor(values)[:, None, None] for values in (config.mean, config.std))
+    mean, std = (torch.tensor(values)[:, None, None] for values in config.statistics())
     expected = tower.projection(tower.trunk((image.double() / 255 - mean).div(std).float()))
     torch.testing.assert_close(tower(image), expected, rtol=1e-4, atol=1e-5)
     assert image.dtype == torch.uint8

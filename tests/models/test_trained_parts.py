@@ -15,6 +15,7 @@ from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.trained_parts import Trainable, learning_rate_scales
 from neuclip_ds.recipe import parse, validate
 from neuclip_ds.section import merge
+from neuclip_ds.training.checks import likely_slips
 
 TREE: dict[str, Any] = {
     "model": {
@@ -96,6 +97,23 @@ def test_a_run_in_which_nothing_trains_is_refused() -> None:
 def test_other_values_are_refused(value: str) -> None:
     with pytest.raises(UserError, match=rf"model\.vision\.train: '{value}' is neither all nor frozen"):
         parse(["demo", f"--model.vision.train={value}"])
+
+
+def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
+    """LiT: a new projection is the identity where the tower is frozen, and trained elsewhere."""
+    locked = build(vision={"train": "frozen", "pretrained": "weights"}).vision
+    assert torch.equal(locked.projection.weight, torch.eye(16)) and locked.frozen
+    assert not torch.equal(build(vision={"train": 0, "pretrained": "weights"}).vision.projection.weight, torch.eye(16))
+    with pytest.raises(
+        UserError, match=r"would freeze the random projection .* set model\.vision\.train=0 .* embed_dim=16"
+    ):
+        build(vision={"train": "frozen", "pretrained": "weights"}, embed_dim=8)
+
+
+def test_frozen_random_weights_are_reported() -> None:
+    slips = likely_slips(config_of(model={"text": {"train": "frozen"}}), [])
+    assert slips == ["model.text.train=frozen freezes random weights: name weights with model.text.pretrained."]
+    assert likely_slips(config_of(model={"text": {"train": "frozen"}, "pretrained": "weights"}), []) == []
 
 
 def test_numbers_of_parameters() -> None:

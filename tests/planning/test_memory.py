@@ -20,7 +20,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import is_bf16, load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.source import model_source
+from neuclip_ds.models.source import TowerRefs, model_source
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import Features
@@ -150,7 +150,7 @@ def allocated_peak(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("checkpointing", ["false", "true"])
 def test_activations_are_those_of_a_real_pass(checkpointing: str, part: str) -> None:
     config = parse(["demo", *SMALL, f"--model.activation_checkpointing={checkpointing}", part]).config
-    source = model_source(config.model, None)
+    source = model_source(config.model, TowerRefs())
     tokenizer: Any = StandInTokenizer(config.model.text)
     with torch.device("meta"):
         weightless = source.build(tokenizer)

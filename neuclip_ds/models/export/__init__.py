@@ -1,6 +1,6 @@
-"""Export trained models to the files of other libraries: `transformers` and `open_clip`.
+"""Export trained models to the files of other libraries: `transformers`, `open_clip` and, in onnx.py, ONNX.
 
-`CONVERTERS` convert a package of one family to another format, and `WRITERS` write it.
+`CONVERTERS` convert a package of one family to another format, and `WRITERS` write it. ONNX takes any model as it is.
 """
 
 from collections.abc import Callable
@@ -33,9 +33,14 @@ def export(package: Package, form: str, folder: Path, card: str) -> None:
     Raises:
         UserError: the format cannot express the model, or the folder is not empty.
     """
-    if folder.is_dir() and any(folder.iterdir()):
-        raise UserError(f"{folder} is not empty; name a new folder with --out.")
+    check_new(folder)
     converted = package if package.family == form else CONVERTERS[package.family, form](package)
     folder.mkdir(parents=True, exist_ok=True)
     WRITERS[form](converted, folder)
     (folder / "README.md").write_text(card, encoding="utf-8")
+
+
+def check_new(folder: Path) -> None:
+    """Raise UserError if the folder of an export is not empty."""
+    if folder.is_dir() and any(folder.iterdir()):
+        raise UserError(f"{folder} is not empty; name a new folder with --out.")

@@ -11,15 +11,18 @@ from typing import Any, NamedTuple
 import torch
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor
+from transformers import CLIPTextModel
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.base import Package, rename_prefixes
 from neuclip_ds.models.pretrained.open_clip_models import config_names, custom_text_names, library
+from neuclip_ds.models.pretrained.text_encoders import PooledTextTower
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
-from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
+_LEGACY_EOS = 2  # for which CLIPModel reads the feature at the largest id, as old configs mean it
 _LOGITS = {"logit_scale": "logit_scale", "logit_bias": "logit_bias"}
 
 
@@ -118,9 +121,13 @@ def to_clip(pairs: Iterator[TensorNames], weights: Mapping[str, Tensor]) -> dict
 
 
 def clip_to_open_clip(package: Package) -> Package:
-    """Convert transformers' CLIPModel to open_clip; raise UserError for a SiglipModel, or for an unknown activation."""
+    """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
+
+    Raises:
+        UserError: it is a SiglipModel or Siglip2Model, or has an unknown activation.
+    """
     tree = package.config
-    if tree["model_type"] != "clip":
+    if tree["model_type"] not in ("clip", "metaclip_2"):
         raise UserError(
             f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot set for its "
             "timm tower; export it with --format=transformers."
@@ -141,7 +148,7 @@ def clip_to_open_clip(package: Package) -> Package:
             "head_width": vision["hidden_size"] // vision["num_attention_heads"],
             **_open_clip_sizes(vision),
         },
-        "text_cfg": _open_clip_text_cfg(text, _open_clip_pooling(text)),
+        "text_cfg": _open_clip_text_cfg(text, _open_clip_pooling(tree)),
     }
     weights = {
         **from_clip(open_clip_vision(vision["num_hidden_layers"]), package.weights),
@@ -165,7 +172,8 @@ def open_clip_to_clip(package: Package) -> Package:
             f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
             "text_cfg.eos_id."
         )
-    config = MODEL_TYPES["clip"].config(
+    kind = _read_at_eos(text["eos_id"] if text.get("pool_type") == "eos" else None)
+    config = kind(
         projection_dim=tree["embed_dim"],
         vision_config={
             "image_size": package.preprocessing.size,
@@ -234,9 +242,15 @@ def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
     return sizes if eps == _DEFAULT_EPS else {**sizes, "norm_kwargs": {"eps": eps}}
 
 
-def _open_clip_pooling(text: Mapping[str, Any]) -> dict[str, Any]:
-    legacy = text["eos_token_id"] == 2  # feature at the largest id
-    return {"pool_type": "argmax"} if legacy else {"pool_type": "eos", "eos_id": text["eos_token_id"]}
+def _open_clip_pooling(tree: Mapping[str, Any]) -> dict[str, Any]:
+    eos = tree["text_config"]["eos_token_id"]
+    legacy = tree["model_type"] == "clip" and eos == _LEGACY_EOS  # feature at the largest id
+    return {"pool_type": "argmax"} if legacy else {"pool_type": "eos", "eos_id": eos}
+
+
+def _read_at_eos(eos: int | None) -> Any:
+    """Return the configs' class of a CLIP model that reads its feature at the EOS: CLIPModel does not if that is 2."""
+    return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
 
 
 def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
@@ -257,9 +271,9 @@ def timm_to_clip(package: Package) -> Package:
             f"transformers' CLIPModel cannot express the image model {tree['vision']['name']!r} of timm; train one of "
             f"timm's vit_*_clip_* models, which may have options{other}."
         )
-    if tree["text"]["eos_token_id"] == 2:  # transformers would read the feature at the largest id
-        raise UserError("transformers reads the text feature at another token if EOS is 2; use another tokenizer.")
-    config = MODEL_TYPES["clip"].config(
+    if tree["text"] is None:
+        raise UserError(_text_refusal("transformers' CLIPModel", tree))
+    config = _read_at_eos(tree["text"]["eos_token_id"])(
         projection_dim=tree["embed_dim"], vision_config=tree["clip_vision"], text_config=tree["text"]
     )
     vision = to_clip(timm_vision(tree["clip_vision"]["num_hidden_layers"]), package.weights)
@@ -280,6 +294,8 @@ def timm_to_open_clip(package: Package) -> Package:
         UserError: the image model has options, an image size or a head that open_clip's config cannot express.
     """
     tree = package.config
+    if tree["text"] is None:
+        raise UserError(_text_refusal("open_clip's config", tree))
     if tree["clip_vision"] is not None:
         return clip_to_open_clip(timm_to_clip(package))
     vision = tree["vision"]
@@ -314,12 +330,29 @@ def timm_to_open_clip(package: Package) -> Package:
     return Package("open_clip", config, weights, package.preprocessing, package.tokenizer)
 
 
+def _text_refusal(what: str, tree: Mapping[str, Any]) -> str:
+    return (
+        f"{what} cannot express the text encoder model.text.pretrained={tree['text_encoder']} with its pooling; export "
+        "with --format=onnx."
+    )
+
+
 def _not_by_name(vision: Mapping[str, Any], tree: Mapping[str, Any]) -> str | None:
     if vision["options"]:
         return f"the options {vision['options']}"
     if vision["image_size"] != tree["default_image_size"]:
         return f"the image size {vision['image_size']} (it has {tree['default_image_size']})"
     return None if tree["linear_projection"] else "the attention pool"
+
+
+def clip_text_config(tower: Encoder) -> dict[str, Any] | None:
+    """Return the tower as transformers' CLIPTextConfig, or None if it is not CLIP's text transformer."""
+    if not isinstance(tower, TextTower | PooledTextTower) or not isinstance(tower.trunk, CLIPTextModel):
+        return None
+    if isinstance(tower, PooledTextTower) and tower.pooling != "eos":
+        return None
+    config = {**tower.trunk.config.to_dict(), "eos_token_id": tower.eos_id}
+    return {name: value for name, value in config.items() if name != "model_type"}
 
 
 def clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:

@@ -5,7 +5,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers.image_utils import PILImageResampling
 
 from neuclip_ds.models.pretrained import open_clip_models
 from neuclip_ds.models.pretrained.base import Package, check_tensors
@@ -16,21 +15,14 @@ def write_transformers(package: Package, folder: Path) -> None:
     """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
     kind = MODEL_TYPES[package.config["model_type"]]
     config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
+    if hasattr(config, "projection_dim"):  # the classes of a single tower read it from its own config
+        config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
     with torch.device("meta"):
         wanted = kind.model(config).state_dict()
     check_tensors(str(folder), wanted, package.weights)
     config.save_pretrained(folder)
     save_file(_plain(package), folder / "model.safetensors", metadata={"format": "pt"})
-    side, mean, std, squash = package.preprocessing
-    square = {"height": side, "width": side}
-    kind.processor(
-        size=square if squash else {"shortest_edge": side},
-        crop_size=square,
-        do_center_crop=not squash,
-        image_mean=list(mean),
-        image_std=list(std),
-        resample=PILImageResampling.BICUBIC,
-    ).save_pretrained(folder)
+    kind.processor(package.preprocessing, config).save_pretrained(folder)
     package.tokenizer.save(folder)
 
 

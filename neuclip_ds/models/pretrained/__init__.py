@@ -9,20 +9,23 @@ from pathlib import Path
 from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
 from neuclip_ds.models.pretrained.base import Checkpoint, CheckpointRef
-from neuclip_ds.models.pretrained.files import SMALL_FILES, download
+from neuclip_ds.models.pretrained.files import SMALL_FILES, download, download_weights
+
+_AS_PUBLISHED = ForcedSizes()
 
 
 class Family(NamedTuple):
     """A library whose checkpoints can be read."""
 
-    open: Callable[[CheckpointRef], Checkpoint]
+    open: Callable[[CheckpointRef, ForcedSizes], Checkpoint]
     weight_files: tuple[str, ...]  # patterns; the first one with files in a repository is downloaded
 
 
 FAMILIES = {
-    "transformers": Family(transformers_models.TransformersCheckpoint, ("model*.safetensors", "pytorch_model*.bin")),
+    "transformers": Family(transformers_models.TransformersCheckpoint, transformers_models.WEIGHT_PATTERNS),
     "open_clip": Family(open_clip_models.OpenClipCheckpoint, ("open_clip*.safetensors", "open_clip*.bin")),
 }
 
@@ -52,19 +55,21 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
         folder = download(rest, SMALL_FILES)
     family = "open_clip" if forced else _family(folder)
     if weights and not local:
-        for pattern in FAMILIES[family].weight_files:  # repositories often hold several forms, gigabytes each
-            if any(download(rest, [pattern]).glob(pattern)):
-                break
+        download_weights(rest, FAMILIES[family].weight_files)
     return CheckpointRef(family, str(folder.resolve()))
 
 
-def open_checkpoint(ref: CheckpointRef) -> Checkpoint:
-    """Open the checkpoint that `locate` found, on any rank; raise UserError if a required file is missing."""
+def open_checkpoint(ref: CheckpointRef, sizes: ForcedSizes = _AS_PUBLISHED) -> Checkpoint:
+    """Open the checkpoint that `locate` found, on any rank.
+
+    Raises:
+        UserError: a required file is missing, or the model cannot have a forced size.
+    """
     if not Path(ref.path).exists():
         raise UserError(
             f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
         )
-    return FAMILIES[ref.family].open(ref)
+    return FAMILIES[ref.family].open(ref, sizes)
 
 
 def _family(folder: Path) -> str:
@@ -73,6 +78,6 @@ def _family(folder: Path) -> str:
     if (folder / open_clip_models.CONFIG_FILE).is_file():
         return "open_clip"
     raise UserError(
-        f"{folder} holds no model that can be loaded: it needs the config.json of a transformers CLIPModel or "
-        f"SiglipModel, or open_clip's {open_clip_models.CONFIG_FILE}."
+        f"{folder} holds no model that can be loaded: it needs the config.json of a transformers model of type "
+        f"{', '.join(transformers_models.MODEL_TYPES)}, or open_clip's {open_clip_models.CONFIG_FILE}."
     )

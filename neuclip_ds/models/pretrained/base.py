@@ -7,6 +7,7 @@ belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional par
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -91,6 +92,7 @@ class LibraryTower(Encoder):
         checkpointing: the library's function that turns on activation checkpointing of the trunk.
         projection: projection to the joint space, if the trunk does not include it.
         preprocessing: normalisation of an image tower's pixels.
+        arguments: what else the trunk's forward takes.
     """
 
     def __init__(
@@ -99,16 +101,21 @@ class LibraryTower(Encoder):
         checkpointing: Callable[[nn.Module], None],
         projection: nn.Module | None = None,
         preprocessing: Preprocessing | None = None,
+        arguments: Mapping[str, Any] = MappingProxyType({}),
     ) -> None:
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
-        self._preprocessing, self._checkpointing = preprocessing, checkpointing
+        self._preprocessing, self._checkpointing, self._arguments = preprocessing, checkpointing, dict(arguments)
 
-    def forward(self, x: Tensor) -> Tensor:
-        if self._preprocessing is not None:
-            x = normalize_pixels(x, self._preprocessing.mean, self._preprocessing.std).to(next(self.parameters()).dtype)
-        feature = self.trunk(x)
+    def normalize(self, x: Tensor) -> Tensor:
+        preprocessing = self._preprocessing
+        return x if preprocessing is None else normalize_pixels(x, preprocessing.mean, preprocessing.std)
+
+    def encode(self, x: Tensor) -> Tensor:
+        if x.is_floating_point():
+            x = x.to(next(self.parameters()).dtype)
+        feature = self.trunk(x, **self._arguments)
         return self.projection(getattr(feature, "pooler_output", feature))
 
     def checkpoint_activations(self) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -60,13 +61,29 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
     return next((folder / name for name in names if (folder / name).is_file()), None)
 
 
-def download(name: str, patterns: Sequence[str]) -> Path:
+def save_small_files(source: Path, folder: Path) -> None:
+    """Copy a checkpoint's files to a folder, which is created: everything but the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for pattern in SMALL_FILES:
+        for path in source.glob(pattern):
+            if not path.name.endswith(".index.json"):
+                shutil.copy(path, folder)
+
+
+def download(name: str, patterns: Sequence[str], option: str = "model.pretrained") -> Path:
     """Return the local folder of a hub repository's files; raise UserError if neither hub nor cache has it."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses
         reason = first_sentence(error)
         raise UserError(
-            f"model.pretrained={name} is no local folder and cannot be downloaded from the hub ({reason}): download "
+            f"{option}={name} is no local folder and cannot be downloaded from the hub ({reason}): download "
             "the repository on a machine with network and name its folder, or copy it into the hub's cache (HF_HOME)."
         ) from error
+
+
+def download_weights(name: str, patterns: Sequence[str], option: str = "model.pretrained") -> None:
+    """Download the first form of a repository's weights, which often has several, gigabytes each."""
+    for pattern in patterns:
+        if any(download(name, [pattern], option).glob(pattern)):
+            return

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LibraryTower,
@@ -104,9 +105,9 @@ class OpenClipCheckpoint:
         UserError: open_clip is not installed, or the config lacks what the run needs.
     """
 
-    def __init__(self, ref: CheckpointRef) -> None:
+    def __init__(self, ref: CheckpointRef, sizes: ForcedSizes) -> None:
         library()
-        self._ref = ref
+        self._ref, self._sizes = ref, sizes
         self._where = f"open_clip:{ref.name}" if ref.name else ref.path
         self._tokenizer_source = ref.name.partition("/")[0] if ref.name else f"local-dir:{ref.path}"
         self._config, preprocess = _config_of(ref)
@@ -120,11 +121,16 @@ class OpenClipCheckpoint:
             )
         self.embed_dim = int(self._config["embed_dim"])
         self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        if sizes.image_size is not None:
+            check_patches(sizes.image_size, self._config["vision_cfg"].get("patch_size", 1))
+            self._config["vision_cfg"]["image_size"] = sizes.image_size
+        if sizes.context_length is not None:
+            self._config.setdefault("text_cfg", {})["context_length"] = sizes.context_length
         self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
 
     def tokenizer(self) -> ModelTokenizer:
         try:
-            tokenizer = library().get_tokenizer(self._tokenizer_source)
+            tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=self._sizes.context_length)
         except (OSError, ValueError, TypeError, ImportError) as error:
             reason = first_sentence(error)
             raise UserError(
@@ -134,7 +140,7 @@ class OpenClipCheckpoint:
         return OpenClipTokenizer(tokenizer)
 
     def build(self) -> DualEncoder:
-        return self._wrapped(architecture(self._config, self._where))
+        return self._wrapped(self._resized())
 
     def load(self) -> LoadedModel:
         path = Path(self._ref.path)
@@ -143,14 +149,38 @@ class OpenClipCheckpoint:
             raise UserError(f"{self._where} has no weights; put {_WEIGHTS[0]} there.")
         tensors = custom_text_names(read_tensors(weights))
         logits = read_logit_parameters(tensors)
-        model = architecture(self._config, self._where)
+        model = self._resized()
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
+        found = fit_positions(found, wanted, self._sizes.stretch)
         check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
         return LoadedModel(self._wrapped(model), logits)
 
+    def _resized(self) -> Any:
+        """Build the model with random weights at the forced sizes."""
+        model, sizes = architecture(self._config, self._where), self._sizes
+        if sizes.context_length is not None and sizes.context_length > model.text.context_length:
+            raise UserError(
+                f"The text tower of {self._where} has {model.text.context_length} positions, which open_clip cannot "
+                f"change; set model.force_context_length to fewer than its {sizes.context_length}."
+            )
+        if sizes.image_size is not None and "timm_model_name" in self._config["vision_cfg"]:
+            try:
+                model.visual.set_input_size((sizes.image_size, sizes.image_size))
+            except Exception as error:  # timm's modules raise many types
+                raise UserError(
+                    f"timm's image tower of {self._where} cannot take images of {sizes.image_size} pixels "
+                    f"({first_sentence(error)}); correct or omit model.force_image_size."
+                ) from error
+        return model
+
     def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        if self._sizes.image_size is not None and "timm_model_name" in self._config["vision_cfg"]:
+            raise UserError(
+                f"open_clip's config cannot express model.force_image_size={self._sizes.image_size} of a timm image "
+                "tower; export with --format=onnx."
+            )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._config)
         if logits.bias is not None:

@@ -9,11 +9,28 @@ from typing import Any, NamedTuple
 import open_clip
 import pytest
 import torch
-from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, images, save_clip, save_open_clip, save_siglip
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    images,
+    save_clip,
+    save_metaclip_2,
+    save_open_clip,
+    save_siglip,
+    save_siglip2,
+    xlm_roberta_tokenizer,
+)
+from test_text_encoders import clip_text, xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
 from torchvision.transforms.functional import to_pil_image
-from transformers import AutoModel, AutoProcessor
+from transformers import (
+    AutoModel,
+    AutoProcessor,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+    pipeline,
+)
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -91,7 +108,13 @@ READERS: dict[str, Callable[[Path, int], tuple[Tensor, Tensor]]] = {
     "transformers": by_transformers,
     "open_clip": by_open_clip,
 }
-SAVERS: dict[str, Callable[[Path], Any]] = {"clip": save_clip, "siglip": save_siglip, "open_clip": save_open_clip}
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "clip": save_clip,
+    "metaclip_2": save_metaclip_2,
+    "siglip": save_siglip,
+    "siglip2": save_siglip2,
+    "open_clip": save_open_clip,
+}
 
 
 def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
@@ -104,6 +127,8 @@ def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) ->
     [
         ("clip", "transformers"),
         ("clip", "open_clip"),
+        ("metaclip_2", "transformers"),
+        ("metaclip_2", "open_clip"),
         ("siglip", "transformers"),
         ("open_clip", "open_clip"),
         ("open_clip", "transformers"),
@@ -121,6 +146,7 @@ def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path
     assert_equal(back, features(model))
     assert logits.temperature == pytest.approx(0.02)
     assert again.preprocessing == model.source.preprocessing
+    assert not any(str(tmp_path) in path.read_text() for path in folder.glob("*.json"))
 
 
 @pytest.mark.parametrize("form", READERS)
@@ -138,9 +164,9 @@ def test_adapters_are_merged(family: str, form: str, tmp_path: Path) -> None:
     assert_equal(READERS[form](tmp_path / "out", 32), features(model))
 
 
-@pytest.mark.parametrize("family", ["clip", "open_clip"])
+@pytest.mark.parametrize("family", ["clip", "metaclip_2", "open_clip"])
 def test_the_way_through_the_other_library_returns_the_same_weights(family: str, tmp_path: Path) -> None:
-    own, other = ("transformers", "open_clip") if family == "clip" else ("open_clip", "transformers")
+    own, other = ("open_clip", "transformers") if family == "open_clip" else ("transformers", "open_clip")
     SAVERS[family](tmp_path / "from")
     first = trained(pretrained=str(tmp_path / "from"))
     there = exported(first, other, tmp_path / "there")
@@ -189,6 +215,78 @@ def test_what_a_format_cannot_express(vision: dict[str, Any], form: str, words: 
     with pytest.raises(UserError, match=words):
         exported(model, form, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip", "scratch"])
+def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: Path) -> None:
+    """At 20 or 16 numbers, where transformers' configs say 512 by default."""
+    if family == "scratch":
+        vision = {"name": "vit_base_patch32_clip_224", "image_size": 32, "options": TINY_VIT}
+        model = trained(vision=vision, text=TEXT, embed_dim=16)
+    else:
+        SAVERS[family](tmp_path / "from")
+        model = trained(pretrained=str(tmp_path / "from"))
+    folder = exported(model, "transformers", tmp_path / "out")
+    image, text = features(model)
+    with torch.no_grad():
+        vision_tower = CLIPVisionModelWithProjection.from_pretrained(folder).eval()
+        text_tower = CLIPTextModelWithProjection.from_pretrained(folder).eval()
+        found = vision_tower(model.model.vision.normalize(images(32))).image_embeds
+        torch.testing.assert_close(normalize(found, dim=1), image, rtol=0, atol=1e-5)
+        found = text_tower(model.tokenizer(CAPTIONS[:2])).text_embeds
+        torch.testing.assert_close(normalize(found, dim=1), text, rtol=0, atol=1e-5)
+    check_pipeline(folder, model)
+
+
+@pytest.mark.parametrize("family", ["metaclip_2", "siglip", "siglip2"])
+def test_the_pipeline_of_transformers(family: str, tmp_path: Path) -> None:
+    SAVERS[family](tmp_path / "from")
+    model = trained(pretrained=str(tmp_path / "from"))
+    check_pipeline(exported(model, "transformers", tmp_path / "out"), model)
+
+
+def check_pipeline(folder: Path, model: Trained) -> None:
+    """Compare the pipeline's scores with the model's own, over two captions."""
+    classify = pipeline("zero-shot-image-classification", model=str(folder))
+    bias = classify.model.config.model_type.startswith("siglip")
+    picture = to_pil_image(images(32)[0])
+    scores = classify(
+        picture,
+        candidate_labels=CAPTIONS[:2],
+        hypothesis_template="{}",
+        tokenizer_kwargs={"max_length": 16} if bias else {},
+    )
+    image, text = features(model)
+    logits = image[0] @ text.T / 0.02
+    wanted = torch.sigmoid(logits) if bias else logits.softmax(0)
+    found = torch.tensor([next(row["score"] for row in scores if row["label"] == label) for label in CAPTIONS[:2]])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+def test_a_new_text_tower_whose_eos_is_2_goes_to_both(tmp_path: Path) -> None:
+    """With XLM-R's ids, for which transformers' CLIPModel would read the feature elsewhere."""
+    xlm_roberta_tokenizer().save_pretrained(tmp_path / "tokenizer")
+    vision = {"name": "vit_base_patch32_clip_224", "image_size": 32, "options": TINY_VIT}
+    model = trained(vision=vision, text={**TEXT, "tokenizer": str(tmp_path / "tokenizer")}, embed_dim=16)
+    for form, read in READERS.items():
+        assert_equal(read(exported(model, form, tmp_path / form), 32), features(model))
+
+
+def test_a_pretrained_clip_text_tower_goes_to_both(tmp_path: Path) -> None:
+    clip_text(tmp_path / "text")
+    vision = {"name": "vit_base_patch32_clip_224", "image_size": 32, "options": TINY_VIT}
+    text = {"pretrained": str(tmp_path / "text"), "context_length": 16}
+    model = trained(vision=vision, text=text, embed_dim=16)
+    assert_equal(by_transformers(exported(model, "transformers", tmp_path / "out"), 32), features(model))
+
+
+@pytest.mark.parametrize("form", ["transformers", "open_clip"])
+def test_other_text_encoders_go_to_onnx_alone(form: str, tmp_path: Path) -> None:
+    xlm_roberta(tmp_path / "text")
+    text = {"pretrained": str(tmp_path / "text"), "context_length": 16}
+    vision = {"name": "vit_base_patch32_clip_224", "image_size": 32, "options": TINY_VIT}
+    with pytest.raises(UserError, match="cannot express the text encoder"):
+        exported(trained(vision=vision, text=text, embed_dim=16), form, tmp_path / "out")
 
 
 def test_siglip_does_not_go_to_open_clip(tmp_path: Path) -> None:

@@ -17,10 +17,17 @@ from transformers import (
     CLIPModel,
     CLIPProcessor,
     CLIPTokenizer,
+    MetaClip2Config,
+    MetaClip2Model,
     PreTrainedTokenizerFast,
+    Siglip2Config,
+    Siglip2ImageProcessor,
+    Siglip2Model,
+    Siglip2Tokenizer,
     SiglipConfig,
     SiglipImageProcessor,
     SiglipModel,
+    XLMRobertaTokenizer,
 )
 
 CAPTIONS = ["a dog runs on grass", "Two cats, sleeping!", "", "a photo of a very long caption that goes on " * 4]
@@ -49,6 +56,20 @@ def siglip_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=backend, eos_token="</s>", pad_token="</s>", unk_token="<unk>", model_max_length=16
     )
+
+
+def xlm_roberta_tokenizer() -> XLMRobertaTokenizer:
+    """Return a tokenizer as XLM-R's: ids 0 to 3 are BOS, padding, EOS and unknown."""
+    specials = ("<s>", "<pad>", "</s>", "<unk>")
+    pieces = [*((name, 0.0) for name in specials), ("▁", -2.0), *((letter, -3.0) for letter in LETTERS)]
+    return XLMRobertaTokenizer(vocab=[*pieces, ("▁dog", -1.0), ("<mask>", 0.0)], model_max_length=16)
+
+
+def gemma_tokenizer() -> Siglip2Tokenizer:
+    specials = ("<pad>", "<eos>", "<bos>", "<unk>", "<mask>")
+    vocabulary = {piece: number for number, piece in enumerate([*specials, "▁", *LETTERS, "do", "dog"])}
+    merges = [("d", "o"), ("do", "g")]
+    return Siglip2Tokenizer(vocab=vocabulary, merges=merges, padding_side="right", model_max_length=16)
 
 
 def small(hidden: int, **over: Any) -> dict[str, Any]:
@@ -98,11 +119,60 @@ def save_siglip(folder: Path) -> SiglipModel:
     return model
 
 
+def save_metaclip_2(folder: Path) -> MetaClip2Model:
+    """Save a MetaCLIP 2, whose text tower is read at XLM-R's EOS, 2."""
+    torch.manual_seed(0)
+    tokenizer = xlm_roberta_tokenizer()
+    specials = {"bos_token_id": 0, "eos_token_id": 2, "pad_token_id": 1}
+    text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
+    config = MetaClip2Config(text_config=text, vision_config=small(32, image_size=32, patch_size=8), projection_dim=20)
+    model = MetaClip2Model(config).eval()
+    _disturb(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(4.0)
+    model.save_pretrained(folder)
+    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
+    flat_processor(folder)
+    return model
+
+
+def save_siglip2(folder: Path) -> Siglip2Model:
+    """Save a SigLIP 2 in its NaFlex form, with 4 x 4 positions."""
+    torch.manual_seed(0)
+    tokenizer = gemma_tokenizer()
+    text = small(
+        32, vocab_size=len(tokenizer), max_position_embeddings=16, projection_size=32, bos_token_id=2, eos_token_id=1
+    )
+    vision = small(32, num_patches=16, patch_size=8)
+    model = Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)).eval()
+    _disturb(model)
+    with torch.no_grad():
+        model.logit_scale.fill_(4.75)
+        model.logit_bias.fill_(-12.5)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    Siglip2ImageProcessor(patch_size=8, max_num_patches=16).save_pretrained(folder)
+    return model
+
+
 OPEN_CLIP_CONFIG: dict[str, Any] = {
     "embed_dim": 20,
     "quick_gelu": True,
     "vision_cfg": {"image_size": 32, "layers": 2, "width": 32, "head_width": 16, "patch_size": 8},
     "text_cfg": {"context_length": 16, "vocab_size": 49408, "width": 24, "heads": 2, "layers": 2},
+}
+
+
+PE_CONFIG: dict[str, Any] = {  # as of Perception Encoder, with its smallest image tower
+    **OPEN_CLIP_CONFIG,
+    "custom_text": True,
+    "vision_cfg": {
+        "image_size": 384,
+        "timm_model_name": "vit_pe_core_tiny_patch16_384",
+        "timm_model_pretrained": False,
+        "timm_pool": "map",
+        "timm_proj": None,
+    },
 }
 
 

@@ -83,7 +83,7 @@ def test_a_single_file_needs_an_architecture(ours: Path) -> None:
 
 def test_a_folder_of_something_else(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
-    assert "needs the config.json of a transformers CLIPModel or SiglipModel, or open_clip's" in refusal(tmp_path)
+    assert "type clip, metaclip_2, siglip, siglip2, or open_clip's" in refusal(tmp_path)
 
 
 def test_a_place_that_this_rank_does_not_see(clip: Path) -> None:

@@ -1,0 +1,105 @@
+"""Fit the position embeddings of pretrained towers to another image size or context length."""
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+import torch
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor
+from torch.nn import functional
+
+from neuclip_ds.errors import UserError
+
+_KEPT = 20  # positions that Long-CLIP leaves as they are, the ones that short captions have trained
+_TABLE = re.compile(r"(pos_embed|position_embeddings?\.weight|positional_embedding|wpe\.weight)$")
+_IMAGE = re.compile(r"(visual|vision_model|vision)\.")
+
+
+class ForcedSizes(NamedTuple):
+    """Sizes that a pretrained model is changed to; None keeps those of its checkpoint."""
+
+    image_size: int | None = None  # side of the square, pixels
+    context_length: int | None = None  # tokens of a caption
+    stretch: str = "interpolate"  # a key of STRETCHES
+
+
+def check_patches(image_size: int, patch: int) -> None:
+    """Raise UserError if a forced image size is no whole number of patches, which would crop the image."""
+    if image_size % patch:
+        below = image_size // patch * patch
+        raise UserError(
+            f"model.force_image_size={image_size} is not divisible into patches of {patch} pixels; use "
+            f"{max(below, patch)} or {below + patch}."
+        )
+
+
+def interpolate(table: Tensor, length: int) -> Tensor:
+    """Interpolate all (n, d) positions linearly to (length, d), as open_clip's `force_context_length` does."""
+    return functional.interpolate(table.T[None], size=length, mode="linear", align_corners=False)[0].T.contiguous()
+
+
+def long_clip(table: Tensor, length: int) -> Tensor:
+    """Keep the first 20 of (n, d) positions and stretch the others to (length, d).
+
+    This is the knowledge-preserving stretch of Long-CLIP (arXiv 2403.15378), here for any length: position p comes
+    from 20 + (p - 20) / r with r = (length - 20) / (n - 20), and the last ones are extrapolated.
+
+    Raises:
+        UserError: the tower has too few positions.
+    """
+    if len(table) < _KEPT + 2:
+        raise UserError(
+            f"model.context_stretch=long_clip keeps the first {_KEPT} positions, but the text tower has {len(table)}; "
+            "use interpolate."
+        )
+    first, others = table[:_KEPT], table[_KEPT:]
+    place = torch.arange(length - _KEPT, device=table.device) * (len(others) / (length - _KEPT))
+    below = place.long().clamp(max=len(others) - 2)
+    stretched = torch.lerp(others[below], others[below + 1], (place - below)[:, None].to(table.dtype))
+    return torch.cat([first, stretched])
+
+
+STRETCHES: dict[str, Callable[[Tensor, int], Tensor]] = {"interpolate": interpolate, "long_clip": long_clip}
+
+
+def fit_context(table: Tensor, length: int, stretch: str, special: int = 0) -> Tensor:
+    """Return (n, d) position embeddings of a text tower as (length, d): stretched, or the first ones.
+
+    The first `special` rows are no positions and stay as they are (RoBERTa's).
+    """
+    if length <= len(table):
+        return table[:length]
+    return torch.cat([table[:special], STRETCHES[stretch](table[special:], length - special)])
+
+
+def fit_grid(table: Tensor, count: int) -> Tensor:
+    """Resample (n, d) or (1, n, d) position embeddings of a square of patches to `count` rows, bicubically.
+
+    Rows before the patches, such as the class token's, stay as they are. A table that is no square is returned as is.
+    """
+    old = table.shape[-2]
+    for tokens in range(min(old, count)):
+        if all(math.isqrt(n - tokens) ** 2 == n - tokens for n in (old, count)):
+            sides = [[math.isqrt(n - tokens)] * 2 for n in (count, old)]
+            rows = table.reshape(1, old, -1)
+            fitted = resample_abs_pos_embed(rows, *sides, num_prefix_tokens=tokens)
+            return fitted.reshape(*table.shape[:-2], count, -1)
+    return table
+
+
+def fit_positions(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], stretch: str) -> dict[str, Tensor]:
+    """Return a checkpoint's tensors with position embeddings of the shapes that a model wants.
+
+    Args:
+        tensors: of the checkpoint.
+        wanted: of the model, by the same names.
+        stretch: for text towers; a key of STRETCHES.
+    """
+    fitted = dict(tensors)
+    for name, tensor in tensors.items():
+        if name in wanted and wanted[name].shape != tensor.shape and _TABLE.search(name):
+            count = wanted[name].shape[-2]
+            fitted[name] = fit_grid(tensor, count) if _IMAGE.match(name) else fit_context(tensor, count, stretch)
+    return fitted

@@ -1,0 +1,233 @@
+"""Text towers from any transformers text encoder: its weights, its tokenizer, a pooling and a new projection."""
+
+import pickle
+from collections.abc import Callable
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from torch import Tensor, nn
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_TEXT_ENCODING_MAPPING,
+    MODEL_MAPPING,
+)
+from transformers.utils import logging
+
+from neuclip_ds.config import TextConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import fit_context
+from neuclip_ds.models.pretrained.base import raise_on_mismatch
+from neuclip_ds.models.pretrained.files import (
+    SMALL_FILES,
+    download,
+    download_weights,
+    first_file,
+    first_sentence,
+    save_small_files,
+)
+from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, WEIGHTS, LibraryTokenizer, load_tokenizer
+from neuclip_ds.models.towers import Encoder, new_projection
+
+_OPTION = "model.text.pretrained"
+_POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute ones
+
+Pool = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+def _cls(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
+    return hidden[:, 0]
+
+
+def _mean(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
+    weights = mask[:, :, None].float()
+    return ((hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)).to(hidden.dtype)
+
+
+def _last(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
+    return _at(hidden, mask.int().sum(dim=1) - 1)
+
+
+def _eos(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
+    return _at(hidden, is_eos.int().argmax(dim=1))
+
+
+def _at(hidden: Tensor, place: Tensor) -> Tensor:
+    return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
+
+
+# of hidden states (b, T, width), which tokens are the caption's (b, T), and which are EOS (b, T): features (b, width)
+POOLINGS: dict[str, Pool] = {"cls": _cls, "mean": _mean, "last": _last, "eos": _eos}
+
+
+class PooledTextTower(Encoder):
+    """A text encoder of transformers, pooled and projected: int64 (b, T) to (b, embed_dim) in the weights' dtype.
+
+    Args:
+        trunk: the encoder, without a pooler.
+        pooling: a key of POOLINGS.
+        tokenizer: gives the ids of padding and EOS.
+        embed_dim: width of the joint space; the projection to it is new, linear and without bias.
+    """
+
+    def __init__(self, trunk: Any, pooling: str, tokenizer: LibraryTokenizer, embed_dim: int) -> None:
+        super().__init__()
+        self.trunk = trunk
+        self.projection = new_projection(trunk.config.hidden_size, embed_dim)
+        assert tokenizer.eos_id is not None  # as `TextEncoder.tokenizer` makes sure
+        self.pooling, self.eos_id = pooling, tokenizer.eos_id
+        self._pad_id: int = tokenizer.inner.pad_token_id
+
+    def encode(self, x: Tensor) -> Tensor:
+        mask = self._mask(x)
+        hidden = self.trunk(input_ids=x, attention_mask=mask.long()).last_hidden_state
+        return self.projection(POOLINGS[self.pooling](hidden, mask, x.eq(self.eos_id)))
+
+    def _mask(self, tokens: Tensor) -> Tensor:
+        """Return which tokens are the caption's; with EOS, where padding is EOS, and with one token at least."""
+        padding = (tokens == self._pad_id).int().cumsum(dim=1)
+        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
+        return padding.le(int(self._pad_id == self.eos_id)) | first
+
+    def checkpoint_activations(self) -> None:
+        try:
+            self.trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        except ValueError as error:
+            raise UserError(
+                f"transformers' {type(self.trunk).__name__} has no activation checkpointing; set "
+                "model.activation_checkpointing=false."
+            ) from error
+
+
+def locate_text_encoder(name: str, weights: bool = True) -> str:
+    """Return the folder of a text encoder, after downloading it from the hub if needed; call on one rank only."""
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = download(name, SMALL_FILES, _OPTION)
+        if weights:
+            download_weights(name, WEIGHT_PATTERNS, _OPTION)
+    return str(folder.resolve())
+
+
+class TextEncoder:
+    """A text encoder that `locate_text_encoder` has found.
+
+    Args:
+        folder: with config.json and tokenizer files, and weights if `tower` is to load them.
+        text: pooling and context length.
+        stretch: how learned positions are stretched to more tokens; a key of STRETCHES.
+
+    Raises:
+        UserError: transformers has no text encoder of its type, or the tokenizer does not fit.
+    """
+
+    def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
+        self._folder, self._text, self._stretch = Path(folder), text, stretch
+        try:
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        except (OSError, ValueError, KeyError) as error:
+            raise UserError(
+                f"{folder} holds no config.json that transformers can read ({first_sentence(error)}); name the folder "
+                "of a text encoder with model.text.pretrained."
+            ) from error
+        self._published = config.get_text_config()
+        self._published.use_cache = False
+        encoder = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(self._published), None)  # T5 without its decoder
+        self._kind: Any = encoder or MODEL_MAPPING.get(type(self._published), None)
+        if self._kind is None or not hasattr(self._published, "vocab_size"):
+            raise UserError(
+                f"transformers has no text encoder of type {self._published.model_type!r} ({folder}); name another one "
+                "with model.text.pretrained."
+            )
+        self._config, self._special = self._stretched()
+        self.pooling = text.pooling or _usual_pooling(self._published.model_type)
+
+    def tokenizer(self) -> LibraryTokenizer:
+        """Return its tokenizer, which pads at the end."""
+        inner = load_tokenizer(self._folder)
+        inner.padding_side = "right"
+        tokenizer = LibraryTokenizer(inner, self._text.context_length)
+        largest = max(inner.get_vocab().values())
+        if inner.pad_token_id is None or tokenizer.eos_id is None:
+            raise UserError(f"The tokenizer in {self._folder} has no padding or no EOS token; add it to its files.")
+        if largest >= self._config.vocab_size:
+            raise UserError(
+                f"The tokenizer in {self._folder} has ids up to {largest}, but the encoder's vocabulary ends at "
+                f"{self._config.vocab_size - 1}; put the encoder's tokenizer files there."
+            )
+        longest = tokenizer(["a " * self._text.context_length])
+        if self.pooling == "eos" and not (longest == tokenizer.eos_id).any():
+            raise UserError(
+                f"The tokenizer in {self._folder} ends no caption with EOS; set model.text.pooling=last or mean."
+            )
+        return tokenizer
+
+    def tower(self, tokenizer: LibraryTokenizer, embed_dim: int, weights: bool) -> PooledTextTower:
+        """Build the tower; its encoder has the weights of the folder, or random ones.
+
+        Raises:
+            UserError: the weights are missing or do not fit.
+        """
+        trunk = self._loaded() if weights else self._kind(self._config)
+        if getattr(trunk, "pooler", None) is not None:
+            trunk.pooler = None  # of next-sentence prediction; ZeRO would wait for its gradients
+        return PooledTextTower(trunk, self.pooling, tokenizer, embed_dim)
+
+    def save(self, folder: Path) -> None:
+        """Save everything but the weights."""
+        save_small_files(self._folder, folder)
+
+    def _stretched(self) -> tuple[Any, int]:
+        """Return the config with as many learned positions as the context needs, and how many rows are no positions."""
+        with torch.device("meta"):
+            trunk = self._kind(self._published)
+        for name, module in trunk.named_modules():
+            if isinstance(module, nn.Embedding) and name.rpartition(".")[2] in _POSITIONS:
+                special = 0 if module.padding_idx is None else module.padding_idx + 1  # as RoBERTa counts
+                missing = self._text.context_length + special - module.num_embeddings
+                config = deepcopy(self._published)
+                config.max_position_embeddings += max(0, missing)
+                return config, special
+        return self._published, 0  # relative or rotary positions have no table
+
+    def _loaded(self) -> Any:
+        if first_file(self._folder, WEIGHTS) is None:
+            raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
+        logging.disable_progress_bar()  # one bar per rank would flood the log
+        try:
+            trunk, info = self._kind.from_pretrained(
+                self._folder,
+                config=self._published,
+                local_files_only=True,
+                weights_only=True,
+                dtype=torch.float32,
+                ignore_mismatched_sizes=True,  # listed in `info` and refused below
+                output_loading_info=True,
+            )
+        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+            reason = first_sentence(error)
+            raise UserError(
+                f"transformers cannot read the weights in {self._folder} ({reason}); put the encoder's file there."
+            ) from error
+        missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
+        shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
+        raise_on_mismatch(str(self._folder), sorted(missing), (), shapes)  # unexpected are heads and decoders
+        if self._config is self._published or self._config.to_dict() == self._published.to_dict():
+            return trunk
+        longer, tensors = self._kind(self._config), trunk.state_dict()
+        for name, wanted in longer.state_dict().items():
+            if wanted.shape != tensors[name].shape:
+                tensors[name] = fit_context(tensors[name], len(wanted), self._stretch, self._special)
+        longer.load_state_dict(tensors)
+        return longer
+
+
+def _usual_pooling(model_type: str) -> str:
+    if model_type in ("clip_text_model", "metaclip_2_text_model"):
+        return "eos"
+    causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    return "last" if causal else "mean"

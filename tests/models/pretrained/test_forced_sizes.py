@@ -1,0 +1,121 @@
+"""Pretrained models at another resolution and context length than their checkpoints'."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import open_clip
+import pytest
+import torch
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    PE_CONFIG,
+    images,
+    save_clip,
+    save_metaclip_2,
+    save_open_clip,
+    save_siglip,
+    save_siglip2,
+)
+
+from neuclip_ds.config import ModelConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import ForcedSizes
+from neuclip_ds.models.pretrained import locate, open_checkpoint
+from neuclip_ds.models.source import Pretrained, locate_model, model_source, open_saved
+
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "clip": save_clip,
+    "metaclip_2": save_metaclip_2,
+    "siglip": save_siglip,
+    "siglip2": save_siglip2,
+    "open_clip": save_open_clip,
+}
+
+
+@pytest.mark.parametrize("family", SAVERS)
+def test_both_towers_at_other_sizes(family: str, tmp_path: Path) -> None:
+    SAVERS[family](tmp_path / "published")
+    config = ModelConfig(pretrained=str(tmp_path / "published"), force_image_size=48, force_context_length=24)
+    source = model_source(config, locate_model(config))
+    assert isinstance(source, Pretrained)
+    tokenizer = source.tokenizer(_no_training)
+    assert source.preprocessing.size == 48
+    assert tokenizer(CAPTIONS).shape == (4, 24)
+    model, logits = source.load(tokenizer)
+    published = open_checkpoint(locate(config.pretrained)).load().model
+    longer = model.eval()(images(48), tokenizer(CAPTIONS))
+    assert all(part.isfinite().all() for part in longer)
+    changed = {
+        name
+        for name, value in model.state_dict().items()
+        if not torch.equal(value, published.state_dict().get(name, value))
+    } | {name for name, value in model.state_dict().items() if value.shape != published.state_dict()[name].shape}
+    assert len(changed) == (1 if family == "siglip2" else 2)  # NaFlex keeps its grid of positions
+    assert all("position" in name for name in changed)
+    source.save(tmp_path / "run", logits)
+    again, _ = open_saved(config, tmp_path / "run")
+    again.build(tokenizer).load_state_dict(model.state_dict())
+    assert again.preprocessing.size == 48
+
+
+def test_open_clips_own_sizes_are_the_same(tmp_path: Path) -> None:
+    """With open_clip's `force_image_size` and `force_context_length`."""
+    save_open_clip(tmp_path)
+    model = open_checkpoint(locate(str(tmp_path)), ForcedSizes(48, 24)).load().model.eval()
+    theirs = by_open_clip(OPEN_CLIP_CONFIG, tmp_path, force_image_size=48, force_context_length=24)
+    ids = torch.randint(1, 49406, (4, 24), generator=torch.Generator().manual_seed(0))
+    pixels = model.vision.normalize(images(48))
+    with torch.no_grad():
+        torch.testing.assert_close(model.vision(images(48)), theirs.encode_image(pixels), rtol=0, atol=1e-5)
+        torch.testing.assert_close(model.text(ids), theirs.encode_text(ids), rtol=0, atol=1e-5)
+
+
+def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
+    """Its image tower is timm's, with rotary and learned positions."""
+    save_open_clip(tmp_path, PE_CONFIG)
+    checkpoint = open_checkpoint(locate(str(tmp_path)), ForcedSizes(64, 24))
+    model = checkpoint.load().model.eval()
+    theirs = by_open_clip(PE_CONFIG, tmp_path, force_image_size=64)
+    with torch.no_grad():
+        wanted = theirs.encode_image(model.vision.normalize(images(64)))
+        torch.testing.assert_close(model.vision(images(64)), wanted, rtol=0, atol=1e-5)
+    assert checkpoint.tokenizer()(CAPTIONS).shape == (4, 24)
+    with pytest.raises(UserError, match="of a timm image tower; export with --format=onnx"):
+        checkpoint.package(model.state_dict(), checkpoint.load().logits)
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes", "words"),
+    [
+        (
+            "clip",
+            ForcedSizes(36, None),
+            "model.force_image_size=36 is not divisible into patches of 8 pixels; use 32 or 40",
+        ),
+        ("siglip2", ForcedSizes(36, None), "not divisible into patches of 8"),
+        ("open_clip", ForcedSizes(36, None), "not divisible into patches of 8"),
+        ("clip", ForcedSizes(None, 24, "long_clip"), "keeps the first 20 positions"),
+    ],
+)
+def test_sizes_that_cannot_be(family: str, sizes: ForcedSizes, words: str, tmp_path: Path) -> None:
+    SAVERS[family](tmp_path)
+    with pytest.raises(UserError, match=words):
+        open_checkpoint(locate(str(tmp_path)), sizes).load()
+
+
+def by_open_clip(config: dict[str, Any], folder: Path, **sizes: int) -> Any:
+    """Return a checkpoint at forced sizes, loaded by open_clip alone."""
+    open_clip.factory._MODEL_CONFIGS["miniature"] = config
+    try:
+        weights = str(folder / "open_clip_model.safetensors")
+        return open_clip.create_model("miniature", pretrained=weights, **sizes).eval()
+    finally:
+        del open_clip.factory._MODEL_CONFIGS["miniature"]
+
+
+def _no_training() -> Any:
+    raise AssertionError("a checkpoint has its own tokenizer")
