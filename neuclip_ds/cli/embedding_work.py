@@ -66,11 +66,13 @@ def _write_features(saved: SavedModel, options: Embedding, data: DataConfig, com
     manifest = open_data(options.shards, data, communicator, options.out)
     encode = encoder_of(saved.model.to(communicator.device, getattr(torch, options.precision)), communicator.device)
     kinds = [kind for kind in (IMAGE, TEXT) if kind in options.features]
+    probe = encode(None, saved.tokenizer(["a"]))[1]
+    assert probe is not None  # as there are tokens
     identity = {
         "model": str(saved.checkpoint or saved.name),
         "ema": options.ema,
         "features": kinds,
-        "dim": encode(None, saved.tokenizer(["a"]))[1].shape[1],
+        "dim": probe.shape[1],
         "batch_size": max(1, options.batch_size),
         **{name: getattr(options, name) for name in ("format", "dtype", "precision", "uid_key")},
         "captions": list(options.captions),
@@ -89,7 +91,7 @@ class Search(NamedTuple):
     text: Sequence[str] = ()
     image: Sequence[Path] = ()
     of: str | None = None
-    count: int = 10
+    count: int = 10  # type: ignore[assignment]  # hides tuple.count, which is not used here
     faiss: str | None = None
     nprobe: int = 32
     model: str | None = None

@@ -165,8 +165,8 @@ class _Progress:
 
     def summary(self, unreadable: list[str]) -> Summary:
         """Return the totals; called after all ranks are done."""
-        totals = (self._count(name, 0) for name in ("shards", "samples", "bad"))
-        return Summary(*totals, unreadable, time.monotonic() - self._began)
+        shards, samples, bad = (self._count(name, 0) for name in ("shards", "samples", "bad"))
+        return Summary(shards, samples, bad, unreadable, time.monotonic() - self._began)
 
     def _count(self, name: str, amount: int) -> int:
         return self._communicator.count(f"{self._name}/{name}", amount)
