@@ -291,7 +291,7 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
             if path.is_file():
                 return path
     hint = nearest(name, recipe_names()) or f". Recipes: {_listed()}."
-    raise UserError(f"There is no recipe or file {_shown(name, str)}{hint}")
+    raise UserError(f"No recipe or file {_shown(name, str)}{hint}")
 
 
 def _listed() -> str:

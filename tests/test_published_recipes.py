@@ -248,7 +248,7 @@ def test_many_names_stay_readable() -> None:
     assert "{cc12m,cc3m}_{amorlip," in said
     assert "{dfn14m,dfn192m,dfn1b}_{amorlip,fastclip_v3,neuclip,openclip,siglip}" in said
     assert len(said) < 600
-    with pytest.raises(UserError, match=r"no recipe or file cc3m_neuclipp; did you mean cc3m_neuclip\?$"):
+    with pytest.raises(UserError, match=r"No recipe or file cc3m_neuclipp; did you mean cc3m_neuclip\?$"):
         parse(["cc3m_neuclipp"])
 
 

@@ -179,7 +179,7 @@ def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> 
         ("data: {bach_size: 3}", "unknown key data.bach_size; did you mean data.batch_size?"),
         ("data: [", "not valid YAML"),
         ("- data", "must be a mapping"),
-        ("include: [nothing]", "no recipe or file nothing"),
+        ("include: [nothing]", "No recipe or file nothing"),
         ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key margn"),

@@ -150,4 +150,4 @@ def _faiss() -> ModuleType:
     try:
         return importlib.import_module("faiss")
     except ImportError as error:
-        raise UserError("--faiss needs the package faiss: pip install 'neuclip_ds[faiss]'.") from error
+        raise UserError("--faiss needs the package faiss: pip install '.[faiss]'.") from error

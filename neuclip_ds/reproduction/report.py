@@ -199,17 +199,19 @@ def _plot_gains(results: Results) -> Figure:
             gains = {r.batch: gain(found.get(name, {}), found.get(PEER, {})) for r, found in groups.items()}
             known = {batch: found for batch, found in gains.items() if found is not None and found.pairs > 1}
             axes.errorbar(
-                [batch * 1.03**number for batch in known],  # beside each other
+                [batch * 1.02 ** (number - len(ARMS) / 2) for batch in known],  # side by side
                 [found.mean for found in known.values()],
                 [found.half_width for found in known.values()],
                 label=name,
-                marker="o",
+                marker="o" if number < 10 else "s",
                 capsize=2,
                 color=f"C{number % 10}",
-                linestyle="-" if number < 10 else ":",
             )
+        batches = sorted(regime.batch for regime in groups)
         axes.axhline(0, color="black", linewidth=0.8)
         axes.set(xlabel="global batch size", xscale="log", title=f"{count} epochs")
+        axes.set_xticks(batches, [str(batch) for batch in batches], minor=False)
+        axes.set_xticks([], minor=True)
     panels[0].set_ylabel("mean recall minus OpenCLIP's, points (95 %)")
     panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure

@@ -21,7 +21,7 @@ def request(tmp_path: Path, limit: float = 60) -> Request:
 def test_a_program_that_fails(tmp_path: Path) -> None:
     output = tmp_path / "there" / "output.txt"
     failure = processes.run(request(tmp_path), ["train", "dem"], {}, output)
-    assert failure is not None and failure.startswith("exit code 2: error: There is no recipe or file dem")
+    assert failure is not None and failure.startswith("exit code 2: error: No recipe or file dem")
     assert "did you mean demo" in output.read_text()
     lines: list[str] = []
     assert processes.run(request(tmp_path), ["train", "demo", "--print-config"], {}, output, lines.append) is None

@@ -105,7 +105,7 @@ def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
     assert torch.equal(locked.projection.weight, torch.eye(16)) and locked.frozen
     assert not torch.equal(build(vision={"train": 0, "pretrained": "weights"}).vision.projection.weight, torch.eye(16))
     with pytest.raises(
-        UserError, match=r"would freeze the random projection .* set model\.vision\.train=0 .* embed_dim=16"
+        UserError, match=r"would freeze the random projection .* set model\.vision\.train=0 .*embed_dim=16"
     ):
         build(vision={"train": "frozen", "pretrained": "weights"}, embed_dim=8)
 

@@ -106,4 +106,4 @@ def _compare(path: Path, inputs: Mapping[str, Tensor], wanted: Tensor) -> float:
 def _require_packages() -> None:
     missing = [name for name in ("onnx", "onnxscript", "onnxruntime") if find_spec(name) is None]
     if missing:
-        raise UserError(f"--format=onnx needs {', '.join(missing)}: pip install 'neuclip_ds[onnx]'.")
+        raise UserError(f"--format=onnx needs {', '.join(missing)}: pip install '.[onnx]'.")
