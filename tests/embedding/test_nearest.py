@@ -71,5 +71,5 @@ def test_mistakes(parts: Parts, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match="FAISS cannot build or read the index Flatt"):
         FaissIndex(parts, "image", "Flatt")
     monkeypatch.setitem(__import__("sys").modules, "faiss", None)
-    with pytest.raises(UserError, match="pip install '.\[faiss\]'"):
+    with pytest.raises(UserError, match=r"pip install '.\[faiss\]'"):
         FaissIndex(parts, "image", "Flat")

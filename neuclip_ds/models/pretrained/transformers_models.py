@@ -159,6 +159,8 @@ class LibraryTokenizer:
     def save(self, folder: Path | str) -> None:
         """Save the tokenizer's files for `transformers.AutoTokenizer`."""
         self.inner.model_max_length = self.context_length
+        # these models take no padding mask, and SigLIP's features would change with one
+        self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
         self.inner.save_pretrained(folder)
 
 
