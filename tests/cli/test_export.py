@@ -71,12 +71,14 @@ def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path:
     saved_timm(tmp_path / "image.safetensors")
     xlm_roberta(tmp_path / "text", max_position_embeddings=34)
     options = [*OPTIONS[:2], "--data.micro_batch=4", "--model.activation_checkpointing=true", f"--data.train={shards}"]
-    options += ["--model.vision.name=test_vit", "--model.vision.options={}", "--model.vision.image_size=64"]
+    (tmp_path / "recipe.yaml").write_text(
+        "model: {vision: {name: test_vit, image_size: 64}, text: {context_length: 40}, embed_dim: 16}"
+    )
     options += [f"--model.vision.pretrained={tmp_path}/image.safetensors", f"--model.text.pretrained={tmp_path}/text"]
     options += ["--run.name=towers", "--run.report=false", "--data.zero_shot=", "--deepspeed=zero3_fp32"]
-    options += ["--objective.method=openclip", "--model.embed_dim=16"]
+    options += ["--objective.method=openclip"]
     for steps in (2, 4):
-        done = call("train.py", "demo", *options, f"--budget.steps={steps}", folder=tmp_path, ranks=2)
+        done = call("train.py", "recipe.yaml", *options, f"--budget.steps={steps}", folder=tmp_path, ranks=2)
         assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "text").rename(tmp_path / "moved")  # the run keeps what it needs
     done = call("tools/export.py", "runs/towers", "--out=onnx", "--format=onnx", "--license=mit", folder=tmp_path)

@@ -58,7 +58,8 @@ def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
             "data": {"batch_size": ROWS},
             "model": {**model, "activation_checkpointing": True},
             "objective": {"method": "tuneclip"},
-            "optimizer": {"lr": LR, "weight_decay": 0.02},
+            # far above the gradients' rounding, which Adam would magnify to whole steps where a gradient is nearly 0
+            "optimizer": {"lr": LR, "weight_decay": 0.02, "eps": 1e-4},
             "deepspeed": engine,
         }
     )
