@@ -105,7 +105,7 @@ def choose_columns(table: PairTable, image: str | None = None, captions: Sequenc
     for member, count in Counter(member for member, _ in pairs).items():
         if count > 1 or not _MEMBER.fullmatch(member):
             raise UserError(
-                f"--captions has {member}={dict(pairs)[member]}: each needs a member of its own, txt or syn.txt."
+                f"--captions has {member}={dict(pairs)[member]}: each needs a separate member, txt or syn.txt."
             )
     return Columns(image, tuple(pairs))
 

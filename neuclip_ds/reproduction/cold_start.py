@@ -13,7 +13,7 @@ from neuclip_ds.reproduction.study import Job, Options, read_by
 
 SEARCH = "tune-search"  # what names of its runs begin with
 RATES = tuple(float(f"{digit}e{power}") for power in range(-5, 2) for digit in (1, 3))
-_FIRST = (1e-4, 3e-4, 1e-3)  # the search starts here and goes on until its best rate is not on the edge
+_FIRST = (1e-4, 3e-4, 1e-3)  # the search starts here and continues until its best rate is not on the edge
 _FIRST_SGD = (1e-2, 3e-2, 1e-1)
 _TRANSFER, _MARGIN = "recovery.transfer", "objective.hinge.margin"
 _NONE: Options = MappingProxyType({})

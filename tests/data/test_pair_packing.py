@@ -171,7 +171,7 @@ def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="has no column words; its columns are filepath, title, uid, n"):
         choose_columns(opened, captions=["words"])
     for captions in (["title", "uid"], ["json=title"], ["syn=title"]):
-        with pytest.raises(UserError, match="each needs a member of its own"):
+        with pytest.raises(UserError, match="each needs a separate member"):
             choose_columns(opened, captions=captions)
     with pytest.raises(UserError, match=r"No row of .* can be used \(most often: image cannot be read"):
         opened = open_table(str(table))

@@ -30,7 +30,7 @@ from neuclip_ds.planning.dry_run import print_dry_run
 from neuclip_ds.training.step import TrainStep
 
 ROWS, STEPS, LR = 8, 3, 1e-3
-TOWERS = "towers"  # each from weights of its own
+TOWERS = "towers"  # each from separate weights
 
 
 def save_towers(folder: Path) -> None:

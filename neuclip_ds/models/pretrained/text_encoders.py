@@ -1,13 +1,11 @@
 """Text towers from any transformers text encoder: its weights, its tokenizer, a pooling and a new projection."""
 
-import pickle
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
@@ -16,7 +14,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_TEXT_ENCODING_MAPPING,
     MODEL_MAPPING,
 )
-from transformers.utils import logging
 
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
@@ -26,11 +23,15 @@ from neuclip_ds.models.pretrained.files import (
     SMALL_FILES,
     download,
     download_weights,
-    first_file,
     first_sentence,
     save_small_files,
 )
-from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, WEIGHTS, LibraryTokenizer, load_tokenizer
+from neuclip_ds.models.pretrained.transformers_models import (
+    WEIGHT_PATTERNS,
+    LibraryTokenizer,
+    load_tokenizer,
+    read_model,
+)
 from neuclip_ds.models.towers import Encoder, new_projection
 
 _OPTION = "model.text.pretrained"
@@ -195,24 +196,7 @@ class TextEncoder:
         return self._published, 0  # relative or rotary positions have no table
 
     def _loaded(self) -> Any:
-        if first_file(self._folder, WEIGHTS) is None:
-            raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
-        logging.disable_progress_bar()  # one bar per rank would flood the log
-        try:
-            trunk, info = self._kind.from_pretrained(
-                self._folder,
-                config=self._published,
-                local_files_only=True,
-                weights_only=True,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # listed in `info` and refused below
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-            reason = first_sentence(error)
-            raise UserError(
-                f"transformers cannot read the weights in {self._folder} ({reason}); put the encoder's file there."
-            ) from error
+        trunk, info = read_model(self._kind, self._folder, self._published)
         missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
         shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
         raise_on_mismatch(str(self._folder), sorted(missing), (), shapes)  # unexpected are heads and decoders

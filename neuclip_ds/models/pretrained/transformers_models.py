@@ -203,24 +203,7 @@ class TransformersCheckpoint:
         return self._wrapped(self._kind.model(self._config))
 
     def load(self) -> LoadedModel:
-        if first_file(self._folder, WEIGHTS) is None:
-            raise UserError(f"{self._folder} has no weights; put model.safetensors (or pytorch_model.bin) there.")
-        logging.disable_progress_bar()  # one bar per rank would flood the log
-        try:
-            model, info = self._kind.model.from_pretrained(
-                self._folder,
-                config=self._published,
-                local_files_only=True,
-                weights_only=True,
-                dtype=torch.float32,
-                ignore_mismatched_sizes=True,  # listed in `info` and refused below
-                output_loading_info=True,
-            )
-        except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-            reason = first_sentence(error)
-            raise UserError(
-                f"transformers cannot read the weights in {self._folder} ({reason}); put the checkpoint's file there."
-            ) from error
+        model, info = read_model(self._kind.model, self._folder, self._published)
         missing = set(info["missing_keys"])
         logit_names = {"logit_scale", "logit_bias"}
         shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
@@ -251,6 +234,32 @@ class TransformersCheckpoint:
             LibraryTower(model.vision_model, _checkpoint, vision, self.preprocessing, arguments),
             LibraryTower(model.text_model, _checkpoint, text),
         )
+
+
+def read_model(kind: Any, folder: Path, config: Any) -> tuple[Any, dict[str, Any]]:
+    """Return a transformers model of a class with the folder's weights, and which of them are missing or do not fit.
+
+    Raises:
+        UserError: there are no weights, or transformers cannot read them.
+    """
+    if first_file(folder, WEIGHTS) is None:
+        raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
+    logging.disable_progress_bar()  # one bar per rank would flood the log
+    try:
+        model, info = kind.from_pretrained(
+            folder,
+            config=config,
+            local_files_only=True,
+            weights_only=True,
+            dtype=torch.float32,
+            ignore_mismatched_sizes=True,  # listed in `info`, for the caller to refuse
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
+        raise UserError(
+            f"transformers cannot read the weights in {folder} ({first_sentence(error)}); put the model's file there."
+        ) from error
+    return model, info
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -167,7 +167,7 @@ def test_every_parameter_is_trained_and_recomputation_keeps_the_gradients(tmp_pa
             tower(tokenizer(CAPTIONS)).square().sum().backward()
             assert [name for name, value in tower.named_parameters() if value.grad is None] == []
             gradients.append([value.grad for value in tower.parameters()])
-        if name != "mt5":  # its dropout is no module of its own everywhere
+        if name != "mt5":  # its dropout is not a separate module everywhere
             for plain, again in zip(*gradients, strict=True):
                 torch.testing.assert_close(plain, again)
 
