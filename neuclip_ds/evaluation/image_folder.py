@@ -18,7 +18,7 @@ from typing import NamedTuple
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.folder import CLASS_NAMES, TEMPLATES, Held, Sample, read_lines
 
-# TIFF is not decoded, but one that is there must not be left out of the score without a word
+# TIFF is not decoded, but listed, so that such a file is an error instead of missing from the score
 _EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 _TEMPLATE = "a photo of a {c}."
 

@@ -88,10 +88,7 @@ def clip_config(**over: Any) -> CLIPConfig:
 def save_clip(folder: Path, **over: Any) -> CLIPModel:
     torch.manual_seed(0)
     model = CLIPModel(clip_config(**over)).eval()
-    _disturb(model)
-    with torch.no_grad():
-        model.logit_scale.fill_(4.0)
-    model.save_pretrained(folder)
+    _save(model, folder, logit_scale=4.0)
     CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), clip_tokenizer()).save_pretrained(
         folder
     )
@@ -107,11 +104,7 @@ def save_siglip(folder: Path) -> SiglipModel:
     )
     config = SiglipConfig(text_config=text, vision_config=small(32, image_size=32, patch_size=8))
     model = SiglipModel(config).eval()
-    _disturb(model)
-    with torch.no_grad():
-        model.logit_scale.fill_(4.75)
-        model.logit_bias.fill_(-12.5)
-    model.save_pretrained(folder)
+    _save(model, folder, logit_scale=4.75, logit_bias=-12.5)
     tokenizer.save_pretrained(folder)
     SiglipImageProcessor(size={"height": 32, "width": 32}, image_mean=[0.5] * 3, image_std=[0.5] * 3).save_pretrained(
         folder
@@ -127,10 +120,7 @@ def save_metaclip_2(folder: Path) -> MetaClip2Model:
     text = small(24, vocab_size=len(tokenizer), max_position_embeddings=16, **specials)
     config = MetaClip2Config(text_config=text, vision_config=small(32, image_size=32, patch_size=8), projection_dim=20)
     model = MetaClip2Model(config).eval()
-    _disturb(model)
-    with torch.no_grad():
-        model.logit_scale.fill_(4.0)
-    model.save_pretrained(folder)
+    _save(model, folder, logit_scale=4.0)
     CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
     flat_processor(folder)
     return model
@@ -145,11 +135,7 @@ def save_siglip2(folder: Path) -> Siglip2Model:
     )
     vision = small(32, num_patches=16, patch_size=8)
     model = Siglip2Model(Siglip2Config(text_config=text, vision_config=vision)).eval()
-    _disturb(model)
-    with torch.no_grad():
-        model.logit_scale.fill_(4.75)
-        model.logit_bias.fill_(-12.5)
-    model.save_pretrained(folder)
+    _save(model, folder, logit_scale=4.75, logit_bias=-12.5)
     tokenizer.save_pretrained(folder)
     Siglip2ImageProcessor(patch_size=8, max_num_patches=16).save_pretrained(folder)
     return model
@@ -199,6 +185,15 @@ def flat_processor(folder: Path) -> None:
         tree = json.loads(nested.read_text())
         (folder / "preprocessor_config.json").write_text(json.dumps(tree["image_processor"]))
         nested.unlink()
+
+
+def _save(model: Any, folder: Path, **logits: float) -> None:
+    """Save a model whose weights differ from their initial values, with these values of its logits' parameters."""
+    _disturb(model)
+    with torch.no_grad():
+        for name, value in logits.items():
+            getattr(model, name).fill_(value)
+    model.save_pretrained(folder)
 
 
 def _disturb(model: torch.nn.Module) -> None:
