@@ -153,9 +153,9 @@ class _Case:
         )
         if not rules.offloads:
             return common
-        # the masters' gradients, and the updated weights on their way back
+        # the masters' gradients, and the updated weights on their way back; both sides keep a buffer for one gradient
         host = (self.states + 4 + rules.weight) * self.share + rules.weight * largest
-        return _offloaded(common, host, self.scratch * self.share, rules.weight * largest, common.gradients)
+        return _offloaded(common, host, self.scratch * self.share, common.gradients + rules.weight * largest)
 
     def stage3(self) -> EngineMemory:
         """Weights gathered where modules run and kept for the backward pass up to `stage3_max_live_parameters`.
@@ -182,11 +182,9 @@ class _Case:
         if not rules.offloads:
             return common
         host = (self.states + 4 + rules.accumulated) * self.share
-        return _offloaded(common, host, self.scratch * at_once, staged=0, gradients=0)
+        return _offloaded(common, host, self.scratch * at_once, gradients=0)
 
 
-def _offloaded(memory: EngineMemory, host: int, update: int, staged: int, gradients: int) -> EngineMemory:
-    """Return an account with the optimizer and its step on the host, and `staged` bytes more on the device."""
-    working = memory.working + staged
-    moved = {"gradients": gradients, "optimizer": 0, "host": host, "host_update": update}
-    return replace(memory, working=working, update=staged, **moved)
+def _offloaded(memory: EngineMemory, host: int, update: int, gradients: int) -> EngineMemory:
+    """Return an account with the optimizer and its step on the host."""
+    return replace(memory, gradients=gradients, optimizer=0, update=0, host=host, host_update=update)

@@ -125,7 +125,9 @@ def test_what_two_ranks_hold_between_steps(names: list[str], frozen: int = 0) ->
             wanted = expected.weights + expected.optimizer + expected.host
             if name == "zero1_bf16" or name.startswith("zero3"):
                 wanted += expected.gradients
-            assert held == pytest.approx(wanted, rel=0.03), name
+            if name == "zero2_bf16_offload":
+                wanted += 2 * WIDTH**2  # the device's buffer for a gradient; the gradients themselves are let go of
+            assert held == pytest.approx(wanted, rel=0.005), name
 
 
 @pytest.mark.slow
