@@ -55,6 +55,7 @@ def test_the_wheel_holds_every_file_of_the_package(installed: Path) -> None:
     assert "neuclip-ds = neuclip_ds.cli.main:main" in entry.read_text()
 
 
+@pytest.mark.slow
 def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "build-manifest" in run(installed, tmp_path, "--help")
     assert "name: demo" in run(installed, tmp_path, "train", "demo", "--print-config")

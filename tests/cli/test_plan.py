@@ -12,6 +12,7 @@ from small_runs import ROOT, SMALL, call
 PAGE = ROOT / "docs" / "explanation" / "scaling.md"
 
 
+@pytest.mark.slow
 def test_scale(tmp_path: Path) -> None:
     where = ["--nodes", "1", "4", "--gpus", "2", "--rows", "8", "--machine", "a100", "--networks", "ethernet"]
     methods = ["--methods", "openclip_reference", "openclip", "neuclip"]

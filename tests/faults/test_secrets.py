@@ -48,6 +48,7 @@ def _variables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WANDB_API_KEY", WANDB)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_variables")
 def test_a_run_on_signed_urls(tmp_path: Path) -> None:
     """One shard vanishes after the manifest is built, one holds a broken image, and one fetch is refused at first."""

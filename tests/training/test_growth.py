@@ -22,6 +22,7 @@ def log_u(runs: Path) -> Tensor:
     return table
 
 
+@pytest.mark.slow
 def test_grown_data(tmp_path: Path) -> None:
     first, more, manifest = tmp_path / "first", tmp_path / "more", str(tmp_path / "manifest")
     write_pairs(first, [13, 13])

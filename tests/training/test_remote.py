@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 from safetensors.torch import load_file
 from servers import files_server
 from small_runs import call, newest_checkpoint, train
@@ -32,6 +33,7 @@ def test_options_of_transfers() -> None:
     assert (cache.request.min_rate, cache.request.timeout) == (2e6, 2)
 
 
+@pytest.mark.slow
 def test_over_http(tmp_path: Path) -> None:
     local = write_pairs(tmp_path / "local", SIZES)
     with files_server() as server:
