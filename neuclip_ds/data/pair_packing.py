@@ -4,8 +4,8 @@
     OUT/00000.tar  00000_stats.json     a shard of `shard_size` rows, and when it is complete, what became of them
     OUT/broken.jsonl                    rows that could not be used, with the reason, written at the end
 
-A sample's key is the number of its row. Images keep their bytes; GIF and BMP, which shards do not hold, become PNG.
-Every row is in a shard or in the list of broken ones.
+A sample's key is the number of its row, its uid that of a column `uid` or a hash of image and captions. Images keep
+their bytes; GIF and BMP, which shards do not hold, become PNG. Every row is in a shard or in the list of broken ones.
 """
 
 import hashlib
@@ -188,7 +188,7 @@ def _write_shard(job: _Job, rows: Rows) -> int:
                     continue
                 packed += 1
                 several += any(len(found) > 1 for found in captions.values())
-                _add(archive, f"{number:09d}", {**members, **_metadata(values, job.columns)})
+                _add(archive, f"{number:09d}", {**members, JSON: _metadata(values, job.columns, members)})
         if not packed:
             path.unlink()
         # img2dataset's names, from which build-manifest --from-side-files counts
@@ -209,12 +209,19 @@ def _members(image: ImageCell | None, captions: Mapping[str, Sequence[str]]) -> 
     return {extension: data, **texts}
 
 
-def _metadata(values: Mapping[str, Any], columns: Columns) -> dict[str, bytes]:
-    """Return the other columns, but those that hold bytes, as a member; none if there are none."""
+def _metadata(values: Mapping[str, Any], columns: Columns, members: Mapping[str, bytes]) -> bytes:
+    """Return the other columns, but those that hold bytes, as JSON; with a uid of what is packed if they have none."""
     taken = {columns.image, *(column for _, column in columns.captions)}
     others = {name: value for name, value in values.items() if name not in taken and not _holds_bytes(value)}
-    text = json.dumps(others, default=str, ensure_ascii=False)
-    return {JSON: text.encode("utf-8", "replace")} if others else {}
+    text = json.dumps({"uid": _uid(members), **others}, default=str, ensure_ascii=False)
+    return text.encode("utf-8", "replace")
+
+
+def _uid(members: Mapping[str, bytes]) -> str:
+    """Return 32 hex digits that belong to these contents, by which `filter` and `build-manifest --uids` select."""
+    parts = (part for name, data in members.items() for part in (name.encode(), data))
+    lengths_first = (piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
+    return hashlib.blake2b(b"".join(lengths_first), digest_size=16).hexdigest()
 
 
 def _holds_bytes(value: Any) -> bool:

@@ -23,6 +23,7 @@ from neuclip_ds.data.pair_table import open_table
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.side_files import count_shards, list_shards
+from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.errors import UserError
 
 
@@ -122,7 +123,9 @@ def test_a_data_set_of_the_library_with_several_captions(tmp_path: Path, monkeyp
     samples, *others = (samples_of(tmp_path / f"out{number}") for number in range(3))
     assert [sample["txt"] for sample in samples] == [f"one {n}\ntwo {n}".encode() for n in range(7)]
     assert [sample.get("syn.txt") for sample in samples] == [f"new {n}".encode() if n % 2 else None for n in range(7)]
-    assert [json.loads(sample["json"]) for sample in samples] == [{"label": n % 3} for n in range(7)]
+    metadata = [json.loads(sample["json"]) for sample in samples]
+    assert len({parse_uid(one.pop("uid")) for one in metadata} - {None}) == 7, "a uid by the contents"
+    assert metadata == [{"label": n % 3} for n in range(7)]
     members = [
         [{name: sample[name] for name in sample if name[0] != "_"} for sample in found] for found in (samples, *others)
     ]
