@@ -23,6 +23,8 @@ _T, _N, _A, _U, _Q = (
 )
 _HELD: Options = {_T + "initial": 0.02, _T + "lr": 0.0}
 _RHO, _RULE, _GRAD = _T + "rho", _T + "rule", _N + "alpha_grad"
+_FROM_003: Options = {_T + "initial": 0.03}
+_WITH_RHO: Options = {**_FROM_003, _RULE: "robust", _RHO: 6.5}
 SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
 """The methods of the study. All are searched in the same way: learning rate, then one option of each method."""
 ARMS: dict[str, Arm] = {
@@ -34,8 +36,6 @@ ARMS: dict[str, Arm] = {
     "neuclip, no rho": ("neuclip", {_RULE: "learned"}),
     "neuclip, alpha's part along the positive, no rho": ("neuclip", {_GRAD: "positive", _RULE: "learned"}),
     "neuclip, alpha constant, no rho": ("neuclip", {_GRAD: "stop", _RULE: "learned"}),
-    "neuclip_queue, no rho": ("neuclip_queue", {_RULE: "learned"}),
-    "neuclip_queue, kappa rises over 150 steps": ("neuclip_queue", {_Q + "kappa_steps": 150}),
     "fastclip_v3": ("fastclip_v3", {}),
     "fastclip_v3, drift corrected": ("fastclip_v3", {_U + "drift_rate": 0.1}),
     "siglip": ("siglip", {}),
@@ -48,6 +48,9 @@ ABLATIONS: dict[str, Arm] = {
     **{f"{name}, tau 0.02": (name, _HELD) for name in ("openclip", "neuclip", "neuclip_queue")},
     "neuclip, m = 64": ("neuclip", {_N + "prototypes": 64}),
     "neuclip_queue, m = 64": ("neuclip_queue", {_Q + "prototypes": 64}),
+    "neuclip_queue, tau from 0.03": ("neuclip_queue", _FROM_003),
+    "neuclip_queue, tau from 0.03, rho": ("neuclip_queue", _WITH_RHO),
+    "neuclip_queue, tau from 0.03, rho, kappa rises": ("neuclip_queue", {**_WITH_RHO, _Q + "kappa_steps": 150}),
     "neuclip_queue, kappa 0.3": ("neuclip_queue", {_Q + "kappa": 0.3}),
     "neuclip_queue, kappa 3": ("neuclip_queue", {_Q + "kappa": 3.0}),
     "neuclip, T_u = 1": ("neuclip", {_N + "updates": 1}),

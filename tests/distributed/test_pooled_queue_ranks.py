@@ -27,8 +27,9 @@ def train(communicator: Communicator) -> list[Any]:
     share = ROWS // communicator.world_size
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
     results = []
-    for m in (64, 512):
-        options = {"temperature": {"initial": 0.01, "rho": 6.5, "lr": 1e-3}, "queue": {"prototypes": m}}
+    for m, rule in ((64, "robust"), (512, "robust"), (512, "learned")):
+        temperature = {"initial": 0.01, "rule": rule, "rho": 6.5, "lr": 1e-3}
+        options = {"temperature": temperature, "queue": {"prototypes": m}}
         method = objective("neuclip_queue", communicator, DIM, torch.float32, **options)
         for number in range(STEPS):
             image, text = clustered(number)

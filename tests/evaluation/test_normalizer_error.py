@@ -24,6 +24,7 @@ N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
 BAD = [3, 11, 20]
 TAU = 0.1
 TRAINED = [torch.arange(12), torch.arange(6, 18), torch.arange(12, 24)]  # 24 ... 28 are never visited
+ROBUST = {"initial": TAU, "lr": 0.02, "rho": 2.0, "rule": "robust"}
 METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "openclip": ("openclip", {}),
     "fastclip_v3": ("fastclip_v3", {}),
@@ -33,7 +34,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "neuclip": ("neuclip", {"npn": {"prototypes": 8, "updates": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
     "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "updates": 3, "mlp_lr": 0.02}}),
-    "neuclip_queue": ("neuclip_queue", {"queue": {"prototypes": 16, "kappa": 2.0}}),
+    "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"prototypes": 16, "kappa": 2.0}}),
     "amorlip_ema": ("amorlip", {"amortized": {"width": 1.0, "updates": 3, "lr": 0.02, "ema": 0.5}}),
     "amorlip_combined": ("amorlip", {"amortized": {"width": 1.0, "stage2": "combined", "previous_epochs": 1}}),
 }

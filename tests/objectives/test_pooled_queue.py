@@ -29,7 +29,8 @@ def test_gradients(
 ) -> None:
     """Features and temperature, from the second step on: while the queue fills and kappa rises, and afterwards."""
     dim, rho = 6, 2.0
-    options = {"temperature": {"initial": tau, "lr": 0.0, "rho": rho}, "eps": eps, "chunk": 5}
+    temperature = {"initial": tau, "lr": 0.0, "rule": "robust", "rho": rho}
+    options = {"temperature": temperature, "eps": eps, "chunk": 5}
     queue = {"prototypes": m, "kappa": kappa, "kappa_steps": rise}
     method = objective("neuclip_queue", Communicator(), dim, **options, queue=queue)
     seen: list[float] = []
@@ -55,7 +56,7 @@ def test_gradients(
 def test_without_rho(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the loss with eps = 1/(n-1), whose own gradient log(1/tau) gets; rho and eps of the config are not read."""
     dim, m, kappa = 6, 20, 2.0
-    temperature = {"initial": tau, "rule": "learned", "rho": 3.0, "lr": 0.0}
+    temperature = {"initial": tau, "rho": 3.0, "lr": 0.0}
     queue = {"prototypes": m, "kappa": kappa}
     method = objective("neuclip_queue", Communicator(), dim, eps=0.5, temperature=temperature, queue=queue)
     seen: list[float] = []
@@ -81,7 +82,8 @@ def test_without_rho(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_first_step_is_that_of_the_batch() -> None:
     image, text = (x.requires_grad_() for x in pairs(12, 5))
     tau = torch.tensor(0.05, dtype=torch.float64)
-    method = objective("neuclip_queue", Communicator(), 5, eps=1e-300, temperature={"initial": 0.05})
+    temperature = {"initial": 0.05, "rule": "robust"}
+    method = objective("neuclip_queue", Communicator(), 5, eps=1e-300, temperature=temperature)
     found = method(batch(image.detach(), text.detach()), step())
     loss = tau * torch.stack([oracle.log_mean_exp(x) for x in oracle.logits(image, text, tau)]).mean(1).sum()
     wanted = torch.autograd.grad(loss, (image, text))

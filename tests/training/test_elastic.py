@@ -164,7 +164,7 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
         ["neuclip"],
         ["neuclip", "--objective.temperature.rule=learned"],
         ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.queue.kappa_steps=20"],
-        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.temperature.rule=learned"],
+        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.temperature.rule=robust"],
         ["fastclip_v3"],
         ["fastclip_v3", "--objective.moving_average.drift_rate=0.1"],
         ["fastclip_v2"],

@@ -1,11 +1,11 @@
 """NeuCLIP's loss with a normaliser from a queue, which needs no inner optimizer.
 
-    L = tau/n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho tau,   w_i = exp(-alpha_i)
+    L = 1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ],   w_i = exp(-alpha_i),   eps = 1/(n-1)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k c_k exp((e1_i . W_k - s_ii)/tau)
 
 W holds the other side's last m features, and c_k weighs them so that ghat follows the batch's g.
-normalizers/pooled_queue.py has the derivation and the gradient. tau follows dL/dtau (temperature.RobustTemperature).
-Without rho the scale is 1/2 and tau follows the loss itself (global_loss.py).
+normalizers/pooled_queue.py has the derivation and the gradient. tau is learned by this loss, as in OpenCLIP
+(global_loss.py). With `temperature.rule=robust` the scale is tau, `objective.eps` holds, and 2 rho tau is added.
 """
 
 from typing import Any
@@ -42,16 +42,17 @@ _MANY: dict[str, Any] = {"prototypes": 40, "kappa": 3.0, "kappa_steps": 4}
 METHOD = Method(
     source="this project, from NeuCLIP eq. 10-12",
     normalizer="weighted queue of features, pooled with the batch: exp(-alpha_i)",
-    temperature="RGCL-g with rho, or learned without it",
+    temperature="learned, without rho; or RGCL-g with it",
     compose=compose,
     sections={"queue": QueueConfig},
+    defaults={"temperature": {"rule": "learned"}},
     has_temperature_rule=True,
     starts={"temperature": {"initial": 0.07}},
     test_options={
-        "": {"eps": 1e-6, "queue": _FEW},
+        "": {"queue": _FEW},
         "long": {"queue": _MANY},
-        "no_rho": {"queue": _FEW, "temperature": {"rule": "learned"}},
+        "rho": {"eps": 1e-6, "queue": _FEW, "temperature": {"rule": "robust"}},
         "fixed_temperature": {"queue": {**_FEW, "kappa": 0.3}, "temperature": {"lr": 0.0}},
     },
-    search=Search({"temperature.rho": 6.5}),
+    search=Search(),
 )
