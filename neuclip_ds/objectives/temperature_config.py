@@ -29,8 +29,8 @@ class TemperatureConfig(Section):
     lr: float | None = Field(None, ge=0)
     """Learning rate of log(1/tau). By default that of the encoders."""
     rule: Literal["robust", "learned"] | None = None
-    """How neuclip and neuclip_queue learn tau: `robust` (the former's default) with rho (NeuCLIP eq. 12), `learned` (the
-    latter's) as OpenCLIP, with eps = 1/(n-1) and no rho."""
+    """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default of the first; `learned`
+    as OpenCLIP with eps = 1/(n-1) and no rho, that of the second."""
     schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
     """`encoder` follows the encoders' schedule; `third_below_0.03` takes lr, and lr/3 while tau < 0.03 (FastCLIP)."""
     rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
