@@ -51,10 +51,15 @@ class ContrastiveObjective(Objective):
         normalizer: Normalizer,
         temperature: Temperature,
         scale: Scale,
+        constant: float = 0.0,
     ) -> None:
+        """
+        Args:
+            constant: part of the loss that depends on nothing that is learned.
+        """
         super().__init__(context, {"normalizer.": normalizer, "temperature.": temperature})
         self.pair_loss, self._normalizer, self._temperature = pair_loss, normalizer, temperature
-        self._scale, self._config = scale, config
+        self._scale, self._config, self._constant = scale, config, constant
 
     @torch.no_grad()
     @products_exact_for(torch.float32)
@@ -91,6 +96,8 @@ class ContrastiveObjective(Objective):
         )
         *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
         loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.size for total in totals)
+        if self._constant:
+            loss = loss + self._constant
         signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
         if step.learn:
             self._temperature.update(batch, signal, step)

@@ -12,12 +12,12 @@ end as tau does, so that, as in OpenCLIP, log(1/tau) is learned by L's own gradi
 
     dL/dlog(1/tau) = 1/2 1/B sum_i [ mean logit_i - r_i tau dalpha_i/dtau ]         (both directions)
 
-where the mean logit is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, x_ij = (s_ij - s_ii)/tau. The reported loss
-omits log(n-1).
+where the mean logit is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, x_ij = (s_ij - s_ii)/tau.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from neuclip_ds.errors import UserError
@@ -35,6 +35,7 @@ class GlobalLoss(NamedTuple):
     temperature: Temperature
     scale: Scale
     eps: float  # added to every normaliser
+    constant: float = 0.0  # of the loss
 
 
 def global_loss(config: ObjectiveConfig, context: Context) -> GlobalLoss:
@@ -46,4 +47,5 @@ def global_loss(config: ObjectiveConfig, context: Context) -> GlobalLoss:
             "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the number "
             "of training samples (samples=...), or use rule=robust."
         )
-    return GlobalLoss(LogTemperature(config.temperature, context), scale_half, 1 / max(1, context.samples - 1))
+    others = max(1, context.samples - 1)
+    return GlobalLoss(LogTemperature(config.temperature, context), scale_half, 1 / others, math.log(others))

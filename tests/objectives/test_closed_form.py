@@ -128,7 +128,8 @@ def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
         config = Config.model_validate({"objective": {"method": name, **options}})
         built = build_objective(config, context, torch.float64)
         result = built(batch(image, text), step())
-        found[name] = (result.image, result.text, built.replicated_state()["temperature.adam.theta.exp_avg"])
+        moment = built.replicated_state()["temperature.adam.theta.exp_avg"]
+        found[name] = (result.image, result.text, moment, result.loss)
     for name in ("neuclip", "neuclip_queue"):
         for ours, theirs in zip(found[name], found["openclip"], strict=True):
             assert relative_error(ours, theirs) < EXACT, name

@@ -62,7 +62,7 @@ def compose(config: ObjectiveConfig, context: Context) -> Objective:
     prototypes = JointNpnNormalizer if npn.order == "joint" else NpnNormalizer
     loss = global_loss(config, context)
     network = (MlpNpnNormalizer if npn.network == "mlp" else prototypes)(npn, loss.eps, context)
-    return ContrastiveObjective(config, context, PairLoss(), network, loss.temperature, loss.scale)
+    return ContrastiveObjective(config, context, PairLoss(), network, loss.temperature, loss.scale, loss.constant)
 
 
 # 7 prototypes: no world size divides them. A warm accumulator: from zero, AdaGrad's first step is a sign.

@@ -1,6 +1,7 @@
 """NeuCLIP's loss with a normaliser from a queue, which needs no inner optimizer.
 
-    L = 1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ],   w_i = exp(-alpha_i),   eps = 1/(n-1)
+    L = 1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + log(n-1),   eps = 1/(n-1)
+    w_i = exp(-alpha_i)
     alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k c_k exp((e1_i . W_k - s_ii)/tau)
 
 W holds the other side's last m features, and c_k weighs them so that ghat follows the batch's g.
@@ -33,7 +34,7 @@ def compose(config: ObjectiveConfig, context: Context) -> Objective:
 
     loss = global_loss(config, context)
     normalizer = PooledQueueNormalizer(config.section(QueueConfig), loss.eps, context)
-    return ContrastiveObjective(config, context, PairLoss(), normalizer, loss.temperature, loss.scale)
+    return ContrastiveObjective(config, context, PairLoss(), normalizer, loss.temperature, loss.scale, loss.constant)
 
 
 # fewer prototypes than a batch has rows, and more
