@@ -70,7 +70,9 @@ def model_card(config: Config, checkpoint: Path, form: str, licence: str | None 
         base_model=bases or None,
         model_name=name,
         eval_results=[
-            EvalResult(_RETRIEVAL if "recall" in score else _ZERO_SHOT, score, score, score, round(value, 4))
+            EvalResult(
+                _RETRIEVAL if "recall" in score else _ZERO_SHOT, *_dataset(config, score), score, round(value, 4)
+            )
             for score, value in scores.items()
         ]
         or None,
@@ -120,6 +122,17 @@ def evaluation_scores(checkpoint: Path, step: int, average: bool) -> dict[str, f
             task = json.loads(line)
             scores[f"task/{task['key']}"] = task["metrics"]["main_metric"]
     return scores
+
+
+def _dataset(config: Config, score: str) -> tuple[str, str]:
+    """Return the type and the name, for the hub, of the data set that a score was measured on."""
+    kind, _, name = score.partition("/")
+    if name:  # task/KEY, average/GROUP
+        return name, name if kind == "task" else f"average of {name}"
+    kind, source = (
+        ("held-out pairs", config.data.val) if "recall" in score else ("zero-shot images", config.data.zero_shot)
+    )
+    return kind, kind if source == "auto" else public_name(source)
 
 
 def public_name(value: str) -> str:

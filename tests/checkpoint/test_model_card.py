@@ -58,6 +58,10 @@ def test_scores_data_recipe_and_licence(checkpoint: Path, tmp_path: Path) -> Non
     assert data.pipeline_tag == "zero-shot-image-classification"
     found = {result.metric_type: result.metric_value for result in data.eval_results}
     assert found == {"zero_shot_top1": 0.25, "image_to_text_recall@1": 0.5, "task/imagenet1k": 0.3}
+    of = {result.metric_type: (result.dataset_type, result.dataset_name) for result in data.eval_results}
+    assert of["zero_shot_top1"] == ("zero-shot images", "zero-shot images")
+    assert of["image_to_text_recall@1"] == ("held-out pairs", "secret_val")
+    assert of["task/imagenet1k"] == ("imagenet1k", "imagenet1k")
     assert "| zero_shot_top1 | 0.2500 |" in text
     assert "| data | `dfn12m` |" in text
     assert "20 of 64 pairs, 1,280 pairs in all" in text
