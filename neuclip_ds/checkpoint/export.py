@@ -14,7 +14,7 @@ from neuclip_ds.checkpoint.saved_model import SavedRun, find_checkpoint, open_ru
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.export import WRITERS, check_new, export
+from neuclip_ds.models.export import WRITERS, export, new_folder
 from neuclip_ds.models.export.onnx import write_onnx
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
@@ -55,12 +55,11 @@ def _package(
 
 
 def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str) -> None:
-    check_new(folder)
     model = run.source.build(run.tokenizer)
     model.load_state_dict(weights)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_onnx(model, run.tokenizer, run.source.preprocessing, logits, folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    with new_folder(folder) as partial:
+        write_onnx(model, run.tokenizer, run.source.preprocessing, logits, partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
 
 
 Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path, str], None]

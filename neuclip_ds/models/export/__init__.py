@@ -3,7 +3,9 @@
 `CONVERTERS` convert a package of one family to another format, and `WRITERS` write it. ONNX takes any model as it is.
 """
 
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from neuclip_ds.errors import UserError
@@ -33,14 +35,24 @@ def export(package: Package, form: str, folder: Path, card: str) -> None:
     Raises:
         UserError: the format cannot express the model, or the folder is not empty.
     """
-    check_new(folder)
-    converted = package if package.family == form else CONVERTERS[package.family, form](package)
-    folder.mkdir(parents=True, exist_ok=True)
-    WRITERS[form](converted, folder)
-    (folder / "README.md").write_text(card, encoding="utf-8")
+    with new_folder(folder) as partial:
+        converted = package if package.family == form else CONVERTERS[package.family, form](package)
+        WRITERS[form](converted, partial)
+        (partial / "README.md").write_text(card, encoding="utf-8")
 
 
-def check_new(folder: Path) -> None:
-    """Raise UserError if the folder of an export is not empty."""
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield the folder to write in, which takes the name `folder` once it is complete and vanishes on an error.
+
+    Raises:
+        UserError: `folder` is not empty.
+    """
     if folder.is_dir() and any(folder.iterdir()):
         raise UserError(f"{folder} is not empty; name a new folder with --out.")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as temporary:
+        partial = Path(temporary) / folder.name
+        partial.mkdir()
+        yield partial
+        partial.rename(folder)

@@ -35,7 +35,7 @@ from transformers import (
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.export import export
+from neuclip_ds.models.export import export, new_folder
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
@@ -313,3 +313,10 @@ def test_a_folder_that_holds_something_is_left_alone(tmp_path: Path) -> None:
     model = trained(pretrained=str(tmp_path / "from"))
     with pytest.raises(UserError, match="is not empty"):
         exported(model, "transformers", tmp_path)
+
+
+def test_what_fails_half_way_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="cannot be written"), new_folder(tmp_path / "out") as folder:
+        (folder / "half").touch()
+        raise UserError("the other half cannot be written")
+    assert not list(tmp_path.iterdir())
