@@ -31,11 +31,11 @@ def _study(arguments: argparse.Namespace) -> None:
     regimes = tuple(map(study.Regime.parse, arguments.regimes))
     arms = chosen(arguments.arms)
     sizes = study.Study(arguments.seeds, arguments.anchors, str(arguments.pretrained or ""))
-    best = search(runner, {*map(study.nearest_search, regimes)}, {study.method_of(arm) for arm in arms}, sizes)
+    best = search(runner, {*map(study.nearest_search, regimes)}, set().union(*map(study.searched_methods, arms)), sizes)
     if "finals" in arguments.stages:
         run(runner, list(study.finals(regimes, arms, best, sizes)), "finals")
     if "ablations" in arguments.stages:
-        methods = {study.method_of(arm) for arm in study.ABLATIONS}
+        methods = set().union(*map(study.searched_methods, study.ABLATIONS))
         best |= search(runner, {study.nearest_search(regimes[0])}, methods, sizes)
         run(runner, list(study.finals(regimes[:1], study.ABLATIONS, best, sizes)), "ablations")
     if "cost" in arguments.stages:
@@ -50,10 +50,9 @@ def chosen(names: Sequence[str]) -> list[str]:
     Raises:
         UserError: one is unknown.
     """
-    known = {**study.ARMS, **study.ABLATIONS}
     for name in names:
-        if name not in known:
-            raise UserError(f"Unknown arm {name}{nearest(name, known) or '.'} Arms: {'; '.join(known)}.")
+        if name not in study.KNOWN:
+            raise UserError(f"Unknown arm {name}{nearest(name, study.KNOWN) or '.'} Arms: {'; '.join(study.KNOWN)}.")
     return list(names)
 
 

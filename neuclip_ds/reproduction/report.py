@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from neuclip_ds.reporting.page import Table, write_page
 from neuclip_ds.reproduction.paired import Difference, difference
-from neuclip_ds.reproduction.study import ABLATIONS, ARMS, Regime
+from neuclip_ds.reproduction.study import ABLATIONS, ALIKE, ARMS, Regime
 
 Scores = Mapping[str, float]
 Results = Mapping[str, Scores]
@@ -30,7 +30,14 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("NeuCLIP without rho better than OpenCLIP", "neuclip, no rho", PEER),
     ("neuclip_queue better than OpenCLIP", "neuclip_queue", PEER),
     ("neuclip_queue as good as NeuCLIP", "neuclip_queue", "neuclip"),
-    ("neuclip_queue from tau 0.03 better than OpenCLIP", "neuclip_queue, tau from 0.03", PEER),
+    *(
+        (f"{name} better than OpenCLIP at its rate and start", f"{name}, at OpenCLIP's rate and start", PEER)
+        for name in ("neuclip", "neuclip_queue")
+    ),
+    *(
+        (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")
+        for name in ("neuclip", "neuclip_queue")
+    ),
     (
         "neuclip_queue without rho better than with it",
         "neuclip_queue, tau from 0.03",
@@ -124,7 +131,10 @@ def tables(results: Results) -> list[Table]:
     """Return a table for each claim, each regime and the ablations, then the search and the costs."""
     known = {regime: by_seed(results, str(regime)) for regime in regimes(results)}
     pages = [*filter(None, (_claim(known, *compared) for compared in COMPARED))]
-    pages += [_regime(regime, {name: found[name] for name in ARMS if name in found}) for regime, found in known.items()]
+    pages += [
+        _regime(regime, {name: found[name] for name in (*ARMS, *ALIKE) if name in found})
+        for regime, found in known.items()
+    ]
     pages += [table for regime, found in known.items() for table in _ablations(regime, found)]
     costs = {name: summarize(one["step_ms"] for one in group) for name, group in by_group(results, "cost").items()}
     times = [[name, str(cost), f"{cost.mean / costs[PEER].mean:.2f}"] for name, cost in costs.items()]

@@ -42,13 +42,15 @@ ARMS: dict[str, Arm] = {
     "amorlip": ("amorlip", {}),
 }
 """What every regime compares."""
+ALIKE: dict[str, Arm] = {f"{name}, at OpenCLIP's rate and start": (name, {}) for name in ("neuclip", "neuclip_queue")}
+"""At the learning rate and the first tau that the search found for OpenCLIP, so that nothing but the loss differs."""
 ABLATIONS: dict[str, Arm] = {
     **{name: (name, {}) for name in SEARCHES if name not in ARMS},
     **{f"{name}, bf16": (name, {"deepspeed": "zero0_bf16"}) for name in ("openclip", "neuclip", "neuclip_queue")},
     **{f"{name}, tau 0.02": (name, _HELD) for name in ("openclip", "neuclip", "neuclip_queue")},
     "neuclip, m = 64": ("neuclip", {_N + "prototypes": 64}),
     "neuclip_queue, m = 64": ("neuclip_queue", {_Q + "prototypes": 64}),
-    "neuclip_queue, tau from 0.03": ("neuclip_queue", _FROM_003),
+    **{f"{name}, tau from 0.03": (name, _FROM_003) for name in ("openclip", "neuclip", "neuclip_queue")},
     "neuclip_queue, tau from 0.03, rho": ("neuclip_queue", _WITH_RHO),
     "neuclip_queue, tau from 0.03, rho, kappa rises": ("neuclip_queue", {**_WITH_RHO, _Q + "kappa_steps": 150}),
     "neuclip_queue, kappa 0.3": ("neuclip_queue", {_Q + "kappa": 0.3}),
@@ -88,6 +90,7 @@ ABLATIONS: dict[str, Arm] = {
     "amorlip, no earlier epoch in the target": ("amorlip", {_A + "previous_weight": 0.0}),
 }
 """What the first regime compares on top."""
+KNOWN: dict[str, Arm] = {**ARMS, **ALIKE, **ABLATIONS}
 
 
 class Regime(NamedTuple):
@@ -184,19 +187,19 @@ def nearest_search(regime: Regime) -> Regime:
     return min(SEARCHED, key=lambda searched: abs(math.log(searched.batch / regime.batch)))
 
 
-def method_of(arm: str) -> str:
-    """Return the method that an arm varies."""
-    return (ARMS[arm] if arm in ARMS else ABLATIONS[arm])[0]
+def searched_methods(arm: str) -> set[str]:
+    """Return the methods whose search an arm needs."""
+    return {KNOWN[arm][0], *(("openclip",) if arm in ALIKE else ())}
 
 
 def finals(
     regimes: Iterable[Regime], arms: Iterable[str], best: Mapping[tuple[Regime, str], Point], study: Study
 ) -> Iterator[Job]:
     """Yield every arm in every regime over the seeds, judged on the test split, with its normaliser's error."""
-    known = {**ARMS, **ABLATIONS}
     for regime, seed, name in itertools.product(regimes, range(1, study.seeds + 1), arms):
-        method, changes = known[name]
-        options = {**_base(method, regime, study), **at_point(method, best[nearest_search(regime), method]), **changes}
+        method, changes = KNOWN[name]
+        point = best[nearest_search(regime), "openclip" if name in ALIKE else method]
+        options = {**_base(method, regime, study), **at_point(method, point), **changes}
         if METHODS[method].normalizer is not None:
             options["run.normalizer_anchors"] = study.anchors
         train = "train_tenth" if regime.tenth else "train"

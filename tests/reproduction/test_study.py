@@ -33,14 +33,23 @@ def fake(job: Job, recall: float) -> dict[str, float]:
 
 def test_every_method_is_searched_and_compared() -> None:
     assert set(SEARCHES) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
-    assert {study.method_of(arm) for arm in (*ARMS, *ABLATIONS)} == set(SEARCHES)
+    assert set().union(*map(study.searched_methods, study.KNOWN)) == set(SEARCHES)
     assert {job.split for job in SEARCH} == {"validation"}
     assert {job.split for job in (*FINALS, *ABLATED)} == {"test"}
     assert len({job.name for job in ALL}) == len(ALL)
 
 
 def test_the_compared_arms_exist() -> None:
-    assert {name for _, *names in report.COMPARED for name in names} <= {*ARMS, *ABLATIONS}
+    assert {name for _, *names in report.COMPARED for name in names} <= study.KNOWN.keys()
+
+
+def test_an_arm_may_take_openclips_rate_and_start() -> None:
+    arm = "neuclip, at OpenCLIP's rate and start"
+    assert study.searched_methods(arm) == {"neuclip", "openclip"}
+    best = {**BEST, (SEARCHED[0], "openclip"): Point(7e-3, 0.05)}
+    for job in study.finals(REGIMES[:1], [arm], best, STUDY):
+        assert job.method == "neuclip"
+        assert (job.options["optimizer.lr"], job.options["objective.temperature.initial"]) == (7e-3, 0.05)
 
 
 # of the regimes, one is enough: they differ in numbers alone
