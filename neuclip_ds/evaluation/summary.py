@@ -14,15 +14,19 @@ def summary_tree(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, A
 
 
 def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics], setting: str | None = None) -> str:
-    """Return scores and averages in percent, and next to them those published for a setting (one of `settings`)."""
+    """Return scores and averages in percent, and next to them those published for a setting (one of `settings`).
+
+    An average of which no task is scored is left out.
+    """
     measured = [task for task in tasks.tasks if task.key in metrics]
     lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
     lines += [
         _row([task.name, task.metric, *(_percent(metrics[task.key].get(name)) for name in ("main_metric", "chance"))])
         for task in measured
     ]
-    found = averages(tasks, metrics)
-    lines += ["", "| average | of | score |", "|---|---|---|"]
+    found = {name: one for name, one in averages(tasks, metrics).items() if len(one.missing) < one.tasks}
+    if found:
+        lines += ["", "| average | of | score |", "|---|---|---|"]
     for name, average in found.items():
         done = average.tasks - len(average.missing)
         note = f"none: {done} of {average.tasks} tasks scored" if average.missing else _percent(average.value)

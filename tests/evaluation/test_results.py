@@ -88,6 +88,7 @@ def test_a_missing_task_is_named_and_leaves_no_average() -> None:
     text = summary_text(TASKS, scores(leave_out=("MSCOCO", "ObjectNet")))
     assert "Missing from datacomp: ObjectNet, MSCOCO." in text
     assert "none: 36 of 38 tasks scored, mean of these" in text
+    assert "average" not in summary_text(TASKS, {}), "of which nothing was scored"
     tree = json.loads(json.dumps(summary_tree(TASKS, scores(leave_out=("MSCOCO",)))))
     assert tree["retrieval"]["value"] is None
     assert tree["retrieval"]["missing"] == ["MSCOCO"]
