@@ -317,7 +317,7 @@ YAML = [block for block in blocks() if block.language == "yaml"]
 def readers_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What readers have when they come to the code: exports, a picture, captions, shards in data/."""
     folder = tmp_path_factory.mktemp("reader")
-    for name in ("portable", "mine"):
+    for name in ("demo", "mine"):
         save_clip(folder / "exported" / name)
     Image.new("RGB", (40, 30), "red").save(folder / "picture.jpg")
     (folder / "captions.tsv").write_text("picture.jpg\ta red picture\n", encoding="utf-8")

@@ -16,7 +16,14 @@ from neuclip_ds.objectives.methods.neuclip import NpnConfig
 
 ARCHIVE = Path(__file__).parents[1] / "fixtures" / "run_of_0.1.tar.gz"
 OPTIONS = [  # of that run, with today's names
-    *("demo", "--run.name=old", "--run.folder=runs", "--run.report=false", "--run.log_every=1"),
+    *(
+        "demo",
+        "--model.vision.name=vit_tiny_patch16_224",
+        "--run.name=old",
+        "--run.folder=runs",
+        "--run.report=false",
+        "--run.log_every=1",
+    ),
     *("--data.train=shards", "--data.val=", "--data.zero_shot=", "--data.batch_size=8", "--data.workers=0"),
     *("--model.vision.image_size=16", "--model.text.width=8", "--model.text.layers=1", "--model.text.heads=2"),
     '--model.vision.options={"patch_size":8,"embed_dim":8,"depth":1,"num_heads":2}',
