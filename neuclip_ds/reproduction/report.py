@@ -32,7 +32,7 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("neuclip_queue as good as NeuCLIP", "neuclip_queue", "neuclip"),
     *(
         (f"{name} better than OpenCLIP at its rate and start", f"{name}, at OpenCLIP's rate and start", PEER)
-        for name in ("neuclip", "neuclip_queue")
+        for name in ("neuclip", "neuclip_queue", "neuclip_queue, kappa 0.25")
     ),
     *(
         (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")

@@ -42,7 +42,12 @@ ARMS: dict[str, Arm] = {
     "amorlip": ("amorlip", {}),
 }
 """What every regime compares."""
-ALIKE: dict[str, Arm] = {f"{name}, at OpenCLIP's rate and start": (name, {}) for name in ("neuclip", "neuclip_queue")}
+_AT_PEERS = "at OpenCLIP's rate and start"
+ALIKE: dict[str, Arm] = {
+    f"neuclip, {_AT_PEERS}": ("neuclip", {}),
+    f"neuclip_queue, {_AT_PEERS}": ("neuclip_queue", {}),
+    f"neuclip_queue, kappa 0.25, {_AT_PEERS}": ("neuclip_queue", {_Q + "kappa": 0.25}),
+}
 """At the learning rate and the first tau that the search found for OpenCLIP, so that nothing but the loss differs."""
 ABLATIONS: dict[str, Arm] = {
     **{name: (name, {}) for name in SEARCHES if name not in ARMS},
