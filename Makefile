@@ -1,4 +1,4 @@
-# make demo   trains NeuCLIP on rendered pairs on this machine's CPU
+# make demo   trains a small CLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
 # make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
 # make docs   docs/ as pages in build/site

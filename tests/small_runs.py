@@ -45,7 +45,7 @@ TINY = [
 def read_options(options: Sequence[str]) -> list[str]:
     """The options of a demo run without those that its method does not read."""
     chosen = [option.partition("=")[2] for option in options if option.startswith("--objective.method=")]
-    method = METHODS[chosen[-1] if chosen else "neuclip"]
+    method = METHODS[chosen[-1] if chosen else "neuclip_queue"]
     return [option for option in options if method.reads(option.removeprefix("--"))]
 
 

@@ -33,8 +33,14 @@ def test_every_recipe_is_valid_and_survives_its_dump(name: str) -> None:
 
 
 def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
-    before = parse(["demo"]).config
-    options = ["--optimizer.lr=2e-3", "--data.micro_batch=32", "--optimizer.betas=[0.8,0.9]", "--run.name=mine"]
+    before = parse(["demo", "--objective.method=neuclip"]).config
+    options = [
+        "--objective.method=neuclip",
+        "--optimizer.lr=2e-3",
+        "--data.micro_batch=32",
+        "--optimizer.betas=[0.8,0.9]",
+        "--run.name=mine",
+    ]
     after = parse(["demo", *options, "--objective.npn.reset_accumulator=true"]).config
     assert after.optimizer.lr == 2e-3
     assert after.optimizer.betas == (0.8, 0.9)
@@ -101,7 +107,8 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
     average = parse(["demo", "--objective.method=fastclip_v1"]).config.objective.section(MovingAverageConfig)
     assert average.gamma_epochs == 4
     again = parse(["demo_openclip", "--objective.method=neuclip"]).config.objective.section(NpnConfig)
-    assert again == parse(["demo"]).config.objective.section(NpnConfig)
+    assert again == parse(["demo", "--objective.method=neuclip"]).config.objective.section(NpnConfig)
+    assert again.prototypes == 1024
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
 
 
@@ -114,9 +121,9 @@ def test_several_methods_share_a_command_line() -> None:
     shared = ["demo", "--objective.npn.lr=3", "--objective.eps=1e-6"]
     for method in ("openclip", "neuclip", None):
         config = parse_for(method, shared)
-        assert config.objective.method == (method or "neuclip")
+        assert config.objective.method == (method or "neuclip_queue")
         assert config.objective.eps == 1e-6
-        assert config.objective.section(NpnConfig).lr == (1.0 if method == "openclip" else 3)
+        assert config.objective.section(NpnConfig).lr == (3 if method == "neuclip" else 1.0)
 
 
 def test_a_run_saved_with_former_names_and_all_sections_is_read(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ OPTIONS = [  # of that run, with today's names
     *(
         "demo",
         "--model.vision.name=vit_tiny_patch16_224",
+        "--objective.method=neuclip",
         "--run.name=old",
         "--run.folder=runs",
         "--run.report=false",

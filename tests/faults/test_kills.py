@@ -22,6 +22,7 @@ _OPTIONS = [
     "--data.micro_batch=4",
     "--data.workers=1",
     "--data.zero_shot=",
+    "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
     "--objective.npn.restart_every=5",
     "--run.checkpoint_every=3",

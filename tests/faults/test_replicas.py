@@ -59,7 +59,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_shards(tmp_path_factory.mktemp("shards"), pairs=60)
 
 
-V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.npn.network=mlp"]
+V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.method=neuclip", "--objective.npn.network=mlp"]
 WEIGHT = "vision.trunk.patch_embed.proj.weight"
 
 

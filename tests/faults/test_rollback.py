@@ -25,6 +25,7 @@ OPTIONS = [
     "--run.checkpoint_every=3",
     "--run.max_skipped=2",
     "--run.log_every=1",
+    "--objective.method=neuclip",
     "--objective.npn.prototypes=8",
 ]
 

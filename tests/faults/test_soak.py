@@ -31,6 +31,7 @@ _OPTIONS = [
     "--data.max_bad_fraction=1",
     "--data.val=",
     "--data.zero_shot=",
+    "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
     "--run.checkpoint_every=100",
     "--run.save_attempts=1000",

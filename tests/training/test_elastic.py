@@ -24,6 +24,7 @@ TINY = [
     "--data.workers=1",
     "--data.micro_batch=8",
     *SMALL,
+    "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
     "--objective.npn.restart_every=7",
     "--objective.eps=1e-6",
