@@ -38,6 +38,10 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
         (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")
         for name in ("neuclip", "neuclip_queue")
     ),
+    *(
+        (f"{name} from tau 0.03 better than from the start of its search", f"{name}, tau from 0.03", name)
+        for name in ("openclip", "neuclip", "neuclip_queue")
+    ),
     (
         "neuclip_queue without rho better than with it",
         "neuclip_queue, tau from 0.03",
@@ -67,6 +71,7 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("NeuCLIP better than AmorLIP", "neuclip", "amorlip"),
 )
 """Claim, the arm that it is about, and the arm that this is compared with."""
+_LOWEST = -8  # of the plotted differences: runs that diverge would flatten all others
 
 
 class Summary(NamedTuple):
@@ -213,7 +218,7 @@ def _plot_gains(results: Results) -> Figure:
     panels = figure.subplots(1, len(epochs), squeeze=False, sharey=True)[0]
     for axes, count in zip(panels, epochs, strict=True):
         groups = {regime: by_seed(results, str(regime)) for regime in whole if regime.epochs == count}
-        for number, name in enumerate(name for name in ARMS if name != PEER):
+        for number, name in enumerate(name for name in (*ARMS, *ALIKE) if name != PEER):
             gains = {r.batch: gain(found.get(name, {}), found.get(PEER, {})) for r, found in groups.items()}
             known = {batch: found for batch, found in gains.items() if found is not None and found.pairs > 1}
             axes.errorbar(
@@ -221,7 +226,7 @@ def _plot_gains(results: Results) -> Figure:
                 [found.mean for found in known.values()],
                 [found.half_width for found in known.values()],
                 label=name,
-                marker="o" if number < 10 else "s",
+                marker="osv"[number // 10],
                 capsize=2,
                 color=f"C{number % 10}",
             )
@@ -231,6 +236,7 @@ def _plot_gains(results: Results) -> Figure:
         axes.set_xticks(batches, [str(batch) for batch in batches], minor=False)
         axes.set_xticks([], minor=True)
     panels[0].set_ylabel("mean recall minus OpenCLIP's, points (95 %)")
+    panels[0].set_ylim(max(panels[0].get_ylim()[0], _LOWEST))
     panels[-1].legend(fontsize=7, loc="upper left", bbox_to_anchor=(1, 1))
     return figure
 
@@ -252,6 +258,7 @@ def _plot_errors(results: Results) -> Figure:
             axes.scatter(errors, gains, label=str(regime), color=f"C{number}", s=18)
     axes.axhline(0, color="black", linewidth=0.8)
     axes.set(xscale="log", xlabel="normaliser's error (mean squared, log)", ylabel="mean recall minus OpenCLIP's")
+    axes.set_ylim(max(axes.get_ylim()[0], _LOWEST))
     if axes.get_legend_handles_labels()[0]:
         axes.legend(title="B x epochs")
     return figure

@@ -43,6 +43,7 @@ _MANY: dict[str, Any] = {"prototypes": 40, "kappa": 3.0, "kappa_steps": 4}
 METHOD = Method(
     source="this project, from NeuCLIP eq. 10-12",
     normalizer="weighted queue of features, pooled with the batch: exp(-alpha_i)",
+    scale="1/2; tau with rho",
     temperature="learned, without rho; or RGCL-g with it",
     compose=compose,
     sections={"queue": QueueConfig},
