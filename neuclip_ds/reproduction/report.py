@@ -38,6 +38,7 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
         (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")
         for name in ("neuclip", "neuclip_queue")
     ),
+    ("NeuCLIP from its search's start better than OpenCLIP from tau 0.03", "neuclip", "openclip, tau from 0.03"),
     *(
         (f"{name} from tau 0.03 better than from the start of its search", f"{name}, tau from 0.03", name)
         for name in ("openclip", "neuclip", "neuclip_queue")
