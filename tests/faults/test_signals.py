@@ -82,7 +82,8 @@ def test_a_signal_in_the_loop_saves(ranks: int, number: int, data: str, tmp_path
 
 def test_a_second_signal_does_not_wait(data: str, tmp_path: Path) -> None:
     (program,) = start("train.py", *training(tmp_path, data, ENDLESS), "--run.log_every=1000000")
-    wait_for(lambda: (tmp_path / "run" / "samples").is_dir(), [program])
+    log = tmp_path / "run" / "log.txt"
+    wait_for(lambda: log.is_file() and "step 1/" in log.read_text(), [program])  # step 1 logs, and looks for signals
     program.terminate()
     time.sleep(1.2)
     assert program.running, "it waits for the next step that logs"
