@@ -57,9 +57,9 @@ def _package(
 def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str) -> None:
     model = run.source.build(run.tokenizer)
     model.load_state_dict(weights)
-    with new_folder(folder) as partial:
-        write_onnx(model, run.tokenizer, run.source.preprocessing, logits, partial)
-        (partial / "README.md").write_text(card, encoding="utf-8")
+    with new_folder(folder) as unfinished:
+        write_onnx(model, run.tokenizer, run.source.preprocessing, logits, unfinished)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
 
 
 Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path, str], None]

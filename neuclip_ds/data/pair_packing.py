@@ -213,15 +213,18 @@ def _metadata(values: Mapping[str, Any], columns: Columns, members: Mapping[str,
     """Return the other columns, but those that hold bytes, as JSON; with a uid of what is packed if they have none."""
     taken = {columns.image, *(column for _, column in columns.captions)}
     others = {name: value for name, value in values.items() if name not in taken and not _holds_bytes(value)}
-    text = json.dumps({"uid": _uid(members), **others}, default=str, ensure_ascii=False)
-    return text.encode("utf-8", "replace")
+    if "uid" not in others:
+        others = {"uid": _uid(members), **others}
+    return json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")
 
 
 def _uid(members: Mapping[str, bytes]) -> str:
     """Return 32 hex digits that belong to these contents, by which `filter` and `build-manifest --uids` select."""
-    parts = (part for name, data in members.items() for part in (name.encode(), data))
-    lengths_first = (piece for part in parts for piece in (len(part).to_bytes(8, "little"), part))
-    return hashlib.blake2b(b"".join(lengths_first), digest_size=16).hexdigest()
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (part for name, data in members.items() for part in (name.encode(), data)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()
 
 
 def _holds_bytes(value: Any) -> bool:

@@ -89,10 +89,7 @@ def save_clip(folder: Path, **over: Any) -> CLIPModel:
     torch.manual_seed(0)
     model = CLIPModel(clip_config(**over)).eval()
     _save(model, folder, logit_scale=4.0)
-    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), clip_tokenizer()).save_pretrained(
-        folder
-    )
-    flat_processor(folder)
+    _save_clip_processor(clip_tokenizer(), folder)
     return model
 
 
@@ -121,8 +118,7 @@ def save_metaclip_2(folder: Path) -> MetaClip2Model:
     config = MetaClip2Config(text_config=text, vision_config=small(32, image_size=32, patch_size=8), projection_dim=20)
     model = MetaClip2Model(config).eval()
     _save(model, folder, logit_scale=4.0)
-    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
-    flat_processor(folder)
+    _save_clip_processor(tokenizer, folder)
     return model
 
 
@@ -185,6 +181,11 @@ def flat_processor(folder: Path) -> None:
         tree = json.loads(nested.read_text())
         (folder / "preprocessor_config.json").write_text(json.dumps(tree["image_processor"]))
         nested.unlink()
+
+
+def _save_clip_processor(tokenizer: Any, folder: Path) -> None:
+    CLIPProcessor(CLIPImageProcessor(size={"shortest_edge": 32}, crop_size=32), tokenizer).save_pretrained(folder)
+    flat_processor(folder)
 
 
 def _save(model: Any, folder: Path, **logits: float) -> None:
