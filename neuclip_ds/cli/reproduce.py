@@ -55,6 +55,7 @@ def main(arguments: Sequence[str]) -> None:
     results = "print the tables of a study's results.jsonl or tuneclip.jsonl instead of running it"
     parser.add_argument("--results", type=Path, help=results)
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm, the same for all")
+    parser.add_argument("--search-seeds", type=int, default=1, help="of `methods`: seeds of each point of a search")
     parser.add_argument("--anchors", type=int, default=1000, help="anchors for the error of the normalizer")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")
     options = parser.parse(arguments)

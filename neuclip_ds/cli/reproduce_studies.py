@@ -2,6 +2,7 @@
 
 import argparse
 import itertools
+import statistics
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -30,13 +31,13 @@ def _study(arguments: argparse.Namespace) -> None:
     runner = prepared(arguments, arguments.pairs)
     regimes = tuple(map(study.Regime.parse, arguments.regimes))
     arms = chosen(arguments.arms)
-    sizes = study.Study(arguments.seeds, arguments.anchors, str(arguments.pretrained or ""))
-    best = search(runner, {*map(study.nearest_search, regimes)}, set().union(*map(study.searched_methods, arms)), sizes)
+    sizes = study.Study(arguments.seeds, arguments.anchors, str(arguments.pretrained or ""), arguments.search_seeds)
+    best = search(runner, {*map(study.nearest_search, regimes)}, set(map(study.searched, arms)), sizes)
     if "finals" in arguments.stages:
         run(runner, list(study.finals(regimes, arms, best, sizes)), "finals")
     if "ablations" in arguments.stages:
-        methods = set().union(*map(study.searched_methods, study.ABLATIONS))
-        best |= search(runner, {study.nearest_search(regimes[0])}, methods, sizes)
+        searched = set(map(study.searched, study.ABLATIONS))
+        best |= search(runner, {study.nearest_search(regimes[0])}, searched, sizes)
         run(runner, list(study.finals(regimes[:1], study.ABLATIONS, best, sizes)), "ablations")
     if "cost" in arguments.stages:
         out = arguments.out.resolve()
@@ -57,23 +58,23 @@ def chosen(names: Sequence[str]) -> list[str]:
 
 
 def search(
-    runner: Runner, regimes: set[study.Regime], methods: set[str], sizes: study.Study
+    runner: Runner, regimes: set[study.Regime], arms: set[str], sizes: study.Study
 ) -> dict[tuple[study.Regime, str], study.Point]:
-    """Return the best point of every method in every regime, searched in rounds of runs."""
+    """Return the best point of every searched arm in every regime, searched in rounds of runs."""
     scores: dict[tuple[study.Regime, str], dict[study.Point, float]] = {
-        (regime, method): {} for regime in sorted(regimes) for method in study.SEARCHES if method in methods
+        (regime, arm): {} for regime in sorted(regimes) for arm in study.SEARCHES if arm in arms
     }
     while True:
         asked = {
-            study.search_job(method, regime, point, sizes): (regime, method, point)
-            for (regime, method), known in scores.items()
-            for point in study.next_points(known, study.SEARCHES[method])
+            (regime, arm, point): study.search_jobs(arm, regime, point, sizes)
+            for (regime, arm), known in scores.items()
+            for point in study.next_points(known, study.SEARCHES[arm])
         }
         if not asked:
             return {which: max(known, key=lambda point: known[point]) for which, known in scores.items()}
-        found = run(runner, list(asked), "search")
-        for job, (regime, method, point) in asked.items():
-            scores[regime, method][point] = report.mean_recall(found[job.name])
+        found = run(runner, list(itertools.chain(*asked.values())), "search")
+        for (regime, arm, point), jobs in asked.items():
+            scores[regime, arm][point] = statistics.mean(report.mean_recall(found[job.name]) for job in jobs)
 
 
 def prepared(arguments: argparse.Namespace, pairs: int | None = None) -> Runner:

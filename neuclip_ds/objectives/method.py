@@ -23,6 +23,7 @@ class Search(NamedTuple):
     # searched together with the learning rate: where tau starts, since rho moves nothing in a few hundred steps
     option: str = "temperature.initial"
     values: tuple[Any, Any] = (0.07, 0.03)
+    rates: tuple[float, float] = (2e-3, 4e-3)  # learning rates that it starts with
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,7 +11,7 @@ from matplotlib.figure import Figure
 
 from neuclip_ds.reporting.page import Table, write_page
 from neuclip_ds.reproduction.paired import Difference, difference
-from neuclip_ds.reproduction.study import ABLATIONS, ALIKE, ARMS, Regime
+from neuclip_ds.reproduction.study import ABLATIONS, ALIKE, ARMS, OPTIMIZERS, Regime
 
 Scores = Mapping[str, float]
 Results = Mapping[str, Scores]
@@ -32,7 +32,7 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("neuclip_queue as good as NeuCLIP", "neuclip_queue", "neuclip"),
     *(
         (f"{name} better than OpenCLIP at its rate and start", f"{name}, at OpenCLIP's rate and start", PEER)
-        for name in ("neuclip", "neuclip_queue", "neuclip_queue, kappa 0.25")
+        for name in ("neuclip", "neuclip_queue", "neuclip_queue, kappa 0.25", "neuclip_queue, kappa rises")
     ),
     *(
         (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")
@@ -65,6 +65,13 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
         "fastclip_v3, drift corrected",
         "fastclip_v3",
     ),
+    *(
+        (f"FastCLIP-{name} better than {peer}", f"fastclip_{name}", peer)
+        for name, peer in (("v3", "fastclip_v0"), ("v3", "fastclip_v1"), ("v3", "fastclip_v2"), ("v1", "fastclip_v0"))
+    ),
+    ("FastCLIP-v1 better than SogCLR", "fastclip_v1", "sogclr"),
+    ("FastCLIP-v2 better than iSogCLR", "fastclip_v2", "isogclr"),
+    *((f"AdamW better for FastCLIP-v3 than {name.split(', ')[1]}", "fastclip_v3", name) for name in OPTIMIZERS),
     ("AmorLIP better than OpenCLIP", "amorlip", PEER),
     ("AmorLIP better than FastCLIP-v3", "amorlip", "fastclip_v3"),
     ("AmorLIP better than SigLIP", "amorlip", "siglip"),
@@ -200,9 +207,14 @@ def _cell(group: Sequence[Scores], key: str, factor: float = 1) -> str:
 
 
 def _search(results: Results) -> list[Table]:
-    rows = [[*name.split("/")[1:], f"{mean_recall(one):.2f}"] for name, one in results.items() if "search/" in name]
-    header = ["regime", "method", "learning rate and value", "mean recall %"]
-    return [Table("Search on the validation split (one seed)", header, rows)] if rows else []
+    points: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
+    for name, one in results.items():
+        match = re.fullmatch(r"search/(.+)/(.+)/(lr[^/]+)(?:/seed\d+)?", name)
+        if match:
+            points[match.groups()].append(mean_recall(one))
+    rows = [[*point, str(summary := summarize(scores)), str(summary.seeds)] for point, scores in points.items()]
+    header = ["regime", "arm", "learning rate and value", "mean recall %", "seeds"]
+    return [Table("Search on the validation split", header, rows)] if rows else []
 
 
 def write(results: Results, folder: Path, heading: str) -> str:

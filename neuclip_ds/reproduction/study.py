@@ -25,8 +25,7 @@ _HELD: Options = {_T + "initial": 0.02, _T + "lr": 0.0}
 _RHO, _RULE, _GRAD = _T + "rho", _T + "rule", _N + "alpha_grad"
 _FROM_003: Options = {_T + "initial": 0.03}
 _WITH_RHO: Options = {**_FROM_003, _RULE: "robust", _RHO: 6.5}
-SEARCHES: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
-"""The methods of the study. All are searched in the same way: learning rate, then one option of each method."""
+_METHODS: dict[str, Search] = {name: method.search for name, method in METHODS.items() if method.search is not None}
 ARMS: dict[str, Arm] = {
     "openclip": ("openclip", {}),
     "neuclip": ("neuclip", {}),
@@ -47,10 +46,19 @@ ALIKE: dict[str, Arm] = {
     f"neuclip, {_AT_PEERS}": ("neuclip", {}),
     f"neuclip_queue, {_AT_PEERS}": ("neuclip_queue", {}),
     f"neuclip_queue, kappa 0.25, {_AT_PEERS}": ("neuclip_queue", {_Q + "kappa": 0.25}),
+    f"neuclip_queue, kappa rises, {_AT_PEERS}": ("neuclip_queue", {_Q + "kappa_steps": 96}),
 }
 """At the learning rate and the first tau that the search found for OpenCLIP, so that nothing but the loss differs."""
+_V3 = "fastclip_v3"
+OPTIMIZERS: dict[str, tuple[Options, tuple[float, float]]] = {
+    f"{_V3}, Lion": ({"optimizer.name": "lion", "optimizer.weight_decay": 0.3}, (1e-4, 2e-4)),
+    f"{_V3}, LAMB": ({"optimizer.name": "lamb"}, (2e-3, 4e-3)),
+    f"{_V3}, momentum SGD": ({"optimizer.name": "sgd", "optimizer.weight_decay": 3e-6}, (0.1, 0.2)),
+}
+"""The encoders' optimizer with the published weight decay (FastCLIP Table 10), and where its search of rates starts."""
 ABLATIONS: dict[str, Arm] = {
-    **{name: (name, {}) for name in SEARCHES if name not in ARMS},
+    **{name: (name, {}) for name in _METHODS if name not in ARMS},
+    **{name: (_V3, options) for name, (options, _) in OPTIMIZERS.items()},
     **{f"{name}, bf16": (name, {"deepspeed": "zero0_bf16"}) for name in ("openclip", "neuclip", "neuclip_queue")},
     **{f"{name}, tau 0.02": (name, _HELD) for name in ("openclip", "neuclip", "neuclip_queue")},
     "neuclip, m = 64": ("neuclip", {_N + "prototypes": 64}),
@@ -96,6 +104,11 @@ ABLATIONS: dict[str, Arm] = {
 }
 """What the first regime compares on top."""
 KNOWN: dict[str, Arm] = {**ARMS, **ALIKE, **ABLATIONS}
+SEARCHES: dict[str, Search] = {
+    **_METHODS,
+    **{name: _METHODS[_V3]._replace(rates=rates) for name, (_, rates) in OPTIMIZERS.items()},
+}
+"""The arms with a search of their own, all in the same way: learning rate, then one option of the method."""
 
 
 class Regime(NamedTuple):
@@ -146,6 +159,7 @@ class Study:
     seeds: int
     anchors: int  # of the normaliser's error
     pretrained: str = ""  # model that every run starts from; empty for random weights
+    search_seeds: int = 1  # of each point of a search, whose scores are averaged
 
 
 class Point(NamedTuple):
@@ -153,9 +167,6 @@ class Point(NamedTuple):
 
     lr: float
     value: Any
-
-
-FIRST_RATES = (2e-3, 4e-3)
 
 
 def next_points(scores: Mapping[Point, float], search: Search) -> list[Point]:
@@ -167,7 +178,7 @@ def next_points(scores: Mapping[Point, float], search: Search) -> list[Point]:
     first, other = search.values
     rates = {point.lr: score for point, score in scores.items() if point.value == first}
     if not rates:
-        return [Point(lr, first) for lr in FIRST_RATES]
+        return [Point(lr, first) for lr in search.rates]
     best = max(rates, key=lambda lr: rates[lr])
     around = {max(rates): best * 2, min(rates): best / 2}
     if best in around:
@@ -176,15 +187,18 @@ def next_points(scores: Mapping[Point, float], search: Search) -> list[Point]:
     return [] if last in scores else [last]
 
 
-def search_job(method: str, regime: Regime, point: Point, study: Study) -> Job:
-    """Return one run of a search: seed 0, evaluated on the validation split."""
-    name = f"search/{regime}/{method}/lr{point.lr:g}_{point.value}"
-    return Job(name, method, 0, "validation", {**_base(method, regime, study), **at_point(method, point)})
+def search_jobs(name: str, regime: Regime, point: Point, study: Study) -> list[Job]:
+    """Return the runs of a point of a search, one for each of its seeds (from 0), evaluated on the validation split."""
+    method, changes = KNOWN[name]
+    options = {**_base(method, regime, study), **at_point(name, point), **changes}
+    run = f"search/{regime}/{name}/lr{point.lr:g}_{point.value}"
+    seeds = range(study.search_seeds)
+    return [Job(f"{run}/seed{seed}" if seed else run, method, seed, "validation", options) for seed in seeds]
 
 
-def at_point(method: str, point: Point) -> Options:
-    """Return the options of a search's point."""
-    return {"optimizer.lr": point.lr, f"objective.{SEARCHES[method].option}": point.value}
+def at_point(name: str, point: Point) -> Options:
+    """Return the options of a point of an arm's search."""
+    return {"optimizer.lr": point.lr, f"objective.{SEARCHES[name].option}": point.value}
 
 
 def nearest_search(regime: Regime) -> Regime:
@@ -192,9 +206,11 @@ def nearest_search(regime: Regime) -> Regime:
     return min(SEARCHED, key=lambda searched: abs(math.log(searched.batch / regime.batch)))
 
 
-def searched_methods(arm: str) -> set[str]:
-    """Return the methods whose search an arm needs."""
-    return {KNOWN[arm][0], *(("openclip",) if arm in ALIKE else ())}
+def searched(arm: str) -> str:
+    """Return the arm whose search an arm takes its rate and start from."""
+    if arm in SEARCHES:
+        return arm
+    return "openclip" if arm in ALIKE else KNOWN[arm][0]
 
 
 def finals(
@@ -203,8 +219,8 @@ def finals(
     """Yield every arm in every regime over the seeds, judged on the test split, with its normaliser's error."""
     for regime, seed, name in itertools.product(regimes, range(1, study.seeds + 1), arms):
         method, changes = KNOWN[name]
-        point = best[nearest_search(regime), "openclip" if name in ALIKE else method]
-        options = {**_base(method, regime, study), **at_point(method, point), **changes}
+        point = best[nearest_search(regime), searched(name)]
+        options = {**_base(method, regime, study), **at_point(searched(name), point), **changes}
         if METHODS[method].normalizer is not None:
             options["run.normalizer_anchors"] = study.anchors
         train = "train_tenth" if regime.tenth else "train"
@@ -227,7 +243,7 @@ def cost(best: Mapping[tuple[Regime, str], Point], study: Study) -> list[Job]:
                 "run.log_every": 5,
             },
         )
-        for method in SEARCHES
+        for method in _METHODS
         if (regime, method) in best
     ]
 
@@ -245,7 +261,7 @@ def _base(method: str, regime: Regime, study: Study) -> dict[str, Any]:
         # half and all of the run, as published
         "objective.moving_average.gamma_epochs": regime.epochs / 2,
         "objective.amortized.previous_epochs": regime.epochs,
-        **{f"objective.{key}": value for key, value in SEARCHES[method].fixed.items()},
+        **{f"objective.{key}": value for key, value in _METHODS[method].fixed.items()},
         **({"model.pretrained": study.pretrained} if study.pretrained else {}),
     }
     return dict(read_by(method, options))

@@ -22,7 +22,7 @@ STUDY = Study(seeds=2, anchors=100)
 BEST = {(regime, name): Point(2e-3, search.values[0]) for regime in SEARCHED for name, search in study.SEARCHES.items()}
 FINALS = list(study.finals(REGIMES, ARMS, BEST, STUDY))
 ABLATED = list(study.finals(REGIMES[:1], ABLATIONS, BEST, STUDY))
-SEARCH = [study.search_job(name, SEARCHED[0], BEST[SEARCHED[0], name], STUDY) for name in SEARCHES]
+SEARCH = [job for name in SEARCHES for job in study.search_jobs(name, SEARCHED[0], BEST[SEARCHED[0], name], STUDY)]
 ALL = [*SEARCH, *FINALS, *ABLATED]
 
 
@@ -32,8 +32,9 @@ def fake(job: Job, recall: float) -> dict[str, float]:
 
 
 def test_every_method_is_searched_and_compared() -> None:
-    assert set(SEARCHES) == set(METHODS) - {"gcl"}, "TuneCLIP's loss without its hinge is v1's but for a divisor"
-    assert set().union(*map(study.searched_methods, study.KNOWN)) == set(SEARCHES)
+    methods = set(METHODS) - {"gcl"}  # TuneCLIP's loss without its hinge is v1's but for a divisor
+    assert set(SEARCHES) == methods | set(study.OPTIMIZERS)
+    assert set(map(study.searched, study.KNOWN)) == set(SEARCHES)
     assert {job.split for job in SEARCH} == {"validation"}
     assert {job.split for job in (*FINALS, *ABLATED)} == {"test"}
     assert len({job.name for job in ALL}) == len(ALL)
@@ -45,7 +46,7 @@ def test_the_compared_arms_exist() -> None:
 
 def test_an_arm_may_take_openclips_rate_and_start() -> None:
     arm = "neuclip, at OpenCLIP's rate and start"
-    assert study.searched_methods(arm) == {"neuclip", "openclip"}
+    assert study.searched(arm) == "openclip"
     best = {**BEST, (SEARCHED[0], "openclip"): Point(7e-3, 0.05)}
     for job in study.finals(REGIMES[:1], [arm], best, STUDY):
         assert job.method == "neuclip"
@@ -86,6 +87,28 @@ def test_a_search_ends_inside_its_rates() -> None:
         [Point(1e-3, other)],
     ]
     assert max(scores, key=lambda point: scores[point]) == Point(1e-3, other)
+
+
+def test_an_optimizer_searches_its_own_rate() -> None:
+    arm = "fastclip_v3, Lion"
+    (point, _) = study.next_points({}, SEARCHES[arm])
+    assert point.lr == 1e-4
+    (job,) = study.search_jobs(arm, SEARCHED[0], point, STUDY)
+    assert (job.options["optimizer.lr"], job.options["optimizer.name"]) == (1e-4, "lion")
+    best = {**BEST, (SEARCHED[0], arm): Point(5e-5, 0.03)}
+    for job in study.finals(REGIMES[:1], [arm], best, STUDY):
+        assert (job.options["optimizer.lr"], job.options["objective.temperature.initial"]) == (5e-5, 0.03)
+
+
+def test_a_search_averages_its_seeds() -> None:
+    point = Point(1e-3, 0.07)
+    jobs = study.search_jobs("openclip", SEARCHED[0], point, replace(STUDY, search_seeds=2))
+    assert [(job.name, job.seed) for job in jobs] == [
+        ("search/32x3/openclip/lr0.001_0.07", 0),
+        ("search/32x3/openclip/lr0.001_0.07/seed1", 1),
+    ]
+    (table,) = report._search({job.name: fake(job, 0.1 + 0.1 * job.seed) for job in jobs})
+    assert table.rows == [["32x3", "openclip", "lr0.001_0.07", "15.00 ± 7.07", "2"]]
 
 
 def test_report(tmp_path: Path) -> None:
