@@ -13,8 +13,9 @@ from neuclip_ds.checkpoint.model_card import model_card
 from neuclip_ds.checkpoint.saved_model import SavedRun, find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
+from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.export import WRITERS, export, new_folder
+from neuclip_ds.models.export import WRITERS, export
 from neuclip_ds.models.export.onnx import write_onnx
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
@@ -43,26 +44,24 @@ def export_run(
     logits = _logits(checkpoint, run.config, run.start)
     trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
     source, weights = merged(run.source, run.tokenizer, trained)
-    card = model_card(run.config, checkpoint, form, licence, average)
-    FORMATS[form](run._replace(source=source), weights, logits, folder, card)
+    with new_folder(folder) as unfinished:
+        FORMATS[form](run._replace(source=source), weights, logits, unfinished)
+        card = model_card(run.config, checkpoint, form, licence, average)
+        (unfinished / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
 
 
-def _package(
-    form: str, run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str
-) -> None:
-    export(run.source.package(run.tokenizer, weights, logits), form, folder, card)
+def _package(form: str, run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path) -> None:
+    export(run.source.package(run.tokenizer, weights, logits), form, folder)
 
 
-def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path, card: str) -> None:
+def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path) -> None:
     model = run.source.build(run.tokenizer)
     model.load_state_dict(weights)
-    with new_folder(folder) as unfinished:
-        write_onnx(model, run.tokenizer, run.source.preprocessing, logits, unfinished)
-        (unfinished / "README.md").write_text(card, encoding="utf-8")
+    write_onnx(model, run.tokenizer, run.source.preprocessing, logits, folder)
 
 
-Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path, str], None]
+Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path], None]
 FORMATS: dict[str, Write] = {**{form: partial(_package, form) for form in WRITERS}, "onnx": _onnx}
 
 

@@ -1,4 +1,4 @@
-"""Write a file atomically: readers see the whole new file or none of it. What killed writers have left is removed."""
+"""Write a file or folder atomically: readers see all of it or nothing. What killed writers have left is removed."""
 
 import fcntl
 import os
@@ -6,12 +6,15 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from uuid import uuid4
+
+from neuclip_ds.errors import UserError
 
 
 @contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
     """Yield a temporary path in the same folder; it replaces `path` when the block succeeds."""
-    remove_abandoned(path.parent.glob(f".{path.name}.*"))
+    remove_abandoned(path.parent.glob(f".{path.name}.[0-9]*"))
     temporary = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         temporary.touch()
@@ -20,6 +23,33 @@ def atomic_write(path: Path) -> Iterator[Path]:
             temporary.replace(path)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+@contextmanager
+def new_folder(folder: Path) -> Iterator[Path]:
+    """Yield a temporary folder, which takes the name `folder` when the block succeeds and vanishes on an error.
+
+    Raises:
+        UserError: `folder` is a file, is not empty or cannot be written.
+    """
+    _check_unused(folder)
+    temporary = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}.partial")
+    try:
+        remove_abandoned(folder.parent.glob(f".{folder.name}.*.partial"))
+        temporary.mkdir(parents=True)
+        with claimed(temporary):
+            yield temporary
+            temporary.rename(folder)  # replaces an empty folder and refuses any other
+    except OSError as error:
+        _check_unused(folder)
+        raise UserError(f"{folder} cannot be written ({error}); choose another folder.") from error
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)  # absent after success
+
+
+def _check_unused(folder: Path) -> None:
+    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
 
 
 @contextmanager

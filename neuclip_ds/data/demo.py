@@ -16,18 +16,15 @@ the description of one in `train` (common for single groups, else rare), but nev
 import io
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
-from uuid import uuid4
 
 from PIL import Image
 
-from neuclip_ds.data.atomic_write import claimed, remove_abandoned
+from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.demo_scenes import COLOURS, SHAPES, TEMPLATES, Scene, describe, random_scene, render, single_object
 from neuclip_ds.errors import UserError
@@ -95,7 +92,7 @@ def make_demo_data(
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     _check_numbers(size, duplicate_share, pairs=pairs, held_out=held_out, zero_shot=zero_shot, processes=processes)
-    with _new_folder(folder) as temporary:
+    with new_folder(folder) as temporary:
         _write_class_files(temporary / "zero_shot")
         labelled = partial(_labelled_image, seed, size)
         shards = [_Shard(temporary / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
@@ -136,29 +133,6 @@ def _check_numbers(size: int, duplicate_share: float, **counts: int) -> None:
         raise UserError(f"size={size} is out of range; demo images have a side of 16 to 1024 pixels.")
     if not 0 <= duplicate_share < 1:
         raise UserError(f"duplicate_share={duplicate_share} is out of range; it must be at least 0 and below 1.")
-
-
-def _check_unused(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
-
-
-@contextmanager
-def _new_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder; rename it to `folder` if the block succeeds. Those of killed processes are removed."""
-    _check_unused(folder)
-    temporary = folder.with_name(f"{folder.name}.{uuid4().hex[:8]}.partial")
-    try:
-        remove_abandoned(folder.parent.glob(f"{folder.name}.*.partial"))
-        temporary.mkdir(parents=True)
-        with claimed(temporary):
-            yield temporary
-            temporary.rename(folder)  # replaces an empty folder and refuses any other
-    except OSError as error:
-        _check_unused(folder)
-        raise UserError(f"The demo data cannot be written to {folder} ({error}); choose another folder.") from error
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
 def _write_class_files(folder: Path) -> None:
