@@ -209,7 +209,7 @@ def _cell(group: Sequence[Scores], key: str, factor: float = 1) -> str:
 def _search(results: Results) -> list[Table]:
     points: defaultdict[tuple[str, ...], list[float]] = defaultdict(list)
     for name, one in results.items():
-        match = re.fullmatch(r"search/(.+)/(.+)/(lr[^/]+)(?:/seed\d+)?", name)
+        match = re.fullmatch(r"search/(.+)/(.+)/(lr[^/,]+)(?:, seed \d+)?", name)
         if match:
             points[match.groups()].append(mean_recall(one))
     rows = [[*point, str(summary := summarize(scores)), str(summary.seeds)] for point, scores in points.items()]

@@ -92,6 +92,7 @@ ABLATIONS: dict[str, Arm] = {
     "fastclip_v3, constant gamma 0.6": ("fastclip_v3", {f"objective.{name}": x for name, x in CONSTANT_GAMMA.items()}),
     "fastclip_v3, eps 1e-6": ("fastclip_v3", {"objective.eps": 1e-6}),
     "fastclip_v3, gamma_min 0.8": ("fastclip_v3", {_U + "gamma_min": 0.8}),
+    "amorlip, lr 0.002": ("amorlip", {"optimizer.lr": 2e-3}),
     "amorlip, combined target": ("amorlip", {_A + "stage2": "combined"}),
     "amorlip, KL divergence": ("amorlip", {_A + "loss": "kl"}),
     "amorlip, JS divergence": ("amorlip", {_A + "loss": "js"}),
@@ -193,7 +194,7 @@ def search_jobs(name: str, regime: Regime, point: Point, study: Study) -> list[J
     options = {**_base(method, regime, study), **at_point(name, point), **changes}
     run = f"search/{regime}/{name}/lr{point.lr:g}_{point.value}"
     seeds = range(study.search_seeds)
-    return [Job(f"{run}/seed{seed}" if seed else run, method, seed, "validation", options) for seed in seeds]
+    return [Job(f"{run}, seed {seed}" if seed else run, method, seed, "validation", options) for seed in seeds]
 
 
 def at_point(name: str, point: Point) -> Options:

@@ -105,7 +105,7 @@ def test_a_search_averages_its_seeds() -> None:
     jobs = study.search_jobs("openclip", SEARCHED[0], point, replace(STUDY, search_seeds=2))
     assert [(job.name, job.seed) for job in jobs] == [
         ("search/32x3/openclip/lr0.001_0.07", 0),
-        ("search/32x3/openclip/lr0.001_0.07/seed1", 1),
+        ("search/32x3/openclip/lr0.001_0.07, seed 1", 1),
     ]
     (table,) = report._search({job.name: fake(job, 0.1 + 0.1 * job.seed) for job in jobs})
     assert table.rows == [["32x3", "openclip", "lr0.001_0.07", "15.00 ± 7.07", "2"]]
