@@ -22,7 +22,8 @@ def methods(arguments: argparse.Namespace) -> None:
     if arguments.results is None:
         _study(arguments)
     out.mkdir(parents=True, exist_ok=True)
-    print(report.write(read_results(path), out, f"Miniature reproduction, {path}"))
+    results = report.after_seed(read_results(path), arguments.after_seed)
+    print(report.write(results, out, f"Miniature reproduction, {path}"))
     print(f"The report is {out}/report.html (report.md and plots are next to it); its runs are in {path}.")
 
 

@@ -119,6 +119,12 @@ def by_seed(results: Results, kind: str) -> dict[str, dict[int, Scores]]:
     return dict(groups)
 
 
+def after_seed(results: Results, last: int) -> Results:
+    """Return the results without the finals of seeds up to `last`."""
+    seeds = {name: re.fullmatch(r"\d.*/seed(\d+)", name) for name in results}
+    return {name: results[name] for name, match in seeds.items() if match is None or int(match[1]) > last}
+
+
 def regimes(results: Results) -> list[Regime]:
     """Return the regimes that have results, by epochs and batch size."""
     found = {match[1] for name in results if (match := re.fullmatch(r"(\d+x\d+(?:/10)?)/.+/seed\d+", name))}

@@ -140,6 +140,13 @@ def test_what_an_interval_shows() -> None:
     assert report.gain({}, low) is None
 
 
+def test_first_seeds_may_be_left_out() -> None:
+    results = {job.name: fake(job, 0.1) for job in (*FINALS, *SEARCH)}
+    left = report.after_seed(results, 1)
+    assert set(left) == {job.name for job in (*FINALS, *SEARCH) if job.seed != 1}
+    assert report.after_seed(results, 0) == results
+
+
 def test_mean_and_deviation() -> None:
     assert str(report.summarize([1.0, 3.0])) == "2.00 ± 1.41"
     assert str(report.summarize([1.0])) == "1.00"
