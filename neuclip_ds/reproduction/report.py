@@ -36,7 +36,13 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ),
     *(
         (f"{name} better than OpenCLIP from tau 0.03", f"{name}, tau from 0.03", "openclip, tau from 0.03")
-        for name in ("neuclip", "neuclip_queue")
+        for name in (
+            "neuclip",
+            "neuclip, no rho",
+            "neuclip, alpha's part along the positive, no rho",
+            "neuclip_queue",
+            "fastclip_v3, drift corrected",
+        )
     ),
     ("NeuCLIP from its search's start better than OpenCLIP from tau 0.03", "neuclip", "openclip, tau from 0.03"),
     *(
