@@ -98,6 +98,7 @@ ABLATIONS: dict[str, Arm] = {
     "fastclip_v3, constant gamma 0.6": ("fastclip_v3", {f"objective.{name}": x for name, x in CONSTANT_GAMMA.items()}),
     "fastclip_v3, eps 1e-6": ("fastclip_v3", {"objective.eps": 1e-6}),
     "fastclip_v3, gamma_min 0.8": ("fastclip_v3", {_U + "gamma_min": 0.8}),
+    "siglip, lr 0.001": ("siglip", {"optimizer.lr": 1e-3}),
     "amorlip, lr 0.002": ("amorlip", {"optimizer.lr": 2e-3}),
     "amorlip, combined target": ("amorlip", {_A + "stage2": "combined"}),
     "amorlip, KL divergence": ("amorlip", {_A + "loss": "kl"}),
