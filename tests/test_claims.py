@@ -11,7 +11,7 @@ from neuclip_ds.reproduction.study import ABLATIONS, ARMS
 MEASURED = ("reference/reproduction.md", "explanation/cold_start.md")
 DOCS = Path(__file__).parents[1] / "docs"
 PAGE = (DOCS / "reference/claims.md").read_text(encoding="utf-8")
-STATES = {"holds", "fails", "partly", "within noise", "not yet tested", "not testable here"}
+STATES = {"holds", "fails", "partly", "within noise", "not testable here"}
 ROWS = [[cell.strip() for cell in line.split("|")[1:-1]] for line in PAGE.splitlines() if line.count("|") == 5]
 CLAIMS = [row for row in ROWS if row[2] != "state" and set(row[2]) != {"-"}]
 

@@ -142,7 +142,7 @@ class Regime(NamedTuple):
         return cls(int(match[1]), int(match[2]), match[3] is not None)
 
 
-REGIMES = tuple(map(Regime.parse, ("32x3", "128x12", "16x3", "512x12", "32x12", "32x30/10")))
+REGIMES = tuple(map(Regime.parse, ("32x3", "128x12", "16x3", "512x12", "32x12", "512x30", "32x30/10")))
 SEARCHED = (REGIMES[0], REGIMES[1])
 """Regimes with a search; the others take the rate of the one whose batch is nearest as a ratio."""
 
