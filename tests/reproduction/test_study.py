@@ -41,7 +41,8 @@ def test_every_method_is_searched_and_compared() -> None:
 
 
 def test_the_compared_arms_exist() -> None:
-    assert {name for _, *names in report.COMPARED for name in names} <= study.KNOWN.keys()
+    compared = [names for _, *names in report.COMPARED] + [list(names) for names in report.EQUAL_TERMS]
+    assert {name for names in compared for name in names} <= study.KNOWN.keys()
 
 
 def test_an_arm_may_take_openclips_rate_and_start() -> None:
@@ -126,6 +127,26 @@ def test_report(tmp_path: Path) -> None:
     for name in ("gain.png", "normalizer_error.png"):
         assert (tmp_path / name).stat().st_size > 5000
         assert f'src="{name}"' in page
+
+
+def test_comparisons_on_equal_terms_are_taken_together() -> None:
+    """Of seeds that all have; large batches do not count."""
+    recalls = {"32x3": (0.3, 0.1), "128x12": (0.2, 0.1), "512x12": (0.9, 0.1)}
+    peers = {"32x3": "openclip, tau from 0.03", "128x12": "openclip", "512x12": "openclip"}
+    arms = {"32x3": "tau from 0.03", **dict.fromkeys(("128x12", "512x12"), "at OpenCLIP's rate and start")}
+    results = {
+        f"{regime}/{name}/seed{seed}": dict.fromkeys(report.RECALLS, recall)
+        for regime, both in recalls.items()
+        for name, recall in zip((f"neuclip_queue, {arms[regime]}", peers[regime]), both, strict=True)
+        for seed in range(1, 4 if regime == "32x3" else 3)
+    }
+    table = next(table for table in report.tables(results) if "equal terms" in table.title)
+    assert [row[0] for row in table.rows] == ["32", "128", "all"]
+    assert [(row[3], row[4]) for row in table.rows] == [
+        ("+20.00 ± 0.00", "3"),
+        ("+10.00 ± 0.00", "2"),
+        ("+15.00 ± 0.00", "2"),
+    ]
 
 
 def test_what_an_interval_shows() -> None:
