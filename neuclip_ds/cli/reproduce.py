@@ -56,7 +56,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--results", type=Path, help=results)
     parser.add_argument("--seeds", type=int, default=5, help="seeds of each arm, the same for all")
     parser.add_argument("--search-seeds", type=int, default=1, help="of `methods`: seeds of each point of a search")
-    after = "of the tables of `methods`: leave out the seeds up to this one, such as those that a guess came from"
+    after = "of the tables of `methods`: omit the seeds up to this one, such as those that suggested a claim"
     parser.add_argument("--after-seed", type=int, default=0, help=after)
     parser.add_argument("--anchors", type=int, default=1000, help="anchors for the error of the normalizer")
     parser.add_argument("--processes", type=int, default=2, help="runs at a time")

@@ -116,7 +116,7 @@ SEARCHES: dict[str, Search] = {
     **_METHODS,
     **{name: _METHODS[_V3]._replace(rates=rates) for name, (_, rates) in OPTIMIZERS.items()},
 }
-"""The arms with a search of their own, all in the same way: learning rate, then one option of the method."""
+"""The arms that are searched, all in the same way: learning rate, then one option of the method."""
 
 
 class Regime(NamedTuple):

@@ -90,7 +90,7 @@ def test_a_search_ends_inside_its_rates() -> None:
     assert max(scores, key=lambda point: scores[point]) == Point(1e-3, other)
 
 
-def test_an_optimizer_searches_its_own_rate() -> None:
+def test_the_rate_of_an_optimizer_is_searched_separately() -> None:
     arm = "fastclip_v3, Lion"
     (point, _) = study.next_points({}, SEARCHES[arm])
     assert point.lr == 1e-4
