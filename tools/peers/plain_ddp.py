@@ -106,7 +106,7 @@ def batches(
     """Yield batches without end; every rank and every worker draws separate shards, as with --dataset-resampled."""
     vision, data, bicubic = config.model.vision, config.data, transforms.InterpolationMode.BICUBIC
     crop = transforms.RandomResizedCrop(vision.image_size, (data.crop_scale, 1.0), interpolation=bicubic)
-    transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(vision.mean, vision.std)])
+    transform = transforms.Compose([crop, transforms.ToTensor(), transforms.Normalize(*vision.statistics())])
     pipeline = wds.DataPipeline(
         wds.ResampledShards(resolve_shards("::".join(data.train_paths)), seed=environment.rank, deterministic=True),
         wds.tarfile_to_samples(),
