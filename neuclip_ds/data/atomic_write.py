@@ -47,8 +47,13 @@ def new_folder(folder: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
+def is_unused(folder: Path) -> bool:
+    """Return whether a path is absent or an empty folder."""
+    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
+
+
 def _check_unused(folder: Path) -> None:
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if not is_unused(folder):
         raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
 
 

@@ -85,9 +85,9 @@ COMPARED: tuple[tuple[str, str, str], ...] = (
     ("NeuCLIP better than AmorLIP", "neuclip", "amorlip"),
 )
 """Claim, the arm that it is about, and the arm that this is compared with."""
-EQUAL_TERMS = tuple(
-    (f"neuclip_queue, {terms}", PEER if terms.startswith("at") else f"{PEER}, {terms}")
-    for terms in ("tau from 0.03", "tau 0.02", "bf16", "at OpenCLIP's rate and start")
+EQUAL_TERMS = (
+    *((f"neuclip_queue, {terms}", f"{PEER}, {terms}") for terms in ("tau from 0.03", "tau 0.02", "bf16")),
+    ("neuclip_queue, at OpenCLIP's rate and start", PEER),
 )
 """Arms of the recommended method and of OpenCLIP that differ in the loss alone."""
 SMALL_BATCH = 128  # up to which the recommended method should be ahead
@@ -180,7 +180,7 @@ def _claim(known: Mapping[Regime, Mapping[str, Seeds]], claim: str, arm: str, pe
         if gained is not None:
             both = found[arm].keys() & found[peer].keys()
             means = (str(summarize(mean_recall(found[name][seed]) for seed in both)) for name in (arm, peer))
-            rows.append([str(regime.batch), _epochs(regime), *means, str(gained), str(gained.pairs), verdict(gained)])
+            rows.append([str(regime.batch), _epochs(regime), *means, *_judged(gained)])
     header = ["B", "epochs", arm, peer, "difference (95 %)", "seeds", "claim"]
     return Table(f"Claim: {claim}", header, rows) if rows else None
 
@@ -197,7 +197,7 @@ def _together(known: Mapping[Regime, Mapping[str, Seeds]]) -> Table | None:
         return None
     gains = {which: gain(*both) for which, both in compared.items()}
     rows = [
-        [str(regime.batch), _epochs(regime), arm, str(found), str(found.pairs), verdict(found)]
+        [str(regime.batch), _epochs(regime), arm, *_judged(found)]
         for (regime, arm), found in gains.items()
         if found is not None
     ]
@@ -207,10 +207,13 @@ def _together(known: Mapping[Regime, Mapping[str, Seeds]]) -> Table | None:
             [statistics.mean(mean_recall(both[side][seed]) for both in compared.values()) for seed in seeds]
             for side in (0, 1)
         ]
-        found = difference(*means)
-        rows.append(["all", "", "mean of each seed's differences", str(found), str(found.pairs), verdict(found)])
+        rows.append(["all", "", "mean of each seed's differences", *_judged(difference(*means))])
     title = f"Claim: neuclip_queue better than OpenCLIP on equal terms, B <= {SMALL_BATCH}"
     return Table(title, ["B", "epochs", "arm", "difference (95 %)", "seeds", "claim"], rows)
+
+
+def _judged(found: Difference) -> list[str]:
+    return [str(found), str(found.pairs), verdict(found)]
 
 
 def _epochs(regime: Regime) -> str:

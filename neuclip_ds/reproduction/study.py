@@ -197,11 +197,10 @@ def next_points(scores: Mapping[Point, float], search: Search) -> list[Point]:
 
 def search_jobs(name: str, regime: Regime, point: Point, study: Study) -> list[Job]:
     """Return the runs of a point of a search, one for each of its seeds (from 0), evaluated on the validation split."""
-    method, changes = KNOWN[name]
-    options = {**_base(method, regime, study), **at_point(name, point), **changes}
+    options = _options(name, regime, point, study)
     run = f"search/{regime}/{name}/lr{point.lr:g}_{point.value}"
     seeds = range(study.search_seeds)
-    return [Job(f"{run}, seed {seed}" if seed else run, method, seed, "validation", options) for seed in seeds]
+    return [Job(f"{run}, seed {seed}" if seed else run, KNOWN[name][0], seed, "validation", options) for seed in seeds]
 
 
 def at_point(name: str, point: Point) -> Options:
@@ -226,9 +225,8 @@ def finals(
 ) -> Iterator[Job]:
     """Yield every arm in every regime over the seeds, judged on the test split, with its normaliser's error."""
     for regime, seed, name in itertools.product(regimes, range(1, study.seeds + 1), arms):
-        method, changes = KNOWN[name]
-        point = best[nearest_search(regime), searched(name)]
-        options = {**_base(method, regime, study), **at_point(searched(name), point), **changes}
+        method, _ = KNOWN[name]
+        options = _options(name, regime, best[nearest_search(regime), searched(name)], study)
         if METHODS[method].normalizer is not None:
             options["run.normalizer_anchors"] = study.anchors
         train = "train_tenth" if regime.tenth else "train"
@@ -259,6 +257,11 @@ def cost(best: Mapping[tuple[Regime, str], Point], study: Study) -> list[Job]:
 def read_by(method: str, options: Options) -> Options:
     """Return the options without those of sections that the method does not read."""
     return {name: value for name, value in options.items() if METHODS[method].reads(name)}
+
+
+def _options(name: str, regime: Regime, point: Point, study: Study) -> dict[str, Any]:
+    method, changes = KNOWN[name]
+    return {**_base(method, regime, study), **at_point(searched(name), point), **changes}
 
 
 def _base(method: str, regime: Regime, study: Study) -> dict[str, Any]:
