@@ -12,7 +12,8 @@ Examples:
   neuclip-ds reproduce methods demo:train --out runs/reproduction
   neuclip-ds reproduce methods demo:train --regimes 32x3 --arms openclip neuclip neuclip_queue --stages finals
   neuclip-ds reproduce methods --results docs/reference/reproduction.jsonl --out runs/report
-  neuclip-ds reproduce methods ../shared/data/flickr8k/train --pretrained runs/cold_start/models/seed1 --out runs/flickr
+  neuclip-ds reproduce methods ../shared/data/flickr8k/train --packaged-towers --regimes 32x3 --out runs/flickr \\
+    --arms openclip "neuclip, at OpenCLIP's rate and start" "neuclip_queue, at OpenCLIP's rate and start"
   neuclip-ds reproduce tuneclip demo:train --out runs/cold_start
 """
 
@@ -36,6 +37,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--arms", nargs="+", default=list(ARMS), help="of `methods`: what the finals compare")
     parser.add_argument("--pairs", type=int, default=8000, help="training pairs n of `methods`; tuneclip takes all")
     parser.add_argument("--pretrained", type=Path, help="of `methods`: exported model that every run starts from")
+    packaged = "of `methods`, for photographs: start from EfficientNet-Lite0 and MiniLM, which Python packages ship"
+    parser.add_argument("--packaged-towers", action="store_true", help=packaged)
     parser.add_argument("--batch", type=int, default=64, help="of `tuneclip`: global batch B")
     parser.add_argument("--epochs", type=int, default=5, help="of fine-tuning in `tuneclip`")
     parser.add_argument("--pretraining-epochs", type=int, default=8, help="of `tuneclip`")

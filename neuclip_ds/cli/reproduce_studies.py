@@ -9,10 +9,10 @@ from pathlib import Path
 from neuclip_ds.cli.program import progress_bar
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import nearest
-from neuclip_ds.reproduction import report, study
+from neuclip_ds.recipe import nearest, parse
+from neuclip_ds.reproduction import packaged_towers, report, study
 from neuclip_ds.reproduction.data import prepare
-from neuclip_ds.reproduction.runner import Runner, read_results
+from neuclip_ds.reproduction.runner import MINIATURE, Runner, read_results
 
 
 def methods(arguments: argparse.Namespace) -> None:
@@ -29,10 +29,11 @@ def methods(arguments: argparse.Namespace) -> None:
 
 def _study(arguments: argparse.Namespace) -> None:
     """Run what is asked for: search, finals, ablations and cost."""
-    runner = prepared(arguments, arguments.pairs)
+    recipe, towers = _start(arguments)
+    runner = prepared(arguments, arguments.pairs, recipe)
     regimes = tuple(map(study.Regime.parse, arguments.regimes))
     arms = chosen(arguments.arms)
-    sizes = study.Study(arguments.seeds, arguments.anchors, str(arguments.pretrained or ""), arguments.search_seeds)
+    sizes = study.Study(arguments.seeds, arguments.anchors, towers, arguments.search_seeds)
     best = search(runner, {*map(study.nearest_search, regimes)}, set(map(study.searched, arms)), sizes)
     if "finals" in arguments.stages:
         run(runner, list(study.finals(regimes, arms, best, sizes)), "finals")
@@ -42,8 +43,17 @@ def _study(arguments: argparse.Namespace) -> None:
         run(runner, list(study.finals(regimes[:1], study.ABLATIONS, best, sizes)), "ablations")
     if "cost" in arguments.stages:
         out = arguments.out.resolve()
-        alone = Runner(out / "data", out / "runs", None, processes=1)
+        alone = Runner(out / "data", out / "runs", None, processes=1, recipe=recipe)
         run(alone, study.cost(best, sizes), "cost")
+
+
+def _start(arguments: argparse.Namespace) -> tuple[str, study.Options]:
+    """Return the recipe of all runs, and the options of the weights that they start from."""
+    if not arguments.packaged_towers:
+        return MINIATURE, {"model.pretrained": str(arguments.pretrained)} if arguments.pretrained else {}
+    if arguments.pretrained:
+        raise UserError("--pretrained and --packaged-towers both name what runs start from; give one of them.")
+    return packaged_towers.RECIPE, packaged_towers.find_towers(arguments.out / "towers")
 
 
 def chosen(names: Sequence[str]) -> list[str]:
@@ -78,13 +88,14 @@ def search(
             scores[regime, arm][point] = statistics.mean(report.mean_recall(found[job.name]) for job in jobs)
 
 
-def prepared(arguments: argparse.Namespace, pairs: int | None = None) -> Runner:
+def prepared(arguments: argparse.Namespace, pairs: int | None = None, recipe: str = MINIATURE) -> Runner:
     """Make the study's splits; the runner evaluates on the zero-shot set next to the source, if there is one."""
     demo, out = arguments.source.startswith("demo:"), arguments.out.resolve()
     source = Path(demo_split(arguments.source, Path(".cache"))) if demo else Path(arguments.source)
-    prepare(source, out / "data", validation=1000, test=2000, pairs=pairs)
+    side = parse([recipe]).config.model.vision.image_size * 5 // 4  # room for crops
+    prepare(source, out / "data", validation=1000, test=2000, pairs=pairs, side=side)
     images = source.parent.resolve() / "zero_shot"
-    return Runner(out / "data", out / "runs", images if images.is_dir() else None, arguments.processes)
+    return Runner(out / "data", out / "runs", images if images.is_dir() else None, arguments.processes, recipe)
 
 
 def run(runner: Runner, jobs: list[study.Job], title: str) -> dict[str, dict[str, float]]:

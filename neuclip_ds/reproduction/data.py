@@ -1,4 +1,4 @@
-"""Shrunken copies of image-caption shards, so that a miniature study is not spent on decoding."""
+"""Shrunken copies of image-caption shards, so that a study is not spent on decoding."""
 
 import io
 import shutil
@@ -11,13 +11,13 @@ from PIL import Image
 
 from neuclip_ds.errors import UserError
 
-_SIDE = 40  # pixels of the shorter side, for crops of 32
+SIDE = 40  # pixels of the shorter side, for crops of 32
 
 
-def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int | None = None) -> None:
+def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int | None = None, side: int = SIDE) -> None:
     """Write FOLDER/{train,train_tenth,validation,test}; the last pairs of the source are held out.
 
-    `pairs` limits those for training.
+    Images get `side` pixels on the shorter side; `pairs` limits those for training.
 
     If the source has a folder `val` next to it, that is the test set.
 
@@ -27,9 +27,12 @@ def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int |
     if (folder / "done").is_file():
         return
     shutil.rmtree(folder, ignore_errors=True)
-    found = list(shrunken(source))
+    found = list(shrunken(source, side))
     beside = source.parent / "val"
-    held_out = list(shrunken(beside))[:test] if beside.is_dir() else [found.pop() for _ in range(min(test, len(found)))]
+    if beside.is_dir():
+        held_out = list(shrunken(beside, side))[:test]
+    else:
+        held_out = [found.pop() for _ in range(min(test, len(found)))]
     checked = [found.pop() for _ in range(min(validation, len(found)))]
     found = found[:pairs]
     if len(found) < 1000:
@@ -51,7 +54,7 @@ def write_shards(pairs: Iterable[Mapping[str, bytes]], folder: Path) -> None:
     partial.rename(folder)
 
 
-def shrunken(source: Path) -> Iterator[dict[str, bytes]]:
+def shrunken(source: Path, side: int = SIDE) -> Iterator[dict[str, bytes]]:
     """Yield jpg, txt and, where there is one, json of every pair with a caption in a folder of shards."""
     shards = sorted(str(path) for path in source.glob("*.tar"))
     if not shards:
@@ -59,14 +62,14 @@ def shrunken(source: Path) -> Iterator[dict[str, bytes]]:
     for sample in webdataset.WebDataset(shards, shardshuffle=False, empty_check=False):
         if "jpg" in sample and sample.get("txt", b"").strip():
             captions = {name: sample[name] for name in ("txt", "json") if name in sample}
-            yield {"jpg": _shrink(sample["jpg"]), **captions}
+            yield {"jpg": _shrink(sample["jpg"], side), **captions}
 
 
-def _shrink(encoded: bytes) -> bytes:
+def _shrink(encoded: bytes, side: int) -> bytes:
     image: Any = Image.open(io.BytesIO(encoded)).convert("RGB")
-    factor = _SIDE / min(image.size)
+    factor = side / min(image.size)
     if factor < 1:
-        image = image.resize([max(_SIDE, round(side * factor)) for side in image.size], Image.Resampling.BICUBIC)
+        image = image.resize([max(side, round(length * factor)) for length in image.size], Image.Resampling.BICUBIC)
     out = io.BytesIO()
     image.save(out, "JPEG", quality=92)
     return out.getvalue()

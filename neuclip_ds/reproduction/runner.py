@@ -22,18 +22,20 @@ from neuclip_ds.reproduction.study import Job
 # a server imports these once and forks every run off, which saves a quarter of a miniature run
 _CONTEXT = multiprocessing.get_context("forkserver")
 _IMPORTED = ["neuclip_ds.training.trainer", "neuclip_ds.cli.train", "transformers", "timm"]
+MINIATURE = "miniature"  # recipe
 Results = dict[str, float]
 Curve = list[tuple[int, Results]]  # evaluations by step
 
 
 class Runner:
-    """Runs jobs on the data in `data`, each in a separate folder under `runs`.
+    """Runs jobs of a recipe on the data in `data`, each in a separate folder under `runs`.
 
     `results.jsonl` next to `runs` has a line for each run that has ended; a run with a line is not repeated.
     """
 
-    def __init__(self, data: Path, runs: Path, zero_shot: Path | None, processes: int) -> None:
+    def __init__(self, data: Path, runs: Path, zero_shot: Path | None, processes: int, recipe: str = MINIATURE) -> None:
         self._data, self._runs, self._zero_shot, self._processes = data, runs, zero_shot, processes
+        self._recipe = recipe
         self._path = runs.parent / "results.jsonl"
         self._lock = Lock()
         self._known = _records_of(self._path) if self._path.is_file() else {}
@@ -89,7 +91,7 @@ class Runner:
             "run.name": folder.name,
             **job.options,
         }
-        arguments = ["train", "miniature", *(f"--{key}={_text(value)}" for key, value in options.items())]
+        arguments = ["train", self._recipe, *(f"--{key}={_text(value)}" for key, value in options.items())]
         _CONTEXT.set_forkserver_preload(_IMPORTED)
         began = time.monotonic()
         process = _CONTEXT.Process(target=_call, args=(arguments, str(folder / "output.txt")))

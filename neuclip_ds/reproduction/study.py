@@ -1,6 +1,6 @@
 """Runs of the miniature study: in each regime all arms train over the same seeds, at rates that were searched alike.
 
-A run is `neuclip-ds train miniature` with options, named after what it compares.
+A run is `neuclip-ds train` with a recipe and options, named after what it compares.
 """
 
 import itertools
@@ -166,7 +166,7 @@ class Study:
 
     seeds: int
     anchors: int  # of the normaliser's error
-    pretrained: str = ""  # model that every run starts from; empty for random weights
+    towers: Options = field(default_factory=dict)  # options of the weights that every run starts from; random ones
     search_seeds: int = 1  # of each point of a search, whose scores are averaged
 
 
@@ -273,6 +273,6 @@ def _base(method: str, regime: Regime, study: Study) -> dict[str, Any]:
         "objective.moving_average.gamma_epochs": regime.epochs / 2,
         "objective.amortized.previous_epochs": regime.epochs,
         **{f"objective.{key}": value for key, value in _METHODS[method].fixed.items()},
-        **({"model.pretrained": study.pretrained} if study.pretrained else {}),
+        **study.towers,
     }
     return dict(read_by(method, options))

