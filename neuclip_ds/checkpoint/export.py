@@ -13,7 +13,7 @@ from neuclip_ds.checkpoint.model_card import model_card
 from neuclip_ds.checkpoint.saved_model import SavedRun, find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
-from neuclip_ds.data.atomic_write import new_folder
+from neuclip_ds.data.atomic_write import check_unused, new_folder
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.export import WRITERS, export
 from neuclip_ds.models.export.onnx import write_onnx
@@ -38,6 +38,7 @@ def export_run(
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
     the model.
     """
+    check_unused(folder)  # before the checkpoint is read
     checkpoint = find_checkpoint(_best(path) if best else path)
     verify(checkpoint)
     run = open_run(checkpoint)

@@ -32,7 +32,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     Raises:
         UserError: `folder` is a file, is not empty or cannot be written.
     """
-    _check_unused(folder)
+    check_unused(folder)
     temporary = folder.with_name(f".{folder.name}.{uuid4().hex[:8]}.partial")
     try:
         remove_abandoned(folder.parent.glob(f".{folder.name}.*.partial"))
@@ -41,19 +41,15 @@ def new_folder(folder: Path) -> Iterator[Path]:
             yield temporary
             temporary.rename(folder)  # replaces an empty folder and refuses any other
     except OSError as error:
-        _check_unused(folder)
+        check_unused(folder)
         raise UserError(f"{folder} cannot be written ({error}); choose another folder.") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)  # absent after success
 
 
-def is_unused(folder: Path) -> bool:
-    """Return whether a path is absent or an empty folder."""
-    return not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-
-
-def _check_unused(folder: Path) -> None:
-    if not is_unused(folder):
+def check_unused(folder: Path) -> None:
+    """Raise `UserError` unless a path is absent or an empty folder."""
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UserError(f"{folder} exists already and is not an empty folder; remove it or name another one.")
 
 

@@ -19,7 +19,7 @@ from concurrent.futures import Executor, Future
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.data.atomic_write import atomic_write, is_unused
+from neuclip_ds.data.atomic_write import atomic_write, check_unused
 from neuclip_ds.data.captions import JSON, TEXT
 from neuclip_ds.data.decoders import DecodeError, decode_pil
 from neuclip_ds.data.disk import explain_disk
@@ -157,8 +157,7 @@ def _claim(out: Path, table: PairTable, columns: Columns, shard_size: int) -> No
     if path.is_file() and path.read_text(encoding="utf-8") != text:
         raise UserError(f"{out} holds shards of another table, or with other options; name another folder.")
     if not path.is_file():
-        if not is_unused(out):
-            raise UserError(f"{out} is not empty; name another folder.")
+        check_unused(out)
         out.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as temporary:
             temporary.write_text(text, encoding="utf-8")

@@ -112,3 +112,10 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
 def test_no_checkpoint(path: str, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="is neither a run with a checkpoint nor a checkpoint"):
         export_run(tmp_path / path, "transformers", tmp_path / "out")
+
+
+def test_a_folder_in_use_is_refused_before_the_checkpoint_is_read(tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/notes.txt").touch()
+    with pytest.raises(UserError, match="exists already and is not an empty folder"):
+        export_run(tmp_path / "runs/nothing", "transformers", tmp_path / "out")

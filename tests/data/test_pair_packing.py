@@ -168,7 +168,7 @@ def test_mistakes(tmp_path: Path) -> None:
     run(table, tmp_path / "out")
     with pytest.raises(UserError, match="holds shards of another table, or with other options"):
         run(table, tmp_path / "out", 5)
-    with pytest.raises(UserError, match="is not empty"):
+    with pytest.raises(UserError, match="is not an empty folder"):
         run(table, tmp_path)
     opened = open_table(str(table))
     with pytest.raises(UserError, match="has no column words; its columns are filepath, title, uid, n"):
