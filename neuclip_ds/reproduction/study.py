@@ -166,7 +166,7 @@ class Study:
 
     seeds: int
     anchors: int  # of the normaliser's error
-    towers: Options = field(default_factory=dict)  # options of the weights that every run starts from; random ones
+    towers: Options = field(default_factory=dict)  # options of the weights that every run starts from; else random
     search_seeds: int = 1  # of each point of a search, whose scores are averaged
 
 
