@@ -2,8 +2,8 @@
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
 # make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
 # make docs   docs/ as pages in build/site
-# make scaling  the tables and the figure of docs/explanation/scaling.md, by the cost model
-# make peers  what tools/benchmark_data.py, _streaming and _mixing compare with
+# make scaling  the estimates in docs/explanation/scaling.md, by the cost model
+# make peers  what tools/benchmark_data.py and _streaming.py compare with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -42,15 +42,14 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 
 SCALING := docs/explanation/scaling.md
 scaling: $(VENV)/.installed
-	$(BIN)/python tools/plan.py published --page $(SCALING)
-	$(BIN)/python tools/plan.py scale dfn192m_neuclip --methods openclip_reference openclip fastclip_v3 amorlip neuclip \
+	$(BIN)/python tools/cost_model.py published --page $(SCALING)
+	$(BIN)/python tools/cost_model.py scale dfn192m_neuclip --methods openclip_reference openclip fastclip_v3 amorlip neuclip \
 		--nodes 1 8 64 --gpus 8 --rows 640 --page $(SCALING)
-	cp runs/scaling/scale.png docs/figures/scaling.png
 
 # MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
 peers: $(VENV)/.installed-dev
 	$(BIN)/python -m pip install -q --no-deps mosaicml-streaming==0.13.0
-	$(BIN)/python -m pip install -q boto3 Brotli catalogue paramiko python-snappy xxhash zstd
+	$(BIN)/python -m pip install -q boto3 Brotli catalog paramiko python-snappy xxhash zstd
 
 clean:
 	rm -rf $(VENV) .cache runs build *.egg-info

@@ -11,14 +11,16 @@ from torch import Tensor
 
 from neuclip_ds.checkpoint.saved_model import SavedModel, open_model
 from neuclip_ds.config import Config
-from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.recipe import recipe_config
-from neuclip_ds.reporting.run_report import read_run
+from neuclip_ds.reporting.metrics import read_series
 from neuclip_ds.training import trainer
+from neuclip_ds.training.evaluator import Evaluator
 from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.hooks.optional import optional_hooks
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -42,7 +44,7 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if there were steps.
 
     Example:
-        run = neuclip_ds.train("demo", budget={"steps": 30}, run={"name": "look"})
+        run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
         run.results["image_to_text_recall@1"]
     """
     if isinstance(recipe, Config):
@@ -51,8 +53,8 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
         config = recipe
     else:
         config = recipe_config(recipe, overrides)
-    trainer.train(config, read_environment(), hooks)
-    return Run(config.run.folder / str(config.run.name))
+    trainer.train(config, read_environment(), [*optional_hooks(config), *hooks], Evaluator)
+    return Run(config.run.output_dir / str(config.run.name))
 
 
 def load(model: str | PathLike[str], device: torch.device | str | None = None, *, ema: bool = False) -> Model:
@@ -83,7 +85,7 @@ class Run:
     @property
     def results(self) -> dict[str, float]:
         """Last value of each metric by name, those of training and of evaluation."""
-        return {name: values[-1] for name, (_, values) in read_run(self.folder).items()}
+        return {name: values[-1] for name, (_, values) in read_series(self.folder).items()}
 
     def model(self, device: torch.device | str | None = None) -> Model:
         """Load the model of the newest checkpoint."""

@@ -12,12 +12,13 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import yaml
 from pydantic import Field, PositiveFloat, ValidationInfo, field_validator, model_validator
 from pydantic_settings import NoDecode
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import method_of
+from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.section import Section, merge
 
 Channels = tuple[float, float, float]
@@ -31,8 +32,8 @@ Weight = Annotated[float, Field(ge=0)]
 class RunConfig(Section):
     name: str | None = Field(None, min_length=1)
     """Name of the run's folder. By default the recipe's name."""
-    folder: Path = Path("runs")
-    """Folder of all runs; config, log, metrics and checkpoints go to FOLDER/NAME."""
+    output_dir: Path = Path("runs")
+    """Folder of all runs; config, log, metrics and checkpoints go to OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
     """Seed of weights, data order, augmentation and dropout."""
     deterministic: bool = False
@@ -44,43 +45,29 @@ class RunConfig(Section):
     """Steps between checkpoints; one more is saved at the end."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept on disk."""
-    max_skipped: int = Field(10, ge=1)
+    max_skipped_steps: int = Field(10, ge=1)
     """Steps in a row that may be skipped, as loss or gradient is not finite. Then the run returns to its newest
     checkpoint, and ends if it fails there again."""
-    compare_every: int = Field(1000, ge=0)
-    """Steps between comparisons of what all ranks must hold with the same bits; 0 compares before checkpoints only."""
-    save_attempts: int = Field(3, ge=1)
-    """Checkpoints in a row that cannot be written before the run stops; until then it trains on, with a warning."""
     background_saves: bool = False
     """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
     weights and moments twice."""
     remote: str | None = Field(None, min_length=1)
     """Folder of a remote store, such as s3://bucket/runs, to whose folder NAME checkpoints, metrics and logs are copied
     while training continues. A run resumes from there where its local checkpoints are older or absent."""
-    keep_remote: int | None = Field(None, ge=1)
-    """Number of newest checkpoints that are kept there, besides the best one. By default all."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each after a checkpoint; 0 evaluates at the end only."""
-    evaluate_start: bool = False
-    """Also evaluate before step 1, for example to compare fine-tuning with its start."""
     best_metric: str | None = None
     """Evaluation metric, larger is better, whose best checkpoint is kept besides the newest. Also evaluates before
-    step 1, so a misspelt metric fails at once."""
-    report: bool = True
-    """Write FOLDER/NAME/report.html and plots/ at the end."""
+    step 1, so a misspelled metric fails at once."""
     wandb: str | None = None
     """Also log metrics to this Weights & Biases project, PROJECT or ENTITY/PROJECT; needs `pip install wandb`."""
-    sample_log: bool = False
-    """Write the sample indices of every step to FOLDER/NAME/samples/, one file per rank."""
     normalizer_anchors: int = Field(0, ge=0)
-    """Training samples on which each evaluation measures the error of the normalisers; 0 does not measure."""
+    """Training samples on which each evaluation measures the error of the normalizers; 0 does not measure."""
     profile_steps: int = Field(0, ge=0)
-    """Steps to profile: time and traffic of each part go to FOLDER/NAME/profile/. `--profile` sets 10."""
-    profile_after: int = Field(10, ge=1)
-    """Steps before the profile begins. NeuCLIP's network predicts once `objective.npn.prototypes` samples have been
-    seen."""
+    """Steps to profile, after the first ten: time and traffic of each part go to OUTPUT_DIR/NAME/profile/. `--profile`
+    sets 10."""
 
     @field_validator("remote")
     @classmethod
@@ -97,9 +84,7 @@ class SourceConfig(Section):
     """Its pairs, in the forms of `data.train`."""
     weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
     """Its share of the rows of each batch, relative to the other weights; or [step, share] pairs, each from a step on,
-    such as [[0, 1], [10000, 3]]. By default the number of its samples, times `upsample`."""
-    upsample: float = Field(1, gt=0)
-    """How often its samples are seen relative to those of a source with 1."""
+    such as [[0, 1], [10000, 3]]. By default the number of its samples."""
 
     @model_validator(mode="after")
     def _weight_is_known_from_the_start(self) -> SourceConfig:
@@ -107,8 +92,6 @@ class SourceConfig(Section):
             steps = [step for step, _ in self.weight]
             if steps[:1] != [0] or steps != sorted(set(steps)):
                 raise ValueError("weights by step begin with step 0 and ascend, as in [[0, 1], [10000, 3]]")
-        if self.weight is not None and self.upsample != 1:
-            raise ValueError("weight and upsample exclude each other: an upsampled source's weight is its size")
         return self
 
 
@@ -116,9 +99,6 @@ class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
     weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
-    stratified: bool = True
-    """Whether every batch has the same share of each source; else the rows are drawn at random, over 64 batches in the
-    same shares."""
     val: str = "auto"
     """Held-out pairs for retrieval, in the same forms; `auto` takes a folder `val` next to `train`, empty is none."""
     zero_shot: str = "auto"
@@ -140,16 +120,13 @@ class DataConfig(Section):
     allow_commands: bool = False
     """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch, or for the next remote shard, before loader processes are restarted; a remote read
-    may stall a tenth of it."""
-    restarts: int = Field(2, ge=0)
-    """Restarts in a row of loader processes that were killed or hang; then the run stops with a message."""
+    """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced; a remote read may
+    stall a tenth of it."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
     """Where captions are: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
     list). One of several is drawn; {txt: 0.7, syn.txt: 0.3} draws where from with these probabilities."""
-    decoder: Literal["simplejpeg", "pil", "torchvision"] | None = None
-    """Library that decodes JPEGs. By default simplejpeg, the fastest; pil gives open_clip's pixels. A run keeps its
-    decoder when it resumes; those of earlier versions had pil."""
+    decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
+    """Library that decodes JPEGs: simplejpeg is the fastest, pil gives open_clip's pixels."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
     files, which only you can write to."""
@@ -158,28 +135,23 @@ class DataConfig(Section):
     cache_local: bool = False
     """Also copy shards that are files to that folder, each in one sequential read: for Lustre, GPFS, NFS and other file
     systems that nodes share."""
-    transfers: int = Field(8, ge=1, le=1024)
-    """Remote shards that a node fetches ahead at a time, and as many that a batch waits for. Fewer while the storage
-    throttles or fails."""
-    min_rate: float = Field(0.1, ge=0)
-    """MB per second below which the transfer of a remote shard is stopped and repeated, with fewer others at a time; 0
-    accepts any."""
+    downloads: int = Field(8, ge=1, le=1024)
+    """Remote shards that a node fetches ahead at a time. Loader processes fetch what they wait for besides."""
     max_outage: float = Field(3600, gt=0)
-    """Seconds that a batch waits for remote storage that refuses access, throttles or fails; then the run ends."""
+    """Seconds that a batch waits for remote storage that throttles or fails; then the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
     shard_streams: int | None = Field(None, ge=1)
     """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one for each of
     more nodes."""
-    shuffle_block: int | None = Field(None, ge=1)
+    shuffle_block_size: int | None = Field(None, ge=1)
     """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, 16
     million on 64 nodes, fewer if the shards of so many exceed `cache_gb`."""
-    last_batch: Literal["pad", "drop"] = "pad"
-    """Last batch of an epoch: `pad` sees every sample exactly once and leaves rows empty, `drop` skips the rest."""
-    reader: Literal["tar", "webdataset"] = "tar"
-    """Reader of the shards: the indexed tar reader, or the webdataset library (slower, for comparison)."""
+    drop_last: bool = False
+    """Skip the samples that do not fill an epoch's last batch; else every sample is seen exactly once an epoch, and the
+    last batch has empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Share of bad samples above which the run stops; of those of one node's last 1,000 steps, ten times that share."""
+    """Share of bad samples above which the run stops; of the last samples of one rank, ten times that share."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -214,10 +186,10 @@ Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
 
 
 class LoraConfig(Section):
-    """LoRA adapters of a tower."""
+    """LoRA adapters of the frozen weights of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
-    """Rank of the adapters; 0 adds none."""
+    """Rank of the adapters; 0 adds none. A tower with `trainable=all` gets none."""
     alpha: float = Field(16, gt=0)
     """Adapters are scaled by alpha / rank."""
     dropout: float = Field(0.0, ge=0, lt=1)
@@ -232,29 +204,17 @@ class TowerConfig(Section):
 
     pretrained: str = ""
     """Weights that it starts from. By default random."""
-    train: Trained | None = None
+    trainable: Trained | None = None
     """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
-    projection; 0 trains only these. By default all, or frozen where `lora` adds adapters. Also of pretrained towers."""
-    lora: LoraConfig = Field(default_factory=LoraConfig)
+    projection; 0 trains only these. By default all, or frozen where `model.lora` adds adapters. Also of pretrained
+    towers."""
 
-    @field_validator("train", mode="before")
+    @field_validator("trainable", mode="before")
     @classmethod
     def _names_a_part(cls, value: Any) -> Any:
         if value not in (None, "all", "frozen") and not str(value).isdecimal():
             raise ValueError(f"{str(value)[:50]!r} is neither all nor frozen, nor a number of blocks")
         return value
-
-    @model_validator(mode="after")
-    def _adapters_adapt_frozen_weights(self) -> TowerConfig:
-        if self.lora.rank and self.train == "all":
-            raise ValueError("train=all leaves no frozen weights for lora; set train to frozen or a number of blocks")
-        return self
-
-    @property
-    def trained(self) -> Trained:
-        """What trains of the tower's own weights, whether it is set or not."""
-        default: Trained = "frozen" if self.lora.rank else "all"
-        return default if self.train is None else self.train
 
 
 class VisionConfig(TowerConfig):
@@ -266,7 +226,7 @@ class VisionConfig(TowerConfig):
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
-    """Share of an image's patches that training leaves out, drawn anew in each step (FLIP), in models of timm that can;
+    """Share of an image's patches that training leaves out, drawn in each step (FLIP), in models of timm that can;
     a phase may have another. Evaluation sees all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
@@ -329,6 +289,7 @@ class ModelConfig(Section):
     the first 20 kept and the others interpolated, as Long-CLIP does. Fewer tokens take the first ones."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
     embed_dim: int = Field(512, ge=2, le=1 << 16)
     """Width d of the joint feature space."""
     activation_checkpointing: bool = False
@@ -357,23 +318,20 @@ class ModelConfig(Section):
 
     @model_validator(mode="after")
     def _something_trains(self) -> ModelConfig:
-        if all(tower.trained == "frozen" and not tower.lora.rank for tower in (self.vision, self.text)):
-            raise ValueError("vision.train and text.train are both frozen, so nothing trains; free a part of a tower")
+        parts = self.trained("vision"), self.trained("text")
+        if self.lora.rank and parts == ("all", "all"):
+            raise ValueError(
+                "vision.trainable=all and text.trainable=all leave no frozen weights for lora; set one to frozen or a "
+                "number of blocks"
+            )
+        if not self.lora.rank and parts == ("frozen", "frozen"):
+            raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; free a part of one")
         return self
 
-
-class TowerRates(Section):
-    """The learning rates of a tower."""
-
-    lr: float | None = Field(None, gt=0)
-    """Peak learning rate of the tower, on the same schedule. By default `optimizer.lr`."""
-    layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the learning rate from each layer of the tower to the one before it: what follows the blocks has the
-    tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
-
-    def scaled(self, factor: float) -> TowerRates:
-        """Return the rates times a factor."""
-        return self if self.lr is None else self.model_copy(update={"lr": self.lr * factor})
+    def trained(self, tower: Literal["vision", "text"]) -> Trained:
+        """Return what trains of a tower's own weights, whether it is set or not."""
+        chosen: Trained | None = getattr(self, tower).trainable
+        return chosen if chosen is not None else "frozen" if self.lora.rank else "all"
 
 
 class OptimizerConfig(Section):
@@ -391,11 +349,6 @@ class OptimizerConfig(Section):
     """Steps of linear warm-up. One that is not shorter than the run is fitted to a tenth of it."""
     cooldown_steps: int | None = Field(None, ge=1)
     """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
-    base_batch_size: int | None = Field(None, ge=1)
-    """Batch size that lr, min_lr and the lr of towers and phases are given for: they are scaled to `data.batch_size` by
-    `batch_rule`. By default they are those of `data.batch_size`."""
-    batch_rule: Literal["linear", "sqrt"] = "linear"
-    """With `base_batch_size`: scale by the ratio of the batch sizes, or by its square root."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
@@ -404,14 +357,19 @@ class OptimizerConfig(Section):
     """Epsilon of AdamW and LAMB, and of the temperature's Adam."""
     momentum: float = Field(0.9, ge=0, lt=1)
     """Momentum of sgd."""
-    clip_norm: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(0.0, ge=0)
     """Largest global gradient norm; 0 does not clip."""
-    vision: TowerRates = Field(default_factory=TowerRates)
-    text: TowerRates = Field(default_factory=TowerRates)
+    vision_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the image tower, on the same schedule. By default `lr`."""
+    text_lr: float | None = Field(None, gt=0)
+    """Peak learning rate of the text tower, on the same schedule. By default `lr`."""
+    layer_decay: float = Field(1.0, gt=0, le=1)
+    """Factor on the learning rate from each layer of a tower to the one before it: what follows the blocks has the
+    tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
-        if self.lr == 0 and (self.vision.lr or self.text.lr):
+        if self.lr == 0 and (self.vision_lr or self.text_lr):
             raise ValueError("lr=0 leaves no schedule that a tower's lr could follow; set lr to the larger of the two")
         return self
 
@@ -419,48 +377,35 @@ class OptimizerConfig(Section):
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
     """Decay of an exponential moving average of the weights, kept in float32 besides them; 0 keeps none. In the first
-    steps n it is at most (1 + n)/(10 + n)."""
-    evaluate: Literal["weights", "average", "both"] = "both"
-    """What evaluations during training measure: the trained weights, their average, whose metrics begin with `ema/`,
-    or both."""
+    steps n it is at most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
 
 
 class RecoveryConfig(Section):
-    mode: Literal["none", "full", "cached"] = "none"
-    """Recovery of the optimizer's moments, and of u, with frozen weights before training (TuneCLIP's first stage):
-    `full`, or `cached`, which fills u in one pass from blocks of features and then takes a few backward steps."""
-    epochs: float = Field(5, gt=0, le=1e6)
-    """Passes over the data with mode=full."""
+    epochs: float = Field(0, ge=0, le=1e6)
+    """Passes over the data with frozen weights before training, which recover the optimizer's moments, and u
+    (TuneCLIP's first stage); 0 recovers nothing. With `reuse`: how many that recovery took."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
     """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or that of
     `objective.method`. By default gcl for methods that keep u, and that of the method for others, such as openclip and
     neuclip, which recover moments alone."""
-    cached_block: int = Field(32768, ge=2, le=1 << 30)
-    """Pairs that contrast with each other in a block, with mode=cached."""
-    cached_steps: int = Field(200, ge=1)
-    """Backward steps for the moments, with mode=cached."""
-    transfer: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
+    restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
     """State that training takes over: the optimizer's moments and step count, the u of each sample where the method
     keeps it."""
-    gamma: Literal["continue", "restart"] = "continue"
-    """Schedule of gamma where u is taken over: `continue` after the epochs of the recovery, or `restart` at 1, which
-    replaces u at a sample's next visit. The paper leaves it open."""
     reuse: Path | None = None
     """Run whose recovered statistics are taken instead; it must have this run's initial weights and data."""
 
-
-class BudgetConfig(Section):
-    epochs: float = Field(1.0, gt=0, le=1e6)
-    """Passes over the training data."""
-    steps: int | None = Field(None, ge=1)
-    """Steps to run instead of whole epochs."""
+    @model_validator(mode="after")
+    def _gamma_has_a_place(self) -> RecoveryConfig:
+        if self.reuse and not self.epochs and "statistics" in self.restore:
+            raise ValueError("gamma continues after the epochs of the recovery that reuse names; set epochs to them")
+        return self
 
 
 class PhaseConfig(Section):
     """A part of a run."""
 
     epochs: float | None = Field(None, gt=0, le=1e6)
-    """Passes over the training data in this phase. The last phase takes the rest of the budget."""
+    """Passes over the training data in this phase. The last phase takes the rest of the run."""
     steps: int | None = Field(None, ge=1)
     """Steps instead of epochs, in all phases but the last."""
     image_size: int | None = Field(None, ge=8)
@@ -470,7 +415,7 @@ class PhaseConfig(Section):
     patch_drop: float | None = Field(None, ge=0, lt=1)
     """Share of the patches that it leaves out. By default `model.vision.patch_drop`."""
     lr: float | None = Field(None, ge=0)
-    """Peak learning rate with which the schedule starts anew, for this phase and the next ones without a rate. By
+    """Peak learning rate with which the schedule starts again, for this phase and the next ones without a rate. By
     default the schedule continues."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of warm-up to `lr`. By default `optimizer.warmup_steps`."""
@@ -478,7 +423,7 @@ class PhaseConfig(Section):
     @model_validator(mode="after")
     def _warmup_has_a_rate(self) -> PhaseConfig:
         if self.warmup_steps is not None and self.lr is None:
-            raise ValueError("warmup_steps belongs to a phase with lr, where the schedule starts anew; set lr too")
+            raise ValueError("warmup_steps belongs to a phase with lr, where the schedule starts again; set lr too")
         return self
 
 
@@ -492,7 +437,10 @@ class Config(Section):
     optimizer: OptimizerConfig = Field(default_factory=OptimizerConfig)
     ema: EmaConfig = Field(default_factory=EmaConfig)
     recovery: RecoveryConfig = Field(default_factory=RecoveryConfig)
-    budget: BudgetConfig = Field(default_factory=BudgetConfig)
+    epochs: float = Field(1.0, gt=0, le=1e6)
+    """Passes over the training data."""
+    max_steps: int | None = Field(None, ge=1)
+    """Steps to train, instead of `epochs`."""
     phases: list[PhaseConfig] = Field([])
     """Parts of the run with other sizes of images and captions, patch dropout or rates, in their order:
     [{epochs: 6, image_size: 112, patch_drop: 0.5}, {lr: 1e-4}] (docs/how-to/schedules.md)."""
@@ -517,7 +465,7 @@ class Config(Section):
         if len({phase.epochs is None for phase in first}) > 1:
             raise ValueError("some phases have epochs and others steps; give all of them the same")
         if self.phases and (self.phases[-1].epochs or self.phases[-1].steps):
-            raise ValueError("the last phase takes the rest of budget.*; remove its epochs and steps")
+            raise ValueError("the last phase takes the rest of the run; remove its epochs and steps")
         largest = {"image_size": self.model.vision.image_size, "context_length": self.model.text.context_length}
         for phase in self.phases:
             for name, most in largest.items():
@@ -529,21 +477,6 @@ class Config(Section):
             if phase.patch_drop and self.model.pretrained:
                 raise ValueError("a phase sets patch_drop, which a model of model.pretrained has not; remove it")
         return self
-
-    def with_scaled_rates(self) -> Config:
-        """Return the config with the learning rates for `data.batch_size`, and no batch size to scale them from."""
-        optimizer = self.optimizer
-        if optimizer.base_batch_size is None:
-            return self
-        ratio = self.data.batch_size / optimizer.base_batch_size
-        factor = ratio if optimizer.batch_rule == "linear" else math.sqrt(ratio)
-        rates: dict[str, Any] = {"lr": optimizer.lr * factor, "min_lr": optimizer.min_lr * factor}
-        rates |= {name: getattr(optimizer, name).scaled(factor) for name in ("vision", "text")}
-        phases = [
-            phase if phase.lr is None else phase.model_copy(update={"lr": phase.lr * factor}) for phase in self.phases
-        ]
-        optimizer = optimizer.model_copy(update={**rates, "base_batch_size": None})
-        return self.model_copy(update={"optimizer": optimizer, "phases": phases})
 
     def rank_batch(self, world_size: int) -> int:
         """Return the number of pairs of the global batch that each rank holds."""
@@ -568,3 +501,8 @@ class Config(Section):
                 f"({self.data.batch_size} over {world_size} ranks); use {nearest}."
             )
         return micro
+
+
+def dump(config: Config) -> str:
+    """Return the config as YAML, which can be used as a recipe; sections that the method does not read are omitted."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)

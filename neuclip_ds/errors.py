@@ -1,9 +1,21 @@
-"""The exceptions that end a run with a sentence, in which no secret stands, or its steps."""
+"""The exceptions that end a run with a sentence, or its steps; the removal of secrets from text."""
 
+import re
 import signal
 from pathlib import Path
 
-from neuclip_ds.redaction import redact
+_SECRETS = (
+    re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://)[^/\s'\"@]+(?=@)"),  # USER:PASSWORD of a URL
+    re.compile(r"(?i)\b([a-z][a-z0-9+.-]*://[^\s'\"?]*\?)[^\s'\"]+"),  # its query: a signature may have any name
+    re.compile(r"(?i)\b(authorization:\s*(?:\w+\s+)?)[^\s'\"*]+"),  # a header in a command
+)
+
+
+def redact(text: str) -> str:
+    """Return text with `***` for passwords and queries of URLs, and for headers with a token."""
+    for secret in _SECRETS:
+        text = secret.sub(r"\1***", text)
+    return text
 
 
 class UserError(Exception):

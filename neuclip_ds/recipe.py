@@ -11,38 +11,29 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import yaml
 from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, CliImplicitFlag, CliPositionalArg, CliSettingsSource, SettingsError
 
 from neuclip_ds.config import Config
-from neuclip_ds.documents import read_yaml
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.methods import SECTIONS, find_method, method_of
-from neuclip_ds.section import merge
+from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.section import merge, read_options
 
 RECIPES = Path(__file__).parent / "recipes"
+DEMO = "demo"
 M = TypeVar("M", bound=BaseModel)
 _PROFILED_STEPS = 10  # by --profile
 _OTHER_METHODS = "other_methods"
 _SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # of a config and of a wrong value, in one message
-RENAMED = {  # SECTION.OPTION, or SECTION.OPTION=VALUE
-    "data.slots": "data.shard_streams",
-    "data.tail": "data.last_batch",
-    "data.sources": "data.train",
-    "objective.wire": "objective.comm_dtype",
-    "recovery.gamma=continued": "recovery.gamma=continue",
-    "recovery.gamma=anew": "recovery.gamma=restart",
-}
-"""Former names of options, which are refused by naming the new one."""
 
 
 class TrainCommand(Config):
     """What `neuclip-ds train` takes: a recipe, the options of `Config`, and switches."""
 
     recipe: CliPositionalArg[str | None] = None
-    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file."""
+    """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; by default the demo."""
     print_config: CliImplicitFlag[bool] = False
     """Print the resolved config as YAML and stop."""
     dry_run: CliImplicitFlag[bool] = False
@@ -58,6 +49,7 @@ class TrainCommand(Config):
 class Invocation(NamedTuple):
     """What the command line asks for."""
 
+    recipe: str | None  # None, where none is named, is the demo
     config: Config
     print_config: bool
     dry_run: bool
@@ -69,18 +61,16 @@ def parse(argv: Sequence[str]) -> Invocation:
     """Return what a command line requests; dashes and underscores in options are alike.
 
     Raises:
-        UserError: no or unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
+        UserError: unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
     """
     given = _command_line(_last_of_each([_with_underscores(argument) for argument in argv]))
     recipe = given.pop("recipe", None)
-    if recipe is None:
-        raise UserError(f"Name a recipe as the first argument, or a path (see --help). Recipes: {_listed()}.")
     asked = _validate(TrainCommand, {key: given.pop(key) for key in list(given) if key not in Config.model_fields})
     if (asked.hostfile or asked.gpu_memory) and not asked.dry_run:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
     profile = {"run.profile_steps": _PROFILED_STEPS} if asked.profile else {}
-    config = recipe_config(recipe, {**profile, **given})
-    return Invocation(config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
+    config = recipe_config(recipe or DEMO, {**profile, **given})
+    return Invocation(recipe, config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
 
 
 def parse_for(method: str | None, argv: Sequence[str]) -> Config:
@@ -124,7 +114,7 @@ def load_recipe(name: str, within: tuple[Path, ...] = ()) -> dict[str, Any]:
     if chain.index(chain[-1]) < len(within):
         names = " includes ".join(str(file.name) for file in chain)
         raise UserError(f"The recipe {path} includes itself ({names}): remove one of these includes.")
-    tree = read_yaml(path) or {}
+    tree = read_options(path) or {}
     if not isinstance(tree, dict):
         raise UserError(f"The recipe {path} must be a mapping of sections such as `data:` and `model:`.")
     parts = tree.pop("include", None) or []
@@ -151,9 +141,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config of a tree; raise `UserError` that names every unknown, renamed or wrong option."""
-    for old, new in _renamed(tree):
-        raise UserError(f"{old} is now called {new}.")
+    """Make a config of a tree; raise `UserError` that names every unknown or wrong option."""
     return _validate(Config, _with_other_methods(tree))
 
 
@@ -167,38 +155,12 @@ def _validate(model: type[M], tree: dict[str, Any]) -> M:
         raise UserError(f"The config is wrong: {'; '.join(problems)}") from error
 
 
-def dump(config: Config) -> str:
-    """Return the config as YAML, which can be used as a recipe; sections that the method does not read are omitted."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False)
-
-
 def load_saved(path: Path) -> Config:
-    """Read the config.yaml of a run, which may be older than the current names and hold sections of other methods."""
-    tree = read_yaml(path)
+    """Read the config.yaml of a run."""
+    tree = read_options(path)
     if not (isinstance(tree, dict) and _mapping(tree, "objective")):
         raise UserError(f"{path} is not the config of a run: restore it from a copy.")
-    if "sources" in (data := _mapping(tree, "data")):  # by name, before `data.train` was a list of them
-        sources = [dict(source) for source in data.pop("sources").values()]
-        data["train"] = [{"path": source.pop("train"), **source} for source in sources] or data.get("train", "")
-    for old, new in list(_renamed(tree)):
-        section, key = old.partition("=")[0].split(".")
-        name, _, value = new.partition("=")
-        before = tree[section].pop(key)
-        tree[section][name.split(".")[1]] = value or before
-    method = method_of(tree["objective"])
-    for section in set(SECTIONS) - set(method.sections):
-        tree["objective"].pop(section, None)
     return validate(tree)
-
-
-def _renamed(tree: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Yield the former names in a tree, or name=value where a value was renamed, and the new ones."""
-    for old, new in RENAMED.items():
-        name, _, value = old.partition("=")
-        section, key = name.split(".")
-        options = _mapping(tree, section)
-        if key in options and (not value or options[key] == value):
-            yield old, new
 
 
 def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
@@ -212,7 +174,8 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
     for name, options in aside.items():
         if name not in SECTIONS:
             raise UserError(f"unknown key objective.{_OTHER_METHODS}.{name}{nearest(name, set(SECTIONS))}")
-        _validate(SECTIONS[name], options)
+        kind: Any = ObjectiveConfig.model_fields[name].annotation
+        _validate(kind, options)
     used = {name: options for name, options in aside.items() if name in method_of(objective).sections}
     rest = {key: value for key, value in objective.items() if key != _OTHER_METHODS}
     return {**tree, "objective": merge(used, rest)}
@@ -243,9 +206,6 @@ def _explain_arguments(message: str, argv: Sequence[str]) -> str:
     known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
     for argument in argv:
         name = with_dashes(argument.split("=")[0])
-        renamed = RENAMED.get(argument.split("=")[0].removeprefix("--").replace("-", "_"))
-        if argument.startswith("--") and renamed:
-            return f"{argument.split('=')[0]} is now called --{with_dashes(renamed)}."
         if argument.startswith("--") and name not in known:
             return f"Unknown option {_shown(name, str)}{nearest(name, known)}"
     return f"The command line is wrong: {_shown(message.removeprefix('error parsing CLI: '), str)}; see --help."
@@ -290,24 +250,8 @@ def _find_recipe(name: str, beside: Path | None) -> Path:
         with suppress(OSError):  # a name that is too long for a file
             if path.is_file():
                 return path
-    hint = nearest(name, recipe_names()) or f". Recipes: {_listed()}."
+    hint = nearest(name, recipe_names()) or f". The recipes are the files {RECIPES}/NAME.yaml."
     raise UserError(f"No recipe or file {_shown(name, str)}{hint}")
-
-
-def _listed() -> str:
-    """The recipes' names, those of one pattern together: `{cc12m,cc3m}_{neuclip,openclip}`."""
-    endings: dict[str, list[str]] = {}
-    for name in recipe_names():
-        data, mark, rest = name.partition("_")
-        endings.setdefault(data + mark, []).append(rest)
-    alike: dict[str, list[str]] = {}
-    for beginning, rests in endings.items():
-        alike.setdefault(_braced(rests), []).append(beginning.removesuffix("_"))
-    return ", ".join(f"{_braced(data)}_{rest}" if rest else _braced(data) for rest, data in alike.items())
-
-
-def _braced(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{{{','.join(names)}}}"
 
 
 def _explain(problem: Any) -> str:

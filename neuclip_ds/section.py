@@ -1,16 +1,15 @@
-"""The base class of all config sections, and how trees of options are merged; free of torch."""
+"""The base class of all config sections; how files and trees of options are read and merged; free of torch."""
 
+import json
 import math
 from collections.abc import Iterator, Mapping
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any, ClassVar
 
+import yaml
 from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
-from neuclip_ds.redaction import redact
-
-_DEEPEST = 32  # levels of a tree of options
-_MOST = 10_000  # values in it, each alias of YAML counted
+from neuclip_ds.errors import UserError, redact
 
 
 class Section(BaseModel):
@@ -28,11 +27,19 @@ class Section(BaseModel):
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
-        check_plain(value)
-        if redact(str(value)) != str(value):
-            raise ValueError(
-                "it holds a secret, which the run would store: put it into a variable that the store's library reads"
-            )
+        """Refuse what YAML, the file system or torch cannot hold, and secrets, which the run would store."""
+        for part in _leaves(value):
+            text = str(part)
+            if isinstance(part, float) and not math.isfinite(part):
+                raise ValueError(f"{text} is not a finite number")
+            if isinstance(part, int) and not -(2**63) <= part < 2**63:
+                raise ValueError("a number is beyond 64 bits")
+            if not isinstance(part, (type(None), float, int, str, PurePath, BaseModel)):
+                raise ValueError(f"{text[:50]} is a {type(part).__name__}; write it in quotes")
+            if any(c == "\0" or "\ud800" <= c <= "\udfff" for c in text):
+                raise ValueError(f"{text[:50]!r} holds a character that no text can hold")
+            if redact(text) != text:
+                raise ValueError("it holds a secret: put it into a variable that the store's library reads")
         return value
 
 
@@ -47,33 +54,33 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def check_plain(tree: Any) -> None:
-    """Raise `ValueError` unless all values are such that every part of a run, and YAML, can hold them."""
-    for number, (name, value) in enumerate(_values(tree, _DEEPEST)):
-        if number == _MOST:
-            raise ValueError(f"it holds more than {_MOST} values")
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"{name}{value} is not a finite number")
-        if isinstance(value, int) and not -(2**63) <= value < 2**63:
-            raise ValueError(f"{name}a number is beyond 64 bits")
-        if isinstance(value, (str, PurePath)) and any(c == "\0" or "\ud800" <= c <= "\udfff" for c in str(value)):
-            raise ValueError(f"{name}{str(value)[:50]!r} holds a character that no text can hold")
-        if not isinstance(value, (type(None), float, int, str, PurePath, BaseModel)):
-            raise ValueError(f"{name}{str(value)[:50]} is a {type(value).__name__}; write it in quotes")
+def read_options(path: Path) -> Any:
+    """Return what a file of options holds, YAML or, by its name, JSON; raise `UserError` if it cannot be read."""
+    try:
+        text = path.read_bytes()
+        return json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except Exception as error:  # PyYAML's constructors raise errors of every kind
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"{path} is not valid YAML or JSON: {reason[:300]}.") from error
 
 
-def _values(tree: Any, levels: int, name: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all keys and values of a tree that are no containers, each with the key that it belongs to."""
-    if not isinstance(tree, (dict, list, tuple)):
-        yield name, tree
-        return
-    if not levels:
-        raise ValueError(f"it is nested deeper than {_DEEPEST} levels")
-    items = tree.items() if isinstance(tree, dict) else ((name, value) for value in tree)
-    for key, value in items:
-        if isinstance(tree, dict):
-            if not isinstance(key, str):
-                raise ValueError(f"the key {str(key)[:50]} is not a word; write it in quotes")
-            yield name, key
-            key = f"{key[:50]}="
-        yield from _values(value, levels - 1, key)
+class _Loader(yaml.SafeLoader):
+    """YAML in which no key stands twice."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
+        if len(set(names)) < len(names):
+            twice = next(name for name in names if names.count(name) > 1)
+            raise ValueError(f"the key {twice} stands twice in one section")
+        return super().construct_mapping(node, deep)
+
+
+def _leaves(tree: Any) -> Iterator[Any]:
+    """Yield all keys and values of a tree that are no containers."""
+    if isinstance(tree, (dict, list, tuple)):
+        for part in [*tree, *(tree.values() if isinstance(tree, dict) else [])]:
+            yield from _leaves(part)
+    else:
+        yield tree

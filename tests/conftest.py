@@ -19,11 +19,13 @@ _SHARED = (
     "objectives",
     "loss",
     "training",
+    "faults",
     "gpu_ready",
     "embedding",
     ".",
 )
 sys.path[:0] = [str(HERE / folder) for folder in _SHARED]
+sys.path.append(str(HERE.parent / "tools"))
 
 import pytest  # noqa: E402
 import torch  # noqa: E402

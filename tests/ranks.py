@@ -66,11 +66,11 @@ def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], arg
     if os.environ["DS_ACCELERATOR"] == "cuda":
         backend, device = "nccl", torch.device("cuda", rank)
         torch.cuda.set_device(device)
-    dist.init_process_group(
-        backend, init_method=f"file://{folder}/store", rank=rank, world_size=world_size, timeout=timedelta(seconds=120)
-    )
+    store = dist.FileStore(f"{folder}/store", world_size)
+    limit = timedelta(seconds=120)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
-        torch.save(work(Communicator(device), *args), Path(folder) / f"{rank}.pt")
+        torch.save(work(Communicator(device, store=store), *args), Path(folder) / f"{rank}.pt")
     except BaseException:
         Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise

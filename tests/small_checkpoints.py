@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from build import batch, objective, pairs, step
 from torch import nn
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
+from neuclip_ds.checkpoint.engine_state import engine_files
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Objective
 
@@ -28,9 +30,6 @@ class PlainEngine:
     def fp16_enabled(self) -> bool:
         return False
 
-    def bfloat16_enabled(self) -> bool:
-        return False
-
     def zero_optimization_stage(self) -> int:
         return 0
 
@@ -40,7 +39,7 @@ class PlainEngine:
 
 
 def fresh(communicator: Communicator | None = None) -> Objective:
-    npn = {"prototypes": 6, "updates": 1, "lr": 0.1}
+    npn = {"prototypes": 6, "inner_steps": 1, "lr": 0.1}
     return objective("neuclip", communicator or Communicator(), 4, torch.float32, npn=npn)
 
 
@@ -57,3 +56,9 @@ def keeper(
 ) -> Checkpoints:
     trained_with = {"config.yaml": b"run: {}", "tokenizer/tokenizer.json": b"{}"}
     return Checkpoints(folder / "checkpoints", communicator or Communicator(), keep, trained_with, background)
+
+
+def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
+    """Write weights and optimizer state, on all ranks together, into an existing folder."""
+    for file in engine_files(engine, communicator):
+        file.write(folder)

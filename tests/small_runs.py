@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import socket
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
 from typing import TYPE_CHECKING
 
+import torch
 from forks import Program
+from safetensors.torch import load_file
 
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.objectives import METHODS
@@ -20,8 +24,9 @@ if TYPE_CHECKING:
     from neuclip_ds.training.hooks import Hook
 
 ROOT = Path(__file__).parents[1]
-SMALL = [  # and without a report, whose plots take longer than the training
-    "--run.report=false",
+TRAIN = "tests/logged_train.py"
+TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")  # metrics that no two runs share
+SMALL = [
     "--model.vision.image_size=16",
     '--model.vision.options={"patch_size":8,"embed_dim":16,"depth":1,"num_heads":2}',
     "--model.text.width=16",
@@ -36,7 +41,6 @@ TINY = [
     "--objective.method=fastclip_v3",
     "--data.batch_size=8",
     "--data.workers=0",
-    "--run.sample_log=true",
     "--data.val=",
     "--data.zero_shot=",
 ]
@@ -69,15 +73,33 @@ def start(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) 
 def call(tool: str, *options: str, folder: Path | None = None, ranks: int = 1) -> CompletedProcess[str]:
     """How a tool ends, and what all its ranks print."""
     programs = start(tool, *options, folder=folder, ranks=ranks)
-    try:
-        done = [program.wait() for program in programs]
-    finally:
-        for program in programs:
-            program.kill()
+    done = ends(programs)
     code = max((one.returncode for one in done), key=abs)
     return CompletedProcess(
         done[0].args, code, "".join(one.stdout for one in done), "".join(one.stderr for one in done)
     )
+
+
+def wait_for(condition: Callable[[], object], programs: Sequence[Program], limit: float = 240) -> None:
+    """Wait until a condition holds; fail where a program ends before, or after so many seconds."""
+    deadline = time.monotonic() + limit
+    while not condition():
+        assert all(program.running for program in programs), [program.printed() for program in programs]
+        assert time.monotonic() < deadline, "too slow"
+        time.sleep(0.005)
+
+
+def ends(programs: Sequence[Program], timeout: float = 240) -> list[CompletedProcess[str]]:
+    """How each program ends; those that do not are killed."""
+    try:
+        return [program.wait(timeout) for program in programs]
+    finally:
+        for program in programs:
+            program.kill()
+
+
+def lines_in(path: Path) -> int:
+    return path.read_text().count("\n") if path.is_file() else 0
 
 
 def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
@@ -87,28 +109,49 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
 
 
 def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
-    """train.py, for some steps of a run named `run` in the folder `runs`."""
-    return call("train.py", *training(runs, data, steps), *options, ranks=ranks)
+    """A training with a log of samples, for some steps of a run named `run` in the folder `runs`."""
+    return call(TRAIN, *training(runs, data, steps), *options, ranks=ranks)
 
 
 def training(runs: Path, data: str, steps: int) -> list[str]:
     """The options of `train`, for a run that a test starts with `start`."""
-    return [*TINY, f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+    return [*TINY, f"--run.output_dir={runs}", "--run.name=run", f"--data.train={data}", f"--max_steps={steps}"]
 
 
 def train_connected(communicator: Communicator, config: Config, *hooks: Hook) -> None:
     """Train on ranks that are connected already, as those of `run_ranks` are."""
     from neuclip_ds.distributed.launch import join
+    from neuclip_ds.training.evaluator import Evaluator
     from neuclip_ds.training.run_folder import staging, take_in
     from neuclip_ds.training.trainer import build
 
     join()
-    folder = config.run.folder / str(config.run.name)
+    folder = config.run.output_dir / str(config.run.name)
     with staging(config, folder, communicator) as staged:
-        trainer = build(config, communicator, folder, staged)
+        trainer = build(config, communicator, folder, staged, Evaluator)
         communicator.on_rank_zero(lambda: take_in(staged, folder, config))
         trainer.run(hooks)
 
 
-def newest_checkpoint(runs: Path) -> Path:
-    return max((runs / "run" / "checkpoints").glob("step_*"))
+def newest_checkpoint(runs: Path, run: str = "run") -> Path:
+    return max((runs / run / "checkpoints").glob("step_*"))
+
+
+def tensors(checkpoint: Path) -> dict[str, bytes]:
+    """All that a checkpoint's files hold, by file and name."""
+    files = {str(path.relative_to(checkpoint)): load_file(path) for path in sorted(checkpoint.rglob("*.safetensors"))}
+    return {
+        f"{path}/{name}": value.reshape(-1).view(torch.uint8).numpy().tobytes()
+        for path, values in files.items()
+        for name, value in values.items()
+    }
+
+
+def outcome(runs: Path, run: str = "run") -> dict[str, object]:
+    """What two equal runs leave: tensors and counters of the newest checkpoint, metrics, the samples of every step."""
+    checkpoint = newest_checkpoint(runs, run)
+    counters = json.loads((checkpoint / "engine" / "engine.json").read_text())["counters"]
+    lines = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
+    metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
+    samples = {path.name: path.read_text() for path in sorted((runs / run / "samples").iterdir())}
+    return {**tensors(checkpoint), **counters, **samples, "metrics": metrics}

@@ -18,7 +18,7 @@ SMALL = {
     "model.text": {"width": 16, "layers": 1, "heads": 2, "vocab_size": 300},
     "model.embed_dim": 16,
     "data": {"batch_size": 8, "workers": 0, "zero_shot": ""},
-    "budget": {"steps": 3},
+    "max_steps": 3,
 }
 
 
@@ -38,7 +38,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:
     hook = CountSteps()
-    where = {"run": {"folder": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
+    where = {"run": {"output_dir": tmp_path_factory.mktemp("runs"), "name": "library"}, "data.train": str(shards)}
     found = neuclip_ds.train("demo", hooks=[hook], **{**SMALL, **where, "run.log_every": 1, "run.deterministic": True})
     assert hook.steps == 3
     assert not torch.are_deterministic_algorithms_enabled()

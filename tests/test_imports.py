@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+
+import pytest
+from small_runs import demo_shards, environment
 
 from neuclip_ds.objectives import METHODS
 
 PACKAGE = Path(__file__).parents[1] / "neuclip_ds"
 # lowest first; packages of one layer do not know each other
 LAYERS: list[set[str]] = [
-    {"redaction", "checksum"},
     {"errors"},
-    {"section", "distributed"},
-    {"state", "data", "documents"},
+    {"section", "distributed", "files"},
+    {"state", "data"},
     {"objectives"},
     {"config"},
     {"recipe", "models"},
@@ -24,26 +28,35 @@ LAYERS: list[set[str]] = [
     {"profiling", "engine", "embedding"},
     {"checkpoint"},
     {"training"},
-    {"api", "planning", "reproduction"},
-    {"doctor"},
+    {"api", "planning"},
     {"cli"},
 ]
+# packages and modules whose functions import this package's own: commands and public names, which torch would delay,
+# the table of methods, what scans or renders data, and models of other libraries, which most runs and ranks do not need
+LATE_IMPORTS = {
+    "cli",
+    "loss/__init__.py",
+    "models/source.py",
+    "objectives/__init__.py",
+    "objectives/compose.py",
+    "training/data.py",
+}
 LAYER = {package: number for number, packages in enumerate(LAYERS) for package in packages}
 # a library -> the only packages that may import it
 ONLY_IN = {"deepspeed": {"distributed", "engine"}, "torch.distributed": {"distributed"}}
-WITHOUT_TORCH = {
-    "errors",
-    "section",
-    "documents",
-    "config",
-    "recipe",
-}  # so that --help and mistakes in a config answer at once
 
 
+@cache
+def nodes(path: Path) -> list[ast.AST]:
+    """Return all nodes of a file's syntax tree."""
+    return list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+
+
+@cache
 def imported(path: Path) -> set[str]:
     """Return the dotted names of all modules that a file imports, wherever in it."""
     names: set[str] = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in nodes(path):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -81,29 +94,105 @@ def test_libraries_stay_where_they_belong() -> None:
         for library, packages in ONLY_IN.items()
         if (name == library or name.startswith(f"{library}.")) and package not in packages
     ]
-    heavy = {"torch", "timm", "transformers", "deepspeed"}
-    astray += [
-        f"{path.relative_to(PACKAGE)} imports {name}"
-        for path, package, names in modules()
-        if package in WITHOUT_TORCH
-        for name in names
-        if name.split(".")[0] in heavy
-    ]
+
     assert astray == []
 
 
+def test_nothing_unpickles_what_another_rank_or_a_file_holds() -> None:
+    """Unpickling runs code that the bytes name, and whoever reaches a launch's port could send some to its ranks."""
+    collectives = {"all_gather_object", "gather_object"}
+    collectives |= {f"{name}_object_list" for name in ("broadcast", "scatter", "send", "recv")}
+    found = []
+    for path, _, names in modules():
+        found += [f"{path}: {name}" for name in names & {"shelve", "marshal", "dill", "cloudpickle"}]
+        for node in nodes(path):
+            if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+                continue
+            called, arguments = ast.unparse(node.func), {word.arg: ast.unparse(word.value) for word in node.keywords}
+            unsafe = node.func.attr in collectives or called in ("pickle.load", "pickle.loads")
+            unsafe |= called == "torch.load" and arguments.get("weights_only") != "True"
+            unsafe |= arguments.get("allow_pickle", "False") != "False"
+            found += [f"{path}:{node.lineno}: {called}"] * unsafe
+    assert found == []
+
+
+def test_functions_import_nothing_of_this_package() -> None:
+    """An import inside a function hides a cycle, or what a module needs."""
+    late = [
+        f"{path.relative_to(PACKAGE)}:{node.lineno}"
+        for path, package, _ in modules()
+        if not {package, path.relative_to(PACKAGE).as_posix()} & LATE_IMPORTS
+        for function in nodes(path)
+        if isinstance(function, (ast.FunctionDef, ast.AsyncFunctionDef))
+        for node in ast.walk(function)
+        if (isinstance(node, (ast.Import, ast.ImportFrom)) and "neuclip_ds" in ast.unparse(node))
+        or (isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"))
+    ]
+    assert late == []
+
+
 def test_options_and_the_table_of_methods_load_without_torch() -> None:
-    """Method files import their parts, and with them torch, when an objective is composed."""
-    code = "import neuclip_ds.recipe, neuclip_ds.objectives, sys; sys.exit('torch' in sys.modules)"
+    """So that --help and mistakes in a config answer at once, and processes that scan shards start at once."""
+    loaded = "neuclip_ds.recipe, neuclip_ds.objectives, neuclip_ds.cli.build_manifest"
+    heavy = {"torch", "timm", "transformers", "deepspeed"}
+    code = f"import {loaded}, sys; sys.exit(bool({heavy} & sys.modules.keys()))"
     assert subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent).returncode == 0
 
 
 def test_methods_are_named_in_the_table_alone() -> None:
     """A comparison with a method's name, `if method == "neuclip"`, is a switch."""
     for path, _, _ in modules():
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes(path):
             if isinstance(node, ast.Compare):
                 constants = {
                     n.value for n in ast.walk(node) if isinstance(n, ast.Constant) and isinstance(n.value, str)
                 }
                 assert not constants & set(METHODS), f"{path}:{node.lineno}"
+
+
+ROOT = "neuclip_ds.training.trainer"
+FILES, LINES = 120, 13_500  # of this package, which importing the trainer imports at most
+SATELLITES = (  # that the trainer must not know
+    "neuclip_ds.api",
+    "neuclip_ds.checkpoint.export",
+    "neuclip_ds.checkpoint.model_card",
+    "neuclip_ds.checkpoint.remote",
+    "neuclip_ds.checkpoint.saved_model",
+    "neuclip_ds.cli",
+    "neuclip_ds.embedding",
+    "neuclip_ds.data.demo",
+    "neuclip_ds.evaluation",
+    "neuclip_ds.models.export",
+    "neuclip_ds.planning",
+    "neuclip_ds.profiling",
+    "neuclip_ds.reporting.report",
+    "neuclip_ds.training.evaluator",
+    "neuclip_ds.training.hooks.optional",
+    "neuclip_ds.training.hooks.remote",
+)
+
+
+def test_the_trainer_knows_no_satellite() -> None:
+    """Reports, exports, copies, evaluation, plans and profiles are hooks or commands, which whoever trains adds."""
+    code = f"import {ROOT}, sys; print(*(name for name in sys.modules if name.startswith('neuclip_ds')))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=PACKAGE.parent, capture_output=True, text=True, check=True)
+    found = {name: PACKAGE.parent / name.replace(".", "/") for name in done.stdout.splitlines()[-1].split()}
+    files = {
+        name: path.with_suffix(".py") if path.with_suffix(".py").is_file() else path / "__init__.py"
+        for name, path in found.items()
+    }
+    assert [name for name in files if name.startswith(SATELLITES)] == []
+    lines = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in files.items()}
+    largest = sorted(lines, key=lines.__getitem__, reverse=True)[:20]
+    count = f"{len(lines)} files of {sum(lines.values())} lines, the largest of which are {largest}"
+    assert len(lines) <= FILES and sum(lines.values()) <= LINES, count
+
+
+@pytest.mark.slow
+def test_a_training_step_is_read_in_few_files(tmp_path: Path) -> None:
+    """The goal is 30 files of 4,800 lines; a change must not lead away from it."""
+    script = Path(__file__).with_name("reading_path.py")
+    call = [sys.executable, str(script), str(demo_shards(tmp_path, 600))]
+    printed = subprocess.run(call, env=environment(), capture_output=True, text=True, check=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert found["files"] <= 34 and found["lines"] <= 6_250, printed

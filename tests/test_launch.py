@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,12 +18,14 @@ import torch
 from safetensors.torch import load_file
 from small_runs import ROOT, SMALL, demo_shards, environment
 
-from neuclip_ds.recipe import dump, parse
+from neuclip_ds.config import dump
+from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.slow
 BIN = Path(sys.executable).parent
 DEEPSPEED, TORCHRUN = str(BIN / "deepspeed"), str(BIN / "torchrun")
 NODES = ("127.0.0.2", "127.0.0.3")
+LIMIT = 1200  # seconds until a launch counts as stuck; far above what a busy machine takes
 
 
 def free_port() -> str:
@@ -44,7 +46,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(name: str, steps: int = 6) -> list[str]:
-    return [str(ROOT / "train.py"), "small.yaml", f"--run.name={name}", f"--budget.steps={steps}"]
+    return [str(ROOT / "train.py"), "small.yaml", f"--run.name={name}", f"--max_steps={steps}"]
 
 
 def start(folder: Path, *commands: list[str], **variables: str) -> list[subprocess.Popen[str]]:
@@ -61,7 +63,7 @@ def start(folder: Path, *commands: list[str], **variables: str) -> list[subproce
 def ends(processes: list[subprocess.Popen[str]]) -> list[tuple[int, str]]:
     """Exit code and output of each."""
     try:
-        said = [process.communicate(timeout=240)[0] for process in processes]
+        said = [process.communicate(timeout=LIMIT)[0] for process in processes]
     finally:
         for process in processes:
             process.kill()
@@ -99,38 +101,39 @@ def check(folder: Path, name: str, expected: dict[str, torch.Tensor]) -> None:
     assert all(torch.equal(found[key], expected[key]) for key in expected)
 
 
-def test_without_ssh(folder: Path, expected: dict[str, torch.Tensor]) -> None:
-    succeed(start(folder, *by_hand(train("no_ssh"))))
-    check(folder, "no_ssh", expected)
-
-
-def test_torchrun(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+def under_torchrun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
     common = [TORCHRUN, "--nnodes=2", "--nproc_per_node=1", f"--master_addr={NODES[0]}", f"--master_port={free_port()}"]
-    succeed(start(folder, *([*common, f"--node_rank={rank}", *train("torchrun")] for rank in range(2))))
-    check(folder, "torchrun", expected)
+    return start(folder, *([*common, f"--node_rank={rank}", *script] for rank in range(2)))
 
 
-def test_mpirun(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+def under_mpirun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
     """Ranks and address by mpi4py."""
     mpirun = shutil.which("mpirun", path=f"{BIN}:{os.environ['PATH']}")
     if mpirun is None:
         pytest.skip("needs Open MPI")
     options = ["-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-x", "MASTER_PORT"]
-    succeed(start(folder, [mpirun, *options, sys.executable, *train("mpirun")], MASTER_PORT=free_port()))
-    check(folder, "mpirun", expected)
+    return start(folder, [mpirun, *options, sys.executable, *script], MASTER_PORT=free_port())
 
 
-def test_srun(folder: Path, expected: dict[str, torch.Tensor]) -> None:
+def under_srun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
     """What srun would set, as no SLURM is here."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "127.0.0.[2-3]"}
     step.update(SLURM_JOB_ID=free_port())
-    processes = [
-        process
-        for rank in range(2)
-        for process in start(folder, [sys.executable, *train("srun")], SLURM_PROCID=str(rank), **step)
-    ]
-    succeed(processes)
-    check(folder, "srun", expected)
+    return [start(folder, [sys.executable, *script], SLURM_PROCID=str(rank), **step)[0] for rank in range(2)]
+
+
+LAUNCHERS: dict[str, Callable[[Path, list[str]], list[subprocess.Popen[str]]]] = {
+    "no_ssh": lambda folder, script: start(folder, *by_hand(script)),
+    "torchrun": under_torchrun,
+    "mpirun": under_mpirun,
+    "srun": under_srun,
+}
+
+
+@pytest.mark.parametrize("launcher", LAUNCHERS)
+def test_two_nodes_end_as_one(launcher: str, folder: Path, expected: dict[str, torch.Tensor]) -> None:
+    succeed(LAUNCHERS[launcher](folder, train(launcher)))
+    check(folder, launcher, expected)
 
 
 @pytest.fixture(scope="module")
@@ -156,33 +159,12 @@ def ssh_port(folder: Path) -> Iterator[str]:
     sshd.wait()
 
 
-def pdsh(folder: Path, ssh_port: str, script: list[str]) -> list[subprocess.Popen[str]]:
+def test_pdsh(folder: Path, expected: dict[str, torch.Tensor], ssh_port: str) -> None:
     options = f"-i {folder}/ssh/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -l {getpass.getuser()}"
     command = [DEEPSPEED, "--hostfile", "hostfile", "--no_ssh_check", "--ssh_port", ssh_port]
-    command += ["--master_addr", NODES[0], "--master_port", free_port(), *script]
-    return start(folder, command, PDSH_SSH_ARGS_APPEND=options)
-
-
-def test_pdsh(folder: Path, expected: dict[str, torch.Tensor], ssh_port: str) -> None:
-    succeed(pdsh(folder, ssh_port, train("pdsh")))
+    command += ["--master_addr", NODES[0], "--master_port", free_port(), *train("pdsh")]
+    succeed(start(folder, command, PDSH_SSH_ARGS_APPEND=options))
     check(folder, "pdsh", expected)
-
-
-def test_variables_reach_the_second_node(folder: Path, ssh_port: str) -> None:
-    """From `.deepspeed_env`, and those that DeepSpeed forwards by itself; others do not."""
-    (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nHF_HOME=/weights\nNOTE=two words\n")
-    shown = "import os; open(os.environ['RANK'] + '.env', 'w').write(repr(dict(os.environ)))"
-    (folder / "show.py").write_text(shown)
-    os.environ["NOT_FORWARDED"] = "1"
-    try:
-        succeed(pdsh(folder, ssh_port, [str(folder / "show.py")]))
-    finally:
-        del os.environ["NOT_FORWARDED"]
-    for rank in range(2):
-        found = eval((folder / f"{rank}.env").read_text())
-        assert (found["HF_HOME"], found["NOTE"]) == ("/weights", "two words")
-        assert str(ROOT) in found["PYTHONPATH"].split(":")
-        assert "NOT_FORWARDED" not in found
 
 
 def rank_process(name: str, rank: int) -> int:
@@ -198,19 +180,21 @@ def rank_process(name: str, rank: int) -> int:
     raise LookupError(f"rank {rank} of {name}")
 
 
-def wait_for_steps(log: Path) -> None:
-    deadline = time.monotonic() + 120
-    while not (log.is_file() and "pairs in" in log.read_text()):
-        assert time.monotonic() < deadline
+def endless(folder: Path, name: str) -> list[subprocess.Popen[str]]:
+    """Both nodes of a run that does not end by itself, after its first steps."""
+    nodes, log = start(folder, *by_hand(train(name, steps=1_000_000))), folder / "runs" / name / "log.txt"
+    deadline = time.monotonic() + LIMIT
+    while not (log.is_file() and "step 1/" in log.read_text()):
+        running = all(node.poll() is None for node in nodes)
+        assert running and time.monotonic() < deadline, ends(nodes)
         time.sleep(0.2)
+    return nodes
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
-    name = f"killed_{rank}"
-    nodes = start(folder, *by_hand(train(name, steps=1_000_000)))
-    wait_for_steps(folder / "runs" / name / "log.txt")
-    os.kill(rank_process(name, rank), signal.SIGKILL)
+    nodes = endless(folder, f"killed_{rank}")
+    os.kill(rank_process(f"killed_{rank}", rank), signal.SIGKILL)
     found = ends(nodes)
     assert all(code for code, _ in found)
     assert f"because rank {rank} on " in found[1 - rank][1]
@@ -219,25 +203,13 @@ def test_a_killed_rank_ends_both_nodes(rank: int, folder: Path) -> None:
 
 def test_sigterm_at_the_launcher_saves(folder: Path) -> None:
     """It is enough that one node's launcher is told."""
-    nodes = start(folder, *by_hand(train("terminated", steps=1_000_000)))
-    wait_for_steps(folder / "runs" / "terminated" / "log.txt")
-    time.sleep(1)
+    nodes = endless(folder, "terminated")
     launcher = subprocess.run(["pgrep", "-P", str(nodes[1].pid)], capture_output=True, text=True).stdout.split()[0]
     os.kill(int(launcher), signal.SIGTERM)
     found = ends(nodes)
     assert "Stopped after step" in found[0][1], found
     assert all(code for code, _ in found), found
     assert state(folder, "terminated")
-
-
-def test_another_config_on_the_second_node(folder: Path) -> None:
-    first, second = by_hand(train("differs"))
-    found = ends(start(folder, first, [*second, "--optimizer.lr=0.5"]))
-    for code, said in found:
-        assert code == 2, said
-        assert "Traceback" not in said
-        assert said.count("lr: 0.5 instead of lr: 0.001") == 1
-        assert "rank 1 on " in said
 
 
 def test_data_that_the_second_node_lacks(folder: Path) -> None:

@@ -55,6 +55,12 @@ def test_the_wheel_holds_every_file_of_the_package(installed: Path) -> None:
     assert "neuclip-ds = neuclip_ds.cli.main:main" in entry.read_text()
 
 
+def test_the_wheel_needs_what_the_checkout_needs_but_its_tests() -> None:
+    project = pytest.importorskip("tomllib").loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (line.split("#")[0].strip() for line in (ROOT / "requirements.txt").read_text().splitlines())
+    assert sorted(filter(None, lines)) == sorted([*project["dependencies"], "hypothesis", "pytest", "scipy"])
+
+
 @pytest.mark.slow
 def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     assert "build-manifest" in run(installed, tmp_path, "--help")
@@ -67,7 +73,7 @@ def test_commands_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     data = demo_shards(tmp_path / "data", pairs=16)
-    options = [f"--data.train={data}", "--data.batch-size=8", "--data.workers=1", "--budget.steps=2", *SMALL]
+    options = [f"--data.train={data}", "--data.batch-size=8", "--data.workers=1", "--max_steps=2", *SMALL]
     run(installed, tmp_path, "train", "demo", *options)
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "step_000000002").is_dir()
 

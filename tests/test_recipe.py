@@ -7,15 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.errors import UserError
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
+from neuclip_ds.objectives.options import NpnConfig
 from neuclip_ds.recipe import (
-    RENAMED,
-    dump,
     load_recipe,
-    load_saved,
     merge,
     option_fields,
     parse,
@@ -41,14 +37,20 @@ def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
         "--optimizer.betas=[0.8,0.9]",
         "--run.name=mine",
     ]
-    after = parse(["demo", *options, "--objective.npn.reset_accumulator=true"]).config
+    after = parse(["demo", *options, "--objective.npn.alpha_grad=stop"]).config
     assert after.optimizer.lr == 2e-3
     assert after.optimizer.betas == (0.8, 0.9)
     assert after.data.micro_batch == 32
     assert after.run.name == "mine"
-    assert after.objective.section(NpnConfig).reset_accumulator
-    assert after.objective.section(NpnConfig).prototypes == before.objective.section(NpnConfig).prototypes
+    assert after.objective.npn.alpha_grad == "stop"
+    assert after.objective.npn.prototypes == before.objective.npn.prototypes
     assert after.model == before.model
+
+
+def test_without_a_recipe_it_is_the_demo() -> None:
+    asked = parse(["--max_steps=3"])
+    assert asked.recipe is None
+    assert asked.config == parse(["demo", "--max_steps=3"]).config
 
 
 def test_null_takes_a_value_away() -> None:
@@ -85,9 +87,7 @@ def test_includes_are_laid_under_the_recipe(tmp_path: Path) -> None:
 def test_a_methods_defaults_lie_between_the_section_and_the_recipe(tmp_path: Path) -> None:
     path = tmp_path / "mine.yaml"
     path.write_text("objective: {method: sogclr, moving_average: {gamma_min: 0.5}}\n")
-    average = parse([str(path), "--objective.moving_average.gamma_epochs=3"]).config.objective.section(
-        MovingAverageConfig
-    )
+    average = parse([str(path), "--objective.moving_average.gamma_epochs=3"]).config.objective.moving_average
     assert (average.gamma, average.gamma_min, average.gamma_epochs) == ("constant", 0.5, 3)
     assert parse([str(path)]).config.objective.temperature.initial == 0.03
 
@@ -103,11 +103,11 @@ def test_a_pretrained_model_starts_at_its_own_temperature_and_bias(tmp_path: Pat
 
 def test_sections_for_other_methods_wait_for_theirs() -> None:
     """A recipe's sections that a later choice of method does not read come back with the method that does."""
-    assert parse(["demo", "--objective.method=openclip"]).config.objective.section(NpnConfig) == NpnConfig()
-    average = parse(["demo", "--objective.method=fastclip_v1"]).config.objective.section(MovingAverageConfig)
+    assert parse(["demo", "--objective.method=openclip"]).config.objective.npn == NpnConfig()
+    average = parse(["demo", "--objective.method=fastclip_v1"]).config.objective.moving_average
     assert average.gamma_epochs == 4
-    again = parse(["demo_openclip", "--objective.method=neuclip"]).config.objective.section(NpnConfig)
-    assert again == parse(["demo", "--objective.method=neuclip"]).config.objective.section(NpnConfig)
+    again = parse(["demo_openclip", "--objective.method=neuclip"]).config.objective.npn
+    assert again == parse(["demo", "--objective.method=neuclip"]).config.objective.npn
     assert again.prototypes == 1024
     assert set(yaml.safe_load(dump(parse(["demo_openclip"]).config))["objective"]) & {"npn", "moving_average"} == set()
 
@@ -123,24 +123,7 @@ def test_several_methods_share_a_command_line() -> None:
         config = parse_for(method, shared)
         assert config.objective.method == (method or "neuclip_queue")
         assert config.objective.eps == 1e-6
-        assert config.objective.section(NpnConfig).lr == (3 if method == "neuclip" else 1.0)
-
-
-def test_a_run_saved_with_former_names_and_all_sections_is_read(tmp_path: Path) -> None:
-    config = parse(["demo_openclip"]).config
-    tree = yaml.safe_load(dump(config))
-    tree["objective"] |= {"npn": NpnConfig().model_dump(), "hinge": {"margin": 3}}
-    for new, old in (
-        (name, former) for former, name in RENAMED.items() if "=" not in name and former != "data.sources"
-    ):
-        section, key = new.split(".")
-        tree[section][old.split(".")[1]] = tree[section].pop(key)
-    tree["recovery"]["gamma"] = "anew"
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(tree))
-    found = load_saved(tmp_path / "config.yaml")
-    assert found.recovery.gamma == "restart"
-    found.recovery.gamma = config.recovery.gamma
-    assert found == config
+        assert config.objective.npn.lr == (3 if method == "neuclip" else 1.0)
 
 
 def test_merge_leaves_its_arguments_alone() -> None:
@@ -158,7 +141,7 @@ def test_merge_leaves_its_arguments_alone() -> None:
         (["demo", "--hostfile=hostfiles/8node"], "belong to --dry-run"),
         (["demo", "--data.batch_size=few"], "data.batch_size='few'"),
         (["demo", "--data.batch_size=1"], "greater than or equal to 2"),
-        (["demo", "--data.reader=zip"], "'tar' or 'webdataset'"),
+        (["demo", "--data.decoder=zip"], "'simplejpeg' or 'pil'"),
         (["demo", "--model.text.heads=5"], "heads=5 does not divide width=128"),
         (["demo", "--objective.temperature.initial=3"], "initial=3.0 is outside"),
         (["dmeo"], "did you mean demo"),
@@ -168,10 +151,6 @@ def test_merge_leaves_its_arguments_alone() -> None:
             "objective.npn.lr is read by neuclip only",
         ),
         (["demo", "--objective.method=siglip", "--objective.npn.lr=3"], "reads objective.siglip: remove it, or choose"),
-        (["demo", "--objective.wire=float32"], "--objective.wire is now called --objective.comm-dtype"),
-        (["demo", "--data.slots=2"], "--data.slots is now called --data.shard-streams"),
-        (["demo", "--recovery.gamma=anew"], "recovery.gamma=anew is now called recovery.gamma=restart"),
-        ([], "Name a recipe"),
     ],
 )
 def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> None:
@@ -190,7 +169,6 @@ def test_mistakes_name_the_thing_and_the_fix(options: list[str], words: str) -> 
         ("objective: {method: gcl, hinge: {margin: 1}}", "objective.hinge.margin is read by tuneclip only"),
         ("objective: {other_methods: {hnge: {}}}", "unknown key objective.other_methods.hnge; did you mean hinge?"),
         ("objective: {other_methods: {hinge: {margn: 1}}}", "unknown key margn"),
-        ("data: {tail: drop}", "data.tail is now called data.last_batch"),
     ],
 )
 def test_mistakes_in_a_file(text: str, words: str, tmp_path: Path) -> None:

@@ -24,6 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from benchmarking import machine, on_ranks
+from benchmarking.synthetic_profile import SyntheticSteps
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.checkpoint.engine_state import engine_files
@@ -31,7 +32,6 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.planning.synthetic_profile import SyntheticSteps
 from neuclip_ds.recipe import load_recipe, override, validate
 
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}

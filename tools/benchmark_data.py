@@ -29,9 +29,11 @@ from torch import Tensor
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest, write_manifest
-from neuclip_ds.data.manifest import Manifest, load_manifest
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest_file import load_manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.state.partition import load_rows, save_rows
@@ -243,7 +245,9 @@ def run(setting: Setting) -> None:
         contenders = [page_cache, ours_in_sequence, ours_at_random, ours_walking_headers, webdataset_raw]
         with tempfile.TemporaryDirectory() as folder:
             setting.paths, setting.manifest = resolve_shards(setting.shards), f"{folder}/manifest"
-            manifest = write_manifest(Path(setting.manifest), setting.paths, ThreadPoolExecutor(1), samples=True)
+            manifest = write_manifest(
+                Path(setting.manifest), setting.paths, ThreadPoolExecutor(1), ScanOptions(checksum=True)
+            )
             if has_mosaic():
                 setting.mds = f"{folder}/mds"
                 write_mds(manifest, Path(setting.mds))

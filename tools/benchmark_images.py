@@ -36,17 +36,16 @@ from torch import Tensor
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
-from neuclip_ds.data.decoders import DECODERS, decode_pil, find_decoder
+from neuclip_ds.data.decoders import decode_pil
 from neuclip_ds.data.demo import demo_split
-from neuclip_ds.data.loader import LoaderOptions, eval_jobs, pair_dataset, train_loader
+from neuclip_ds.data.images import DECODERS, EvalTransform, RandomCrop, decode_simplejpeg, train_transform
+from neuclip_ds.data.loader import Loader, LoaderOptions, eval_jobs, train_jobs
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.transforms import EvalTransform, RandomCrop, train_transform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.evaluation.folder import EvaluationFolder
-from neuclip_ds.evaluation.loading import EvaluationLoader
+from neuclip_ds.evaluation.sets import WebdatasetFolder
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 
@@ -72,7 +71,7 @@ class Setting(argparse.Namespace):
     evaluation: str  # folder, of the photographs as an evaluation set
 
 
-Loader = Callable[[Setting], Iterator[int]]  # yields the sizes of endless batches
+Contender = Callable[[Setting], Iterator[int]]  # yields the sizes of endless batches
 
 
 # photographs
@@ -122,13 +121,15 @@ def add(archive: tarfile.TarFile, name: str, data: bytes) -> None:
 # contenders
 
 
-def ours(setting: Setting, decoder: str | None = None) -> Iterator[int]:
+def ours(setting: Setting, decoder: str = "simplejpeg") -> Iterator[int]:
     manifest = build_manifest(setting.tars)
     order = GlobalOrder(manifest.starts, manifest.sizes, setting.batch, setting.seed)
     options = LoaderOptions(setting.workers, setting.prefetch)
-    transform, tokenizer = train_transform(CROP, SCALE, find_decoder(decoder)), our_tokenizer(setting)
-    batches = train_loader(manifest, order, transform, tokenizer, steps=10**9, options=options)
-    return (len(batch.image) for batch in batches)
+    transform, tokenizer = train_transform(CROP, SCALE, DECODERS[decoder]), our_tokenizer(setting)
+    pairs = PairDataset(manifest, transform, tokenizer, order.seed)
+    with closing(Loader(options, {"train": pairs})) as loader:
+        for batch in loader.batches("train", train_jobs(order, 0, 1, 0, 0, steps=10**9)):
+            yield len(batch.image)
 
 
 def our_tokenizer(setting: Setting) -> CaptionTokenizer:
@@ -139,7 +140,7 @@ def webloader(setting: Setting) -> Iterator[int]:
     """webdataset's loader with our transform and tokenizer."""
     from webdataset import WebDataset, WebLoader
 
-    transform, tokenizer = train_transform(CROP, SCALE, find_decoder(None)), our_tokenizer(setting)
+    transform, tokenizer = train_transform(CROP, SCALE, decode_simplejpeg), our_tokenizer(setting)
     dataset = (
         WebDataset(setting.tars, shardshuffle=len(setting.tars), nodesplitter=None)
         .repeat()
@@ -181,7 +182,7 @@ def open_clip_parts() -> tuple[Callable[[Image.Image], Tensor], Callable[[str], 
     return image_transform(CROP, is_train=True, aug_cfg={"scale": (SCALE, 1.0)}), SimpleTokenizer()
 
 
-CONTENDERS: dict[str, Loader] = {
+CONTENDERS: dict[str, Contender] = {
     "ours": ours,
     "ours, decoder pil": functools.partial(ours, decoder="pil"),
     "WebLoader, our transform": webloader,
@@ -189,7 +190,7 @@ CONTENDERS: dict[str, Loader] = {
 }
 
 
-def rate(contender: Loader, setting: Setting) -> float:
+def rate(contender: Contender, setting: Setting) -> float:
     """Return samples/s after the warm-up, over as many samples as there are photographs."""
     sizes = contender(setting)
     for _ in range(WARM_UP * setting.workers * setting.prefetch):  # also the batches that were made meanwhile
@@ -212,30 +213,30 @@ class Passes(NamedTuple):
 
 def evaluation_set(setting: Setting) -> Passes:
     """Load the photographs as those of an evaluation set."""
-    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=find_decoder(None))
+    folder, transform = Path(setting.evaluation), EvalTransform(CROP, decode=decode_simplejpeg)
     prepare = functools.partial(decode, transform=transform)
 
-    def passed(loader: EvaluationLoader) -> int:
-        found = sharded_batches(EvaluationFolder.read(folder), prepare, Communicator(), setting.batch, loader)
+    def passed(loader: Loader) -> int:
+        found = sharded_batches(WebdatasetFolder.read(folder), prepare, Communicator(), setting.batch, loader)
         return sum(len(torch.stack(batch.rows)) for batch in found)
 
-    return two_passes(setting, EvaluationLoader(LoaderOptions(setting.workers, setting.prefetch)), passed)
+    return two_passes(setting, Loader(LoaderOptions(setting.workers, setting.prefetch)), passed)
 
 
 def evaluation_pairs(setting: Setting) -> Passes:
     """Load the photographs as validation pairs."""
     manifest, options = build_manifest(setting.tars), LoaderOptions(setting.workers, setting.prefetch)
-    transform = EvalTransform(CROP, decode=find_decoder(None))
-    pairs = {"val": pair_dataset(manifest, transform, our_tokenizer(setting), 0, options)}
+    transform = EvalTransform(CROP, decode=decode_simplejpeg)
+    pairs = {"val": PairDataset(manifest, transform, our_tokenizer(setting))}
 
-    def passed(loader: EvaluationLoader) -> int:
+    def passed(loader: Loader) -> int:
         batches = loader.batches("val", eval_jobs(manifest, 0, 1, setting.batch))
         return sum(int(batch.valid.sum()) for batch in batches)
 
-    return two_passes(setting, EvaluationLoader(options, pairs), passed)
+    return two_passes(setting, Loader(options, pairs), passed)
 
 
-def two_passes(setting: Setting, loader: EvaluationLoader, passed: Callable[[EvaluationLoader], int]) -> Passes:
+def two_passes(setting: Setting, loader: Loader, passed: Callable[[Loader], int]) -> Passes:
     with closing(loader):
         seconds = [timed(functools.partial(passed, loader)) for _ in range(2)]
     return Passes(*(samples / elapsed for elapsed, samples in seconds))
@@ -258,14 +259,14 @@ class Stages(NamedTuple):
 
     read: float
     decode: float
-    resize: float  # crop and resize; with open_clip also float32 and its normalisation
-    tokenise: float
+    resize: float  # crop and resize; with open_clip also float32 and its normalization
+    tokenize: float
     collate: float
 
 
 def our_stages(setting: Setting, count: int) -> Stages:
     manifest = build_manifest(setting.tars)
-    reader, decode, tokenizer = TarReader(manifest), find_decoder(None), our_tokenizer(setting)
+    reader, decode, tokenizer = TarReader(manifest), decode_simplejpeg, our_tokenizer(setting)
     transform = train_transform(CROP, SCALE, decode)
     dataset = PairDataset(manifest, transform, tokenizer)
     reader.read(0)
@@ -275,10 +276,10 @@ def our_stages(setting: Setting, count: int) -> Stages:
     transform(images[0])
     decoded, _ = timed(lambda: [decode(image, None) for image in images])
     transformed, _ = timed(lambda: [transform(image, number) for number, image in enumerate(images)])
-    tokenised, _ = timed(lambda: tokenizer(captions))
-    whole, _ = timed(lambda: dataset.__getitems__([(0, index) for index in range(count)]))
-    collated = whole - read - transformed - tokenised
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed - decoded, tokenised, max(0.0, collated))))
+    tokenized, _ = timed(lambda: tokenizer(captions))
+    whole, _ = timed(lambda: dataset.batch([(0, index) for index in range(count)]))
+    collated = whole - read - transformed - tokenized
+    return Stages(*(1000 * x / count for x in (read, decoded, transformed - decoded, tokenized, max(0.0, collated))))
 
 
 def open_clip_stages(setting: Setting, count: int) -> Stages:
@@ -293,7 +294,7 @@ def open_clip_stages(setting: Setting, count: int) -> Stages:
     decoded, pictures = timed(lambda: [decode("jpg", sample["jpg"]) for sample in samples])
     transform(pictures[0])
     transformed, pixels = timed(lambda: [transform(picture) for picture in pictures])
-    tokenised, tokens = timed(lambda: [tokenizer(sample["txt"].decode())[0] for sample in samples])
+    tokenized, tokens = timed(lambda: [tokenizer(sample["txt"].decode())[0] for sample in samples])
     size = setting.batch
     collated, _ = timed(
         lambda: [
@@ -301,7 +302,7 @@ def open_clip_stages(setting: Setting, count: int) -> Stages:
             for low in range(0, count, size)
         ]
     )
-    return Stages(*(1000 * x / count for x in (read, decoded, transformed, tokenised, collated)))
+    return Stages(*(1000 * x / count for x in (read, decoded, transformed, tokenized, collated)))
 
 
 def timed(work: Callable[[], Any]) -> tuple[float, Any]:
@@ -322,9 +323,9 @@ class Difference(NamedTuple):
 
 
 def difference(setting: Setting, decoder: str, count: int) -> Difference:
-    """Compare with PIL's full decode and resize, which are open_clip's pixels before normalisation."""
+    """Compare with PIL's full decode and resize, which are open_clip's pixels before normalization."""
     exact = RandomCrop(CROP, SCALE, lambda data, _: decode_pil(data, None))
-    transform = train_transform(CROP, SCALE, find_decoder(decoder))
+    transform = train_transform(CROP, SCALE, DECODERS[decoder])
     images = [sample.image or b"" for sample in itertools.islice(samples_of(build_manifest(setting.tars)), count)]
     found = [
         (transform(image, number).float() - exact(image, number).float()).abs() for number, image in enumerate(images)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss import ContrastiveLoss
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.options import NpnConfig
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 PEER = "open_clip ClipLoss"

@@ -1,8 +1,7 @@
 """For developers of neuclip_ds: build a manifest from img2dataset's side files in a store with latency.
 
-A server of this machine answers every request after a delay, as an S3 bucket (sizes from listings of 1,000 keys) or a
-plain HTTP server (a HEAD request a shard). It counts requests and the bytes that it sends. No shard is ever sent: the
-server only knows their sizes.
+A server of this machine answers every request after a delay, as an S3 bucket or a plain HTTP server. It counts requests
+and the bytes that it sends. No shard is ever sent: the server only knows their sizes.
 
 Example: python tools/benchmark_manifest.py --shards 130000 --latency 0.05 --stores s3 http
 """
@@ -19,24 +18,21 @@ import tempfile
 import time
 from collections import Counter
 from multiprocessing.connection import Connection
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import urlsplit
 
 from neuclip_ds.cli.program import exit_on_mistake
 
 SHARD_BYTES, SAMPLES = 450_000_000, 9_500
-PAGE = 1000  # keys of a page of S3's listing
 STATS = json.dumps(
     {"count": 10_000, "successes": SAMPLES, "failed_to_download": 500, "failed_to_resize": 0, "status_dict": {}}
 ).encode()
 
 
 class Server:
-    """Shards 000000.tar ... of the folder `pool`, each with its side files, for as long as `serve` runs."""
+    """Shards of any name, each with a side file, for as long as `serve` runs."""
 
-    def __init__(self, shards: int, latency: float) -> None:
+    def __init__(self, latency: float) -> None:
         self._latency = latency
-        suffixes = (".parquet", ".tar", "_stats.json")
-        self._keys = sorted(f"{number:06d}{suffix}" for number in range(shards) for suffix in suffixes)
         self.counts: Counter[str] = Counter()
 
     async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -56,32 +52,17 @@ class Server:
 
     def _body(self, target: str) -> tuple[int | None, bytes]:
         """Return the size and the content of what a request names; of shards there is only the size."""
-        parts = urlsplit(target)
-        name = parts.path.removeprefix("/pool").strip("/")
-        if not name:
-            page = self._page(int(parse_qs(parts.query).get("continuation-token", ["0"])[0]))
-            return len(page), page
+        name = urlsplit(target).path
         if name.endswith("_stats.json"):
             return len(STATS), STATS
         return (SHARD_BYTES, b"") if name.endswith(".tar") else (None, b"")
 
-    def _page(self, start: int) -> bytes:
-        keys, more = self._keys[start : start + PAGE], start + PAGE < len(self._keys)
-        listed = "".join(
-            f"<Contents><Key>{key}</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
-            f"<Size>{SHARD_BYTES if key.endswith('.tar') else len(STATS)}</Size></Contents>"
-            for key in keys
-        )
-        token = f"<NextContinuationToken>{start + PAGE}</NextContinuationToken>" if more else ""
-        token = f"<IsTruncated>{str(more).lower()}</IsTruncated>{token}"
-        return f"<ListBucketResult>{token}{listed}</ListBucketResult>".encode()
 
-
-def serve(connection: Connection, shards: int, latency: float) -> None:
+def serve(connection: Connection, latency: float) -> None:
     """Send the port, and at each message the counts so far."""
 
     async def run() -> None:
-        server = Server(shards, latency)
+        server = Server(latency)
         async with await asyncio.start_server(server.answer, "127.0.0.1", backlog=4096) as listening:
             connection.send(listening.sockets[0].getsockname()[1])
             while await asyncio.to_thread(connection.recv):
@@ -93,7 +74,7 @@ def serve(connection: Connection, shards: int, latency: float) -> None:
 def measure(store: str, shards: int, latency: float, processes: int) -> tuple[float, float, Counter[str]]:
     """Return the seconds of `build-manifest`, its start included, those of its processors, and the server's counts."""
     ours, theirs = multiprocessing.Pipe()
-    server = multiprocessing.Process(target=serve, args=(theirs, shards, latency), daemon=True)
+    server = multiprocessing.Process(target=serve, args=(theirs, latency), daemon=True)
     server.start()
     endpoint = f"http://127.0.0.1:{ours.recv()}"
     names = f"{{000000..{shards - 1:06d}}}.tar"

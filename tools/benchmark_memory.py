@@ -18,14 +18,14 @@ from typing import Any, NamedTuple
 
 import torch
 from benchmarking import on_ranks, reset_peak, resident
+from benchmarking.synthetic_profile import EPOCH, SyntheticSteps
+from step_costs import count_flops
 from torch.multiprocessing import ProcessRaisedException
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
-from neuclip_ds.planning.scaling import count_flops
-from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps
-from neuclip_ds.recipe import dump, load_recipe, override, validate
+from neuclip_ds.recipe import load_recipe, override, validate
 
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
 
@@ -73,7 +73,7 @@ def measure(case: Case, steps: int) -> dict[str, Any]:
             seconds.append(time.perf_counter() - began)
         return {
             "measured": torch.cuda.max_memory_allocated() if on_gpu else resident("VmHWM") - before,
-            "predicted": found.peak + (0 if on_gpu else found.host),
+            "predicted": found.peak + (0 if on_gpu else found.on_host),
             "parts": found.lines(),
             "seconds": min(seconds[1:]),
             "flops": sum(map(sum, count_flops(query))) * config.rank_batch(case.ranks),

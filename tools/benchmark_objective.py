@@ -23,7 +23,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
+from neuclip_ds.objectives.options import NpnConfig
 
 HEADER = "| ranks | b | objective | ms | ratio | peak MB | ratio | kB received per rank and step |"
 

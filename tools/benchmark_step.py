@@ -34,21 +34,21 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from benchmarking.step_speed import Program, Speeds, samples_per_second, table
+from benchmarking.synthetic_profile import first_prediction
+from profile_communication import run_on_ranks
 
 from neuclip_ds.cli.program import exit_on_mistake
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.data.build import open_manifest
-from neuclip_ds.data.dataset import iter_captions
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.objectives import find_method
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.planning.memory import MemoryQuery
-from neuclip_ds.planning.synthetic_profile import first_prediction
-from neuclip_ds.recipe import dump, parse_for
-from neuclip_ds.reproduction.step_speed import Program, Speeds, samples_per_second, start, table
+from neuclip_ds.recipe import parse_for
+from neuclip_ds.training.data import iter_captions
 
 PEERS = Path(__file__).parent / "peers"
 PARTS = ("speed", "shares")
@@ -78,8 +78,8 @@ class Setting(NamedTuple):
         """Return the config of the run, with the recipe's method or another."""
         asked = self.arguments
         own = [f"--data.batch_size={self.batch}", f"--data.workers={asked.workers}", "--data.prefetch=2"]
-        own += ["--data.last_batch=drop", "--data.val=", "--data.zero_shot="]
-        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000", "--run.report=false"]
+        own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
+        own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000"]
         own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
         if self.source != RANDOM:
             own.append(f"--data.train={self.source}")
@@ -91,12 +91,12 @@ class Setting(NamedTuple):
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new folder."""
         shutil.rmtree(folder, ignore_errors=True)
-        start(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
+        run_on_ranks(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
         """Write the config of a run of so many steps to a file and return its path."""
         path = self.arguments.out / f"{as_name(name)}_{self.ranks}ranks.yaml"
-        path.write_text(dump(self.config(method, f"--budget.steps={steps}", *more)), encoding="utf-8")
+        path.write_text(dump(self.config(method, f"--max_steps={steps}", *more)), encoding="utf-8")
         return str(path)
 
 
@@ -255,10 +255,10 @@ def print_shares(arguments: argparse.Namespace) -> None:
     small = Setting(arguments, arguments.share_model, 1, arguments.share_rows, threads)
     ranks = arguments.paper_ranks or gpus or _PAPER_RANKS
     paper = small._replace(ranks=ranks, rows=arguments.paper_batch // ranks)
-    npn = small.config().objective.section(NpnConfig)
+    npn = small.config().objective.npn
     alone = [objective_seconds(setting) for setting in (small, paper)]
     pair = step_seconds(small) - alone[0]["openclip"] / small.rows
-    print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.updates}, m = {npn.prototypes}\n")
+    print(f"\nObjective's share of a step, {small.recipe}, T_u = {npn.inner_steps}, m = {npn.prototypes}\n")
     print("| B | K | method | objective ms | of it NPN ms | towers and optimizer ms | share |\n" + "|---" * 7 + "|")
     for setting, found, how in zip((small, paper), alone, ("", " (computed)"), strict=True):
         towers = pair * setting.rows

@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, closing
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,14 +33,15 @@ from torch import Tensor
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.data.build import write_manifest
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.decoders import find_decoder
-from neuclip_ds.data.loader import LoaderOptions, train_loader
-from neuclip_ds.data.manifest import Manifest, load_manifest, write_shards
+from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.images import DECODERS, ImageTransform, train_transform
+from neuclip_ds.data.loader import Loader, LoaderOptions, train_jobs
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest_file import load_manifest, write_shards
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.data.prefetch import Prefetcher, shards_ahead
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.transforms import ImageTransform, train_transform
 from neuclip_ds.errors import UserError
 
 COLUMNS = (
@@ -70,7 +71,7 @@ class Setting(argparse.Namespace):
 
     @property
     def transform(self) -> ImageTransform:
-        return train_transform(self.image_size, 0.9, find_decoder(self.decoder))
+        return train_transform(self.image_size, 0.9, DECODERS[self.decoder])
 
     @property
     def torch_workers(self) -> dict[str, int]:
@@ -135,12 +136,12 @@ def ours(setting: Setting, storage: Storage, start: Start) -> Callable[[], Itera
             if storage.store is not None:
                 cache = ShardCache(start.copies, 4 * sum(shard.bytes for shard in manifest.shards))
                 options = options._replace(cache=cache)
-                requests = partial(order.shards_ahead, 0, first, [slice(0, setting.batch)])
+                requests = partial(shards_ahead, order, 0, first, [slice(0, setting.batch)])
                 prefetcher = Prefetcher(cache, requests, manifest.shards, begin=first, end=steps, ahead=steps)
                 stack.enter_context(prefetcher)
-            batches = train_loader(
-                manifest, order, setting.transform, _lengths, step=first, steps=steps - first, options=options
-            )
+            pairs = PairDataset(manifest, setting.transform, _lengths, cache=options.cache)
+            loader = stack.enter_context(closing(Loader(options, {"train": pairs})))
+            batches = loader.batches("train", train_jobs(order, 0, 1, 0, first, steps - first))
             for number, batch in enumerate(batches, first):
                 if prefetcher is not None:
                     prefetcher.advance(number)
@@ -309,7 +310,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2, help="loader processes (2)")
     parser.add_argument("--prefetch", type=int, default=4, help="batches that each prepares ahead (4)")
     parser.add_argument("--image-size", type=int, default=224, help="side of the square crop (224)")
-    parser.add_argument("--decoder", choices=("pil", "torchvision", "simplejpeg"), default="pil")
+    parser.add_argument("--decoder", choices=("pil", "simplejpeg"), default="pil")
     parser.add_argument("--latency-ms", type=float, default=50, help="of the S3 server before each answer (50)")
     parser.add_argument("--bandwidth-mb", type=float, default=20, help="of the S3 server, in MB/s; 0: no limit (20)")
     parser.add_argument("--repeats", type=int, default=3, help="turns (3)")

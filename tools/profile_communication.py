@@ -1,6 +1,130 @@
-"""`neuclip-ds profile` as a file; `--help` has examples."""
+"""Measure computation, communication and overlap of training steps, and bytes by purpose (as FastCLIP's Tables 15-22).
 
-from neuclip_ds.cli.main import main
+Each combination of method, ZeRO stage and world size trains in fresh processes on random pairs (no loading). OUT
+receives report.md and breakdowns.json, and for each combination a folder with breakdown.json
+and the trace of rank 0, for chrome://tracing or ui.perfetto.dev. Methods are those of objective.method, and
+
+    openclip_reference   OpenCLIP's scheme: gather with gradient, local loss, reduce-scatter of B x d
+
+Options of the run, such as --model.embed-dim=512, are passed on.
+
+Example:
+  python tools/profile_communication.py --methods openclip_reference openclip fastclip_v3 neuclip --stages 1 3 \\
+    --world-sizes 2 --recipe miniature --rows 128 --out runs/profile
+"""
+
+import argparse
+import itertools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.config import dump
+from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse_for
+
+METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
+_SHOWN = 15  # last lines of a failed program's output
+
+
+def main() -> None:
+    parser = Parser(prog="profile_communication.py", description=__doc__)
+    parser.add_argument("--methods", nargs="+", default=METHODS, help="to compare")
+    parser.add_argument("--stages", type=int, nargs="+", choices=range(4), default=[1], help="of ZeRO")
+    parser.add_argument("--world-sizes", type=int, nargs="+", default=[2], help="numbers of ranks on this machine")
+    parser.add_argument("--recipe", default="demo", help="recipe of model and objective")
+    parser.add_argument("--rows", type=int, default=128, help="pairs per rank")
+    parser.add_argument("--precision", choices=("fp32", "bf16"), default="fp32", help="of the towers")
+    parser.add_argument("--steps", type=int, default=10, help="steps to profile")
+    parser.add_argument("--out", type=Path, default=Path("runs/profile"), help="folder for the results")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    options, overrides = parser.parse_with_overrides(sys.argv[1:])
+    (profile_rank if options.worker else compare)(options, overrides)
+
+
+def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Profile every combination in fresh processes and write the report on all of them.
+
+    Raises:
+        UserError: a combination's processes failed; names their output.
+    """
+    from benchmarking.openclip_reference import REFERENCES  # torch takes seconds to import
+
+    from neuclip_ds.profiling.breakdown import report
+    from neuclip_ds.profiling.recorder import BREAKDOWN, REPORT
+
+    for method in arguments.methods:  # refuses a wrong option before any process starts
+        parse_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    found = []
+    for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
+        folder = arguments.out / f"{method}_zero{stage}_{world_size}ranks"
+        own = [f"--methods={method}", f"--stages={stage}", f"--recipe={arguments.recipe}", f"--out={folder}"]
+        own += [f"--{name}={getattr(arguments, name)}" for name in ("rows", "precision", "steps")]
+        call = [__file__, "--worker", *own, *overrides]
+        run_on_ranks(f"{method} with ZeRO {stage}", call, world_size, folder)
+        found.append(json.loads((folder / BREAKDOWN).read_text(encoding="utf-8")))
+        seconds = found[-1]["seconds"]
+        print(
+            f"{method}, ZeRO {stage}, {world_size} ranks: {1e3 * seconds['total']['mean']:.1f} ms a step, "
+            f"{1e3 * seconds['communication']['mean']:.1f} ms of it communication",
+            flush=True,
+        )
+    (arguments.out / "breakdowns.json").write_text(json.dumps(found, indent=1), encoding="utf-8")
+    text = report(found)
+    (arguments.out / REPORT).write_text(text, encoding="utf-8")
+    print(f"{text}\nWritten: {arguments.out / REPORT}; traces and breakdowns are in the folders next to it.")
+
+
+def run_on_ranks(name: str, program: Sequence[str], ranks: int, folder: Path, threads: int | None = None) -> None:
+    """Run a program as ranks of this machine, which share its cores, to its end; its output goes to FOLDER/output.txt.
+
+    A program is a script, or `-m` and a module, with its arguments. Errors call it `name`.
+
+    Raises:
+        UserError: it failed; shows the end of its output.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    call = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *program]
+    shared = str(max(1, (os.cpu_count() or 1) // ranks))
+    # the loopback interface by name: gloo may otherwise look up the machine's name at length
+    variables = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": shared, **os.environ, "HF_HUB_OFFLINE": "1"}
+    variables |= {"TOKENIZERS_PARALLELISM": "false", "PYTHONPATH": os.pathsep.join(sys.path)}
+    variables |= {"OMP_NUM_THREADS": str(threads)} if threads else {}
+    path = folder / "output.txt"
+    with path.open("w") as output:
+        code = subprocess.run(call, env=variables, stdout=output, stderr=output).returncode
+    if code:
+        rank_said = path.read_text(errors="replace").partition("torch/distributed/elastic")[0]  # then the launcher's
+        lines = [line for line in rank_said.splitlines() if line.strip() and "torch/_" not in line]  # but statistics
+        end = "\n".join(lines[-_SHOWN:])
+        raise UserError(f"{name} on {ranks} ranks ended with exit code {code}; {path} ends with\n{end}")
+
+
+def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
+    """Run one rank of one combination."""
+    from benchmarking.openclip_reference import REFERENCES
+    from benchmarking.synthetic_profile import first_prediction, run_synthetic_profile
+
+    from neuclip_ds.distributed.launch import connected
+    from neuclip_ds.engine.precision import deterministic_algorithms
+    from neuclip_ds.objectives import build_objective
+
+    (name,), (stage,) = arguments.methods, arguments.stages
+    batch = arguments.rows * read_environment().world_size
+    ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
+    ours += [f"--run.profile_steps={arguments.steps}"]
+    config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
+    after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
+    with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
+        run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_objective))
+
 
 if __name__ == "__main__":
-    main(command="profile")
+    with exit_on_mistake():
+        main()

@@ -1,6 +1,192 @@
-"""`neuclip-ds simulate-data` as a file; `--help` has examples."""
+"""Simulate how the nodes of a run are supplied with shards: GB resident, first batch, read amplification, stalls.
 
-from neuclip_ds.cli.main import main
+The order of samples and the cache policy are those of a run, on a data set of equal shards; the speeds of the node are
+assumed. Shards arrive one after the other at the node's bandwidth; the cache evicts those used least recently.
+
+Examples:
+  python tools/simulate_data.py dfn192m_neuclip --samples 192e6 --nodes 1 8 64 --cache-gb 200 1000
+  python tools/simulate_data.py vith14_tuneclip --samples 12e6 --nodes 8 --rate 2000
+"""
+
+import sys
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.cli.program import Parser, exit_on_mistake
+from neuclip_ds.data.interleave import DataSize, choose_interleave
+from neuclip_ds.data.mixture import BatchOrder
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import RequestWindow, ShardRequest, shards_ahead
+from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
+
+SHARD_SAMPLES = 10_000
+
+
+class Node(NamedTuple):
+    """What a node has for the data."""
+
+    cache: float  # bytes
+    bandwidth: float  # bytes per second
+    step_seconds: float  # of a training step that does not wait
+
+
+class DataFlow(NamedTuple):
+    """What a node does in a simulated part of a run."""
+
+    resident: float  # bytes of the shards in use and fetched ahead, at most
+    first: float  # bytes of the shards that the first batch needs
+    first_seconds: float  # until they are there
+    amplification: float  # bytes fetched for each byte used
+    requests_per_second: float  # shards
+    stalled: float  # share of the time after the first batch in which training waits
+    is_estimate: bool = False
+
+    def lines(self) -> list[str]:
+        """Return the report."""
+        estimated = " (estimated: the cache is too small for a batch)" if self.is_estimate else ""
+        return [
+            f"  resident       {self.resident / 1e9:,.1f} GB of shards at most, with those fetched ahead{estimated}",
+            f"  first batch    {self.first / 1e9:,.1f} GB, {self.first_seconds:,.0f} s",
+            f"  amplification  {self.amplification:,.3g} bytes fetched for each byte used",
+            f"  requests       {self.requests_per_second:,.3g} shards a second",
+            f"  stalls         {self.stalled:.1%} of the time after the first batch",
+        ]
+
+
+def simulate(
+    order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
+) -> DataFlow:
+    """Simulate node `number` of `nodes`, each with equally many rows of the batch, for some epochs.
+
+    Args:
+        shard_bytes: (n_shards,) bytes of each shard.
+    """
+    rows = slice(number * order.batch_size // nodes, (number + 1) * order.batch_size // nodes)
+    state = _NodeState(order, shard_bytes, node, rows, epochs * order.steps_per_epoch)
+    lane, streams = order.batch_size // order.interleave.streams, max(1, order.interleave.streams // nodes)
+    stride = max(1, order.interleave.block // lane // (2 * streams))  # steps between two looks at the order
+    first = state.needed_before(1)
+    state.wait_for(1)
+    first_seconds = state.time
+    for step in range(0, state.end, stride):
+        state.train(step, min(step + stride, state.end))
+    size = DataSize(order.n, len(shard_bytes), int(shard_bytes.sum()))
+    if state.window.is_too_small:
+        return _estimate(size, order, node, nodes, rows.stop - rows.start)
+    used = state.end * (rows.stop - rows.start) / order.batch_size * size.bytes / order.steps_per_epoch
+    seconds = max(state.time - first_seconds, 1e-9)
+    flow = state.fetched / used, state.requests / seconds, state.stalled / seconds
+    return DataFlow(state.resident, first, first_seconds, *flow)
+
+
+class _NodeState:
+    """A node at a time: its cache, and the link that fills it."""
+
+    def __init__(self, order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
+        self.end, self._epoch, self._node, self._sizes = end, order.steps_per_epoch, node, shard_bytes.tolist()
+        self.window = RequestWindow(shards_ahead(order, 0, 0, [rows]), self._sizes, int(node.cache))
+        self.time = self.stalled = self.fetched = self.resident = 0.0
+        self.requests = 0
+        self._link_free = self._held = 0.0
+        self._arrival: dict[int, float] = {}  # of the shards in the cache
+        self._last: dict[int, int] = {}  # their last use that is known
+        self._by_last: list[tuple[int, int]] = []  # heap, with outdated entries
+        self._pending: list[tuple[int, float, int]] = []  # heap of (first use, arrival, shard)
+        self._admit(0)
+
+    def needed_before(self, step: int) -> float:
+        """Return the bytes of the shards that will be waited for before `step`."""
+        return float(sum(self._sizes[shard] for shard in {entry[2] for entry in self._pending if entry[0] < step}))
+
+    def wait_for(self, step: int) -> None:
+        """Wait for the shards that are used before `step`."""
+        while self._pending and self._pending[0][0] < step:
+            self.time = max(self.time, heappop(self._pending)[1])
+
+    def train(self, begin: int, end: int) -> None:
+        """Take the steps begin ... end - 1, waiting before them for what they need."""
+        self._admit(begin)
+        before = self.time
+        self.wait_for(end)
+        self.stalled += self.time - before
+        self.time += (end - begin) * self._node.step_seconds
+
+    def _admit(self, step: int) -> None:
+        for request in self.window.move(step, min(step + self._epoch, self.end)):
+            self._fetch(request)
+        self.resident = max(self.resident, self.window.bytes)
+
+    def _fetch(self, request: ShardRequest) -> None:
+        shard, size = request.shard, self._sizes[request.shard]
+        if shard not in self._arrival:
+            self._make_room(size)
+            self._held += size
+            self._link_free = max(self._link_free, self.time) + size / self._node.bandwidth
+            self._arrival[shard] = self._link_free
+            self.fetched += size
+            self.requests += 1
+        self._last[shard] = max(self._last.get(shard, 0), request.last)
+        heappush(self._by_last, (self._last[shard], shard))
+        heappush(self._pending, (request.first, self._arrival[shard], shard))
+
+    def _make_room(self, size: int) -> None:
+        while self._held + size > self._node.cache and self._by_last:
+            last, shard = heappop(self._by_last)
+            if self._last.get(shard) == last:
+                del self._last[shard], self._arrival[shard]
+                self._held -= self._sizes[shard]
+
+
+def _estimate(size: DataSize, order: BatchOrder, node: Node, nodes: int, rows: int) -> DataFlow:
+    """Return what happens where a batch needs more shards than the cache holds: each may be absent at every step."""
+    needed = size.resident_bytes(order.interleave, nodes)
+    shard = size.bytes / size.shards
+    touched = needed * -np.expm1(-rows * shard / needed)  # bytes of different shards in the node's rows
+    fetched = touched * max(1 - node.cache / needed, 0.0)
+    seconds = max(fetched / node.bandwidth, node.step_seconds)
+    amplification, requests = fetched / (rows * size.bytes / size.samples), fetched / shard / seconds
+    stalled = 1 - node.step_seconds / seconds
+    return DataFlow(needed, touched, touched / node.bandwidth, amplification, requests, stalled, is_estimate=True)
+
+
+def main() -> None:
+    parser = Parser(prog="simulate_data.py", description=__doc__)
+    parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; options of the run may follow")
+    parser.add_argument("--samples", type=float, default=192e6, help="size n of the data set, in shards of 10,000")
+    parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
+    parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="sizes of a node's cache")
+    parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB a second that a node fetches")
+    parser.add_argument("--rate", type=float, default=10_000, help="samples a second that a node trains on")
+    parser.add_argument("--epochs", type=int, default=1, help="epochs to simulate")
+    with exit_on_mistake():
+        asked, overrides = parser.parse_with_overrides(sys.argv[1:])
+        data = parse([asked.recipe, *overrides]).config.data
+    shards = -(-int(asked.samples) // SHARD_SAMPLES)
+    sizes = np.full(shards, SHARD_SAMPLES)
+    sizes[-1] = int(asked.samples) - (shards - 1) * SHARD_SAMPLES
+    shard_bytes = (sizes * asked.sample_kb * 1e3).astype(np.int64)
+    size = DataSize(int(sizes.sum()), shards, int(shard_bytes.sum()))
+    print(f"{size.samples:,} samples in {shards:,} shards of {size.bytes / 1e9:,.0f} GB, batch {data.batch_size:,}")
+    for cache in asked.cache_gb:
+        for nodes in asked.nodes:
+            chosen = {"streams": data.shard_streams, "block": data.shuffle_block_size}
+            try:
+                interleave = choose_interleave(size, data.batch_size, nodes=nodes, cache_bytes=1e9 * cache, **chosen)
+            except UserError as error:
+                print(f"\n{nodes} nodes, {cache:g} GB: {error}")
+                continue
+            order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
+            node = Node(1e9 * cache, 1e9 * asked.bandwidth_gb, data.batch_size / nodes / asked.rate)
+            flow = simulate(order, shard_bytes, node, nodes, nodes // 2, asked.epochs)
+            streams, window = interleave.streams, min(interleave.window, size.samples)
+            print(f"\n{nodes} nodes, {cache:g} GB: {streams} streams, {window:,} samples shuffled together")
+            print("\n".join(flow.lines()))
+
 
 if __name__ == "__main__":
-    main(command="simulate-data")
+    main()

@@ -2,7 +2,7 @@
 
 `checkpoints/step_000000100/` holds
 
-    meta.json                       format, step, position in the data, fingerprint of the run (`facts`), and the
+    meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
                                     checksums of all files (checkpoint/integrity.py)
     engine/                         float32 weights and moments, one file a rank (checkpoint/sharded_state.py)
     objective.safetensors           what is equal on all ranks: temperature, counters
@@ -28,20 +28,20 @@ from safetensors.torch import load_file
 
 from neuclip_ds.checkpoint.engine_state import engine_files, load_engine
 from neuclip_ds.checkpoint.integrity import (
-    FORMAT,
     META,
     DamagedCheckpoint,
+    SaveFailed,
+    explain_failure,
     is_complete,
     read_meta,
     read_sealed,
-    seal,
+    sealed,
     verify,
+    write_files,
 )
-from neuclip_ds.checkpoint.writing import SaveFailed, explain_failure, sync_folders, write_files
-from neuclip_ds.checksum import Checksum
-from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.state.partition import load_rows, row_files
 from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile
@@ -67,9 +67,9 @@ def read_best(folder: Path) -> Best | None:
     path = folder / "best.json"
     if not path.is_file():
         return None
-    found, _ = read_sealed(path)
+    found = read_sealed(path)
     if found.keys() != set(Best._fields):
-        raise DamagedCheckpoint(f"{path} is damaged. Delete it: the next evaluation writes it anew.")
+        raise DamagedCheckpoint(f"{path} is damaged. Delete it: the next evaluation writes it again.")
     return Best(**found)
 
 
@@ -130,12 +130,14 @@ class Checkpoints:
         Logs a warning about each that is damaged; raises `UserError` if all are.
         """
         problem = None
-        for path in self._communicator.on_rank_zero(lambda: _all_of(self._folder)):
-            problem = self._problem_of(path)
-            if problem is None:
-                return path
+        for name in self._communicator.on_rank_zero(lambda: [path.name for path in _all_of(self._folder)]):
+            try:
+                verify_together(self._folder / name, self._communicator)
+                return self._folder / name
+            except UserError as error:
+                problem = str(error)
             if self._communicator.rank == 0:
-                log.warning("%s is not used: %s", path.name, problem)
+                log.warning("%s is not used: %s", name, problem)
         if problem is not None:
             raise UserError(
                 f"No checkpoint in {self._folder} can be read, of the oldest: {problem} Restore one, or start a new "
@@ -170,7 +172,7 @@ class Checkpoints:
         self._make_room(_partial(target), sum(file.bytes for file in files))
         if self._background:
             files = [file.copied() for file in files]
-        meta = {"format": FORMAT, "step": step, "facts": dict(fingerprint), "data": dict(data)}
+        meta = {"step": step, "facts": dict(fingerprint), "data": dict(data)}
         thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving = _Saving(target, meta, thread.submit(write_files, _partial(target), files))
         thread.shutdown(wait=False)
@@ -195,9 +197,9 @@ class Checkpoints:
         partial, checksums = _partial(saving.target), dict[str, Checksum]()
         try:
             for found in self._communicator.gather_objects(_outcome(saving.written)):
-                if isinstance(found, SaveFailed):
-                    raise found
-                checksums |= found
+                if isinstance(found, str):
+                    raise SaveFailed(found)
+                checksums |= {name: Checksum(*checksum) for name, checksum in found.items()}
             self._communicator.on_rank_zero(lambda: self._complete(saving, checksums))
         except SaveFailed:
             self._communicator.on_rank_zero(lambda: shutil.rmtree(partial, ignore_errors=True))
@@ -213,28 +215,29 @@ class Checkpoints:
 
     def best(self) -> Best | None:
         """Return the last argument of `keep_best` if its checkpoint still exists, the same on all ranks."""
-        return self._communicator.on_rank_zero(self._find_best)
+        found = self._communicator.on_rank_zero(self._find_best)
+        return found and Best(*found)  # JSON makes it a list
 
     def keep_best(self, best: Best) -> None:
         """Keep the checkpoint of this step, however old, instead of the former best."""
 
         def write() -> None:
             with explain_failure(self._folder), atomic_write(self._folder / "best.json") as path:
-                path.write_text(seal(best._asdict()), encoding="utf-8")
+                path.write_text(sealed(best._asdict()), encoding="utf-8")
 
         self._communicator.on_rank_zero(write)
         self.changes += 1
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return the number of steps done, and the position in the data (training/data_position.py).
+        """Return the number of steps done, and the position in the data (training/plan.py).
 
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """
         meta = self._communicator.on_rank_zero(lambda: read_meta(path))
         for key, wanted in fingerprint.items():
-            found = meta["facts"].get(key)  # earlier versions kept fewer facts, or none of what was chosen
-            if found not in (wanted, None):
+            found = meta["facts"].get(key)
+            if found != wanted:
                 raise UserError(
                     f"The checkpoint {path} was written with {key}={found}, but this run has {key}={wanted}: "
                     "set it back, or give the run another name (--run.name)."
@@ -272,8 +275,8 @@ class Checkpoints:
                     raise SaveFailed(
                         f"{partial} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left."
                     )
-                for place in ("engine", *(str(Path(name).parent) for name in self._trained_with)):
-                    (partial / place).mkdir(parents=True, exist_ok=True)
+                for name in ("engine/files", *self._trained_with):
+                    (partial / name).parent.mkdir(parents=True, exist_ok=True)
 
         self._communicator.on_rank_zero(make)
 
@@ -281,27 +284,18 @@ class Checkpoints:
         """Write meta.json, which makes it a checkpoint, give it its name, and delete the oldest."""
         partial, target = _partial(saving.target), saving.target
         with explain_failure(target):
-            text = seal({**saving.meta, "files": dict(sorted(checksums.items()))})
+            text = sealed({**saving.meta, "files": dict(sorted(checksums.items()))})
             write_files(partial, [BytesFile(META, text.encode())])
             sync_folders(partial)
             _delete(target)  # the same step, saved by an earlier start of this run
             partial.rename(target)
-            sync_folders(self._folder)
+            sync(self._folder)
             best = self._find_best()
             kept = step_folder(self._folder, best.step) if best else None
             for path in _all_of(self._folder)[self._keep :]:
                 if path != kept and not self.in_use(path):
                     _delete(path)
         log.info("checkpoint %s", target)
-
-    def _problem_of(self, path: Path) -> str | None:
-        """Return the first rank's sentence about a damaged file; each rank reads its share of the files."""
-        found = None
-        try:
-            verify(path, self._communicator.rank, self._communicator.world_size)
-        except DamagedCheckpoint as error:
-            found = str(error)
-        return next((problem for problem in self._communicator.gather_objects(found) if problem), None)
 
     def _find_best(self) -> Best | None:
         best = read_best(self._folder)
@@ -322,11 +316,12 @@ def _all_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("step_*"), reverse=True)
 
 
-def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, Checksum] | SaveFailed:
+def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, list[int]] | str:
+    """Return size and CRC-32 of each file, or why they could not be written."""
     try:
-        return written.result()
+        return {name: list(checksum) for name, checksum in written.result().items()}
     except SaveFailed as error:
-        return error
+        return str(error)
 
 
 def _delete(folder: Path) -> None:

@@ -7,33 +7,31 @@ optimizer's tensors and scalars, the module's persistent buffers (rank 0's, wher
 and DeepSpeed's counts of steps and samples, with fp16 the loss scale. Hyper-parameters belong to the config.
 """
 
-import logging
-import secrets
 from collections import defaultdict
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import (
+    BUFFERS,
     WEIGHT,
     StateFiles,
-    StateShard,
-    buffers_file,
-    contents_of,
     index_file,
+    scalar_key,
+    shard_key,
     shards_file,
 )
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.loss_scale import loss_scale_of
+from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
-from neuclip_ds.state.tensor_file import StateFile
-
-log = logging.getLogger(__name__)
+from neuclip_ds.state.tensor_file import StateFile, TensorFile
 
 _WRITERS = 16  # ranks that share what all hold: all read it, so that more would open more files
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
@@ -41,27 +39,16 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 def engine_files(engine: Any, communicator: Communicator) -> list[StateFile]:
     """Return the files of weights and optimizer state that this rank writes, with views of both; a collective call."""
-    save = communicator.on_rank_zero(lambda: secrets.token_hex(8))
-    world_size, rank = communicator.world_size, communicator.rank
-    shards = list(_state_shards(engine, communicator))
-    contents = communicator.gather_objects(contents_of(shards))
-    files: list[StateFile] = [shards_file(rank, world_size, save, shards)]
-    if rank == 0:
+    shards = dict(_state_shards(engine, communicator))
+    keys = communicator.gather_objects(list(shards))
+    files: list[StateFile] = [shards_file(communicator.rank, communicator.world_size, shards)]
+    if communicator.rank == 0:
         counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
         if (scale := loss_scale_of(engine)) is not None:
             counters |= scale.state()
-        shapes, kind = parameter_shapes(engine.module), _kind_of(engine, communicator)
-        files += [buffers_file(save, _buffers(engine.module)), index_file(save, shapes, contents, counters, kind)]
+        index = index_file(parameter_shapes(engine.module), keys, counters)
+        files += [TensorFile(BUFFERS, _buffers(engine.module)), index]
     return files
-
-
-def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
-    """Write weights and optimizer state, on all ranks together, into an existing folder.
-
-    Only shards on another device than the CPU are copied, one at a time.
-    """
-    for file in engine_files(engine, communicator):
-        file.write(folder)
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
@@ -71,9 +58,10 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
     """
 
     def read() -> StateFiles:
-        files = _open(folder, engine.module)
-        _fill(files, engine, communicator)
-        _fill_buffers(files, engine.module)
+        with _explained(folder):
+            files = _open(folder, engine.module)
+            _fill(files, engine, communicator)
+            _fill_buffers(files, engine.module)
         return files
 
     release_gathered(engine)
@@ -83,9 +71,6 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
         setattr(engine, name, files.counters[name])
     if (scale := loss_scale_of(engine)) is not None:
         scale.load_state(files.counters)
-    now = _kind_of(engine, communicator)
-    if files.written_by != now:
-        log.info("%s was written by %s and is read by %s", folder, *map(_describe, (files.written_by, now)))
 
 
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
@@ -95,11 +80,23 @@ def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
     """
 
     def read() -> None:
-        files = _open(folder, engine.module)
-        _check_weights(files, engine, communicator)
-        _fill(files, engine, communicator, weights=False)
+        with _explained(folder):
+            files = _open(folder, engine.module)
+            _check_weights(files, engine, communicator)
+            _fill(files, engine, communicator, weights=False)
 
     communicator.on_every_rank(read)
+
+
+@contextmanager
+def _explained(folder: Path) -> Iterator[None]:
+    """Turn errors of files, which were intact when the caller verified them, into `UserError`."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise UserError(
+            f"{folder} cannot be read ({error}): restore it, or delete the checkpoint to resume from an older one."
+        ) from error
 
 
 def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -> None:
@@ -112,18 +109,19 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
             )
 
 
-def _state_shards(engine: Any, communicator: Communicator) -> Iterator[StateShard]:
-    """Yield what this rank writes, as views."""
+def _state_shards(engine: Any, communicator: Communicator) -> Iterator[tuple[str, Tensor]]:
+    """Yield what this rank writes, as keys and views."""
     for place in placements(engine, communicator.rank):
-        state = engine.basic_optimizer.state.get(place.master, {})
         part = _share(place, communicator)
-        if part.start < part.stop:
-            yield StateShard(WEIGHT, part.name, part.start, part.stop, part.within(part.master))
-        for kind, value in ((kind, value) for kind, value in state.items() if isinstance(value, Tensor)):
-            if value.ndim == 0 and communicator.rank == 0:
-                yield StateShard(kind, part.name, 0, 0, value)
-            elif value.ndim and part.start < part.stop:
-                yield StateShard(kind, part.name, part.start, part.stop, part.within(value))
+        state = engine.basic_optimizer.state.get(place.master, {})
+        for kind, value in {WEIGHT: part.master, **state}.items():
+            if not isinstance(value, Tensor):
+                continue
+            if kind != WEIGHT and value.ndim == 0:
+                if communicator.rank == 0:
+                    yield scalar_key(kind, part.name), value
+            elif part.start < part.stop:
+                yield shard_key(kind, part.name, part.start, part.stop), part.within(value)
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
@@ -187,13 +185,3 @@ def _fill_buffers(files: StateFiles, module: Any) -> None:
         )
     for name, buffer in buffers.items():
         buffer.copy_(found[name])
-
-
-def _kind_of(engine: Any, communicator: Communicator) -> dict[str, Any]:
-    stage = int(engine.zero_optimization_stage())
-    half = "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else None
-    return {"world_size": communicator.world_size, "zero_stage": stage, "precision": half or "fp32"}
-
-
-def _describe(kind: dict[str, Any]) -> str:
-    return f"{kind['world_size']} ranks (ZeRO {kind['zero_stage']}, {kind['precision']})"

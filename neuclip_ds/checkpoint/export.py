@@ -1,39 +1,35 @@
 """Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
 
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from safetensors.torch import load_file
-from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
 from neuclip_ds.checkpoint.integrity import verify
 from neuclip_ds.checkpoint.model_card import model_card
-from neuclip_ds.checkpoint.saved_model import SavedRun, find_checkpoint, open_run
+from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config
-from neuclip_ds.data.atomic_write import check_unused, new_folder
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.export import WRITERS, export
-from neuclip_ds.models.export.onnx import write_onnx
+from neuclip_ds.files import check_unused, new_folder
+from neuclip_ds.models.export import export, write_towers
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
 
 
 def export_run(
-    path: Path, form: str, folder: Path, best: bool = False, average: bool = False, licence: str | None = None
+    path: Path, form: str, folder: Path, best: bool = False, average: bool = False, license: str | None = None
 ) -> Path:
     """Export a checkpoint.
 
     Args:
         path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
-        form: a key of FORMATS.
+        form: transformers, open_clip or towers.
         folder: where to write; absent or empty.
         best: take the checkpoint that `run.best_metric` kept instead of the newest.
         average: take the moving average of the weights (`ema.decay`).
-        licence: identifier for the model card, such as apache-2.0.
+        license: identifier for the model card, such as apache-2.0.
 
     Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
     the model.
@@ -46,24 +42,15 @@ def export_run(
     trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
     source, weights = merged(run.source, run.tokenizer, trained)
     with new_folder(folder) as unfinished:
-        FORMATS[form](run._replace(source=source), weights, logits, unfinished)
-        card = model_card(run.config, checkpoint, form, licence, average)
+        if form == "towers":
+            model = source.build(run.tokenizer)
+            model.load_state_dict(weights)
+            write_towers(model, run.tokenizer, source.preprocessing, logits, unfinished)
+        else:
+            export(source.package(run.tokenizer, weights, logits), form, unfinished)
+        card = model_card(run.config, checkpoint, form, license, average)
         (unfinished / "README.md").write_text(card, encoding="utf-8")
     return checkpoint
-
-
-def _package(form: str, run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path) -> None:
-    export(run.source.package(run.tokenizer, weights, logits), form, folder)
-
-
-def _onnx(run: SavedRun, weights: dict[str, Tensor], logits: LogitParameters, folder: Path) -> None:
-    model = run.source.build(run.tokenizer)
-    model.load_state_dict(weights)
-    write_onnx(model, run.tokenizer, run.source.preprocessing, logits, folder)
-
-
-Write = Callable[[SavedRun, dict[str, Tensor], LogitParameters, Path], None]
-FORMATS: dict[str, Write] = {**{form: partial(_package, form) for form in WRITERS}, "onnx": _onnx}
 
 
 def _best(run: Path) -> Path:

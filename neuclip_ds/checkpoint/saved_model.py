@@ -11,11 +11,9 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
-from neuclip_ds.models.source import ModelSource, locate_model, model_source, open_saved
+from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.recipe import load_saved
-
-_CONFIG = "config.yaml"
 
 
 class SavedModel(NamedTuple):
@@ -40,7 +38,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):
-        checkpoint = communicator.on_rank_zero(lambda: find_checkpoint(path))
+        checkpoint = Path(communicator.on_rank_zero(lambda: str(find_checkpoint(path))))
         verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
         model = run.source.build(run.tokenizer)
@@ -56,7 +54,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
     if average:
         raise UserError(f"{name} is not a run of this project, and has no average of its weights: omit --ema.")
     config = ModelConfig(pretrained=name)
-    source = model_source(config, communicator.on_rank_zero(lambda: locate_model(config)))
+    source = model_source(config, locate_on_rank_zero(config, communicator))
     tokenizer = source.tokenizer(_no_tokenizer)
     return SavedModel(name, source.load(tokenizer).model, tokenizer, source.preprocessing, None, None)
 
@@ -66,10 +64,7 @@ def find_checkpoint(path: Path) -> Path:
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
-    found = found.resolve()
-    if not (_home(found) / _CONFIG).is_file():  # of an earlier version
-        raise UserError(f"{found} is not inside a run: the config.yaml of its run must be two folders above it.")
-    return found
+    return found.resolve()
 
 
 class SavedRun(NamedTuple):
@@ -83,16 +78,11 @@ class SavedRun(NamedTuple):
 
 def open_run(checkpoint: Path) -> SavedRun:
     """Open what a checkpoint from `find_checkpoint` was trained with."""
-    home = _home(checkpoint)
-    config = load_saved(home / _CONFIG)
-    source, start = open_saved(config.model, home / "model")
-    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(home / "tokenizer", config.model.text.context_length))
+    config = load_saved(checkpoint / "config.yaml")
+    source, start = open_saved(config.model, checkpoint / "model")
+    text, folder = config.model.text, checkpoint / "tokenizer"
+    tokenizer = source.tokenizer(lambda: CaptionTokenizer.load(folder, text.context_length))
     return SavedRun(config, source, start, tokenizer)
-
-
-def _home(checkpoint: Path) -> Path:
-    """Return where config, tokenizer and model description are: earlier versions kept them in the run's folder."""
-    return checkpoint if (checkpoint / _CONFIG).is_file() else checkpoint.parent.parent
 
 
 def _no_tokenizer() -> CaptionTokenizer:

@@ -21,11 +21,9 @@ from pathlib import Path
 from typing import cast
 
 from neuclip_ds.cli.program import Parser, progress_bar
-from neuclip_ds.data.build import write_manifest
-from neuclip_ds.data.captions import Captions
 from neuclip_ds.data.children import process_pool
+from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import is_local, resolve_shards
 
 log = logging.getLogger(__name__)
@@ -40,13 +38,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
     )
-    parser.add_argument("--samples", action="store_true", help="keep offsets and keys also with --no-checksum")
     parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
     parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
     parser.add_argument(
         "--no-checksum",
         action="store_true",
-        help="no CRC-32; of local shards headers alone are read, remote ones whole",
+        help="no CRC-32 and offsets; of local shards headers alone are read, remote ones whole",
     )
     parser.add_argument(
         "--from-side-files",
@@ -58,22 +55,22 @@ def main(arguments: Sequence[str]) -> None:
         action="store_true",
         help="omit shards that cannot be used; unreadable_shards.jsonl lists them",
     )
-    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
-    parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
-    parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument(
         "--allow-commands", action="store_true", help="run pipe:COMMANDs also where a .txt list has them"
     )
+    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
+    parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
+    parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
     # after a fork fsspec, which the side files need, may block for ever
-    with _workers(options.processes, "spawn" if options.from_side_files else None) as executor:
+    with _workers(options.processes, "spawn" if options.from_side_files else "fork") as executor:
         if executor is not None:  # None on MPI's other ranks, once the work is done
             _build(options, executor)
 
 
 @contextmanager
-def _workers(processes: int | None, start_method: str | None) -> Iterator[Executor | None]:
+def _workers(processes: int | None, start_method: str) -> Iterator[Executor | None]:
     """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
         with process_pool(processes or os.cpu_count() or 1, start_method) as pool:
@@ -86,6 +83,9 @@ def _workers(processes: int | None, start_method: str | None) -> Iterator[Execut
 
 
 def _build(options: argparse.Namespace, executor: Executor) -> None:
+    from neuclip_ds.data.build import write_manifest  # decoders import torch, which takes seconds
+    from neuclip_ds.data.scan import ScanOptions
+
     began = time.monotonic()
     Captions(options.captions)
     paths = [path for source in options.sources for path in resolve_shards(source, options.allow_commands)]
@@ -97,16 +97,22 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
         options.uid_key,
         options.from_side_files,
     )
-    kept = {"samples": options.samples, "update": options.update, "skip_unreadable": options.skip_unreadable}
     remote = sum(not is_local(path) for path in paths)
     if remote >= _MANY_SHARDS and not options.from_side_files:
         log.warning(
-            "%d remote shards are downloaded once, to be scanned; where img2dataset has left its side files next to "
-            "them, --from-side-files reads only those",
+            "%d remote shards are downloaded once, to be scanned; with --from-side-files, only img2dataset's counts",
             remote,
         )
     with progress_bar("shards") as on_progress:
-        manifest = write_manifest(options.folder, paths, executor, scan, **kept, on_progress=on_progress)
+        manifest = write_manifest(
+            options.folder,
+            paths,
+            executor,
+            scan,
+            update=options.update,
+            skip_unreadable=options.skip_unreadable,
+            on_progress=on_progress,
+        )
     print(_summary(options.folder, manifest, time.monotonic() - began))
 
 

@@ -23,26 +23,23 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("shards", help="data set in the forms of data.train: folder, glob, braces, manifest")
     parser.add_argument("--out", type=Path, required=True, help="folder for the features, which all nodes share")
     parser.add_argument("--ema", action="store_true", help="use the moving average of a run's weights (ema.decay)")
-    parser.add_argument("--features", nargs="+", choices=("image", "text"), default=["image", "text"], help="of what")
     parser.add_argument("--format", choices=("parquet", "npy"), default="parquet", help="of the files")
     parser.add_argument("--dtype", choices=("float16", "float32"), default="float16", help="of the features on disk")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
-    parser.add_argument(
-        "--captions", nargs="+", default=["txt"], help="where captions are, as data.captions; the first"
-    )
+    parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as data.captions")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--cache-dir", type=Path, help="folder on each node for copies of remote shards")
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of that folder, in GB")
     parser.add_argument("--allow-commands", action="store_true", help="run the pipe: commands of a manifest")
     options = parser.parse(arguments)
-    from neuclip_ds.cli.embedding_work import Embedding, write_features  # torch and deepspeed take seconds to import
+    from neuclip_ds.cli.embedding_work import write_features  # torch and deepspeed take seconds to import
 
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.WARNING)
-    summary = write_features(Embedding(**vars(options)))
+    summary = write_features(options)
     if first:
         rate = summary.samples / summary.seconds
         print(f"{options.out}: {summary.samples:,} samples of {summary.shards:,} shards, {rate:,.0f} samples/s.")

@@ -11,12 +11,26 @@ a folder in the webdataset layout of CLIP_benchmark under any name. Tasks with a
 scored again. docs/reference/evaluation.md explains the tasks, their metrics and where to get the data.
 """
 
+from __future__ import annotations
+
+import argparse
+import json
 import logging
+import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
+
+if TYPE_CHECKING:  # torch and deepspeed take seconds to import
+    from neuclip_ds.distributed.communicator import Communicator
+    from neuclip_ds.evaluation.tasks import Task
+
+log = logging.getLogger(__name__)
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -29,14 +43,94 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--workers", type=int, default=4, help="loader processes per rank; 0 loads in this one")
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
-    parser.add_argument("--setting", help="also print the papers' scores for this setting (default: the run's own)")
     options = parser.parse(arguments)
-    from neuclip_ds.cli.scoring import Scoring, score  # torch and deepspeed take seconds to import
+    from neuclip_ds.distributed.launch import connected
 
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.ERROR)
-    values = vars(options)
-    text = score(values.pop("model"), Scoring(**values))
+    with connected("\n".join(f"{name}: {value}" for name, value in vars(options).items())) as communicator:
+        text = score(options, communicator)
     if first:
         print(text)
+
+
+def score(options: argparse.Namespace, communicator: Communicator) -> str:
+    """Score a model on the tasks that are on disk and have no score yet; return the summary on rank 0.
+
+    Raises:
+        UserError: the model, the data or the results folder cannot be used.
+    """
+    import torch
+
+    from neuclip_ds.checkpoint.saved_model import open_model
+    from neuclip_ds.data.images import EvalTransform
+    from neuclip_ds.data.loader import Loader, LoaderOptions
+    from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
+    from neuclip_ds.evaluation.results import Results, averages, summary_text
+    from neuclip_ds.evaluation.suite import Suite
+    from neuclip_ds.evaluation.tasks import load_tasks
+
+    saved = open_model(options.model, communicator, options.ema)
+    tasks, device = load_tasks(), communicator.device
+    found = tasks.on_disk_of_all(options.data, options.tasks, communicator)
+    folder = options.out
+    if folder is None:
+        if saved.checkpoint is None:
+            raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
+        folder = saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name
+    identity = {"model": saved.name, "precision": options.precision}
+
+    def unscored() -> list[str]:
+        """Return the keys of tasks to score; the score of a set of one's own is one of the same files."""
+        known = Results(folder, identity)
+        keys = []
+        for task, place in found:
+            if task.key in known.metrics and known.data.get(task.key) == _data(task, place):
+                log.info("%s: has a score in %s", task.name, folder)
+            else:
+                _compare_size(task, place)
+                keys.append(task.key)
+        return keys
+
+    wanted = communicator.on_rank_zero(unscored)
+    results = Results(folder, identity) if communicator.rank == 0 else None
+    encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
+    encoder = BatchEncoder(encode, saved.tokenizer, communicator, max(1, options.batch_size))
+    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    with closing(Loader(LoaderOptions(options.workers, pin_memory=device.type == "cuda"))) as loader:
+        suite = Suite(encoder, transform, loader)
+        for task, place in found:
+            if task.key not in wanted:
+                continue
+            began = time.perf_counter()
+            metrics = suite.measure(task, place)
+            if results is not None:
+                results.add(task, metrics, _data(task, place))
+                seconds = time.perf_counter() - began
+                log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
+    if results is None:
+        return ""
+    text = summary_text(tasks.with_scored(results.metrics), results.metrics)
+    tree = {name: average._asdict() for name, average in averages(tasks, results.metrics).items()}
+    (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+    (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
+    return text
+
+
+def _data(task: Task, place: Path) -> str | None:
+    """Return what identifies a set of one's own."""
+    from neuclip_ds.evaluation.sets import open_set
+
+    return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
+
+
+def _compare_size(task: Task, folder: Path) -> None:
+    """Warn where a set of DataComp differs in size from the published one."""
+    from neuclip_ds.evaluation.sets import WebdatasetFolder
+
+    if task.size is None:
+        return
+    found = sum(1 for _ in WebdatasetFolder.read(folder).samples())
+    if found != task.size:
+        log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)

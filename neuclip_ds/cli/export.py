@@ -1,8 +1,8 @@
-"""Write a trained model for transformers, open_clip or ONNX, with tokenizer and model card.
+"""Write a trained model for transformers, open_clip or timm, with tokenizer and model card.
 
 Examples:
   neuclip-ds export runs/vitb32_tuneclip --format transformers --out exported/vitb32_tuneclip
-  neuclip-ds export runs/vitb32_tuneclip --format onnx --out exported/vitb32_onnx --license mit
+  neuclip-ds export runs/vitb32_tuneclip --format open_clip --out exported/vitb32_open_clip --license mit
 """
 
 from collections.abc import Sequence
@@ -14,12 +14,12 @@ from neuclip_ds.cli.program import Parser
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds export", description=__doc__)
     parser.add_argument("run", type=Path, help="a run's folder (its newest checkpoint), or a checkpoint in it")
-    forms = ("transformers", "open_clip", "onnx")
+    forms = ("transformers", "open_clip", "towers")
     parser.add_argument("--format", choices=forms, default="transformers", help="to write")
     parser.add_argument("--out", type=Path, required=True, help="folder to write to; must be absent or empty")
     parser.add_argument("--best", action="store_true", help="export the run's best checkpoint (run.best_metric)")
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
-    parser.add_argument("--license", help="licence for the model card, as the hub names it, such as apache-2.0")
+    parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
     from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 

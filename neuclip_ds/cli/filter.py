@@ -32,11 +32,11 @@ def main(arguments: Sequence[str]) -> None:
         raise UserError("Nothing says what to keep: set --min, --max or --top.")
     if options.top is not None and not 0 < options.top <= 1:
         raise UserError(f"--top={options.top:g} is no share of the samples; choose one above 0, up to 1.")
-    from neuclip_ds.embedding.select import Rule, Table, select  # pyarrow takes a moment to import
+    from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import
 
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
-    found = select(Table(options.files, options.column, options.uid_column), rule, options.out, options.within)
+    found = select(options.files, options.column, rule, options.out, options.uid_column, options.within)
     print(
         f"{options.out}: {found.kept:,} uids of {found.samples:,} samples, {options.column} from {found.minimum:.6g}."
     )

@@ -1,36 +1,25 @@
 """`neuclip-ds COMMAND`: import the command that is named, and no other, and run it."""
 
 import importlib
+import os
 import re
 import sys
 from collections.abc import Sequence
 from types import ModuleType
 
 from neuclip_ds.cli.program import exit_on_mistake
-from neuclip_ds.distributed.environment import has_gpu_devices, refuse_missing_gpus
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import nearest
 
 COMMANDS = {
     "train": "train a model from a recipe",
     "evaluate": "score a model on DataComp's evaluation sets or your own",
-    "export": "write a trained model for transformers, open_clip or ONNX",
-    "push": "upload an exported model to the hub",
-    "compare": "overlay the curves of several runs on one page",
-    "watch": "serve the page of runs while they train",
-    "nearest-captions": "write a page of images with the captions nearest to them",
+    "export": "write a trained model for transformers, open_clip or timm",
     "embed": "write the features of all samples of a data set",
     "filter": "select samples by similarity or another column",
-    "nearest": "find the samples nearest to a text or an image",
     "pack": "pack tables of pairs or Hugging Face datasets into shards",
     "build-manifest": "index the shards of a data set",
     "make-demo-data": "render the demo data set",
-    "doctor": "examine machines before a run: what is wrong, and the fix",
-    "plan": "predict step time, memory and cost of a run on more nodes",
-    "simulate-data": "simulate how nodes are supplied with shards",
-    "profile": "measure computation, communication and overlap of a training step",
-    "tune-deepspeed": "measure DeepSpeed settings on this machine and choose the best",
-    "reproduce": "repeat the papers' comparisons in miniature",
 }
 
 
@@ -45,9 +34,8 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_help())
         return
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace where a store's server ends
     with exit_on_mistake():
-        if not has_gpu_devices():  # a second before torch could tell
-            refuse_missing_gpus()
         _command(arguments[0]).main(arguments[1:])
 
 

@@ -5,30 +5,22 @@ Examples:
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
   neuclip-ds pack hf:nlphuji/flickr30k /data/flickr --split test --captions caption
 
-A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. The same
-command resumes after an interruption. Rows that cannot be used are counted, and listed in broken.jsonl. Train on the
-folder, or build a manifest of it first (neuclip-ds build-manifest).
+A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows that
+cannot be used are counted, and listed in broken.jsonl. Train on the folder, or build a manifest of it first (neuclip-ds
+build-manifest).
 """
 
-import argparse
-import os
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from neuclip_ds.cli.program import Parser, progress_bar
-from neuclip_ds.data.children import process_pool
-from neuclip_ds.data.pair_packing import Packed, choose_columns, pack
-from neuclip_ds.data.pair_table import open_table
 from neuclip_ds.errors import UserError
 
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds pack", description=__doc__)
-    parser.add_argument(
-        "table", help="file, folder or glob of files, folder of Dataset.save_to_disk, or hf:NAME[:CONFIG]"
-    )
-    parser.add_argument("out", type=Path, help="folder for the shards")
+    parser.add_argument("table", help="file, folder or glob of files, or hf:NAME[:CONFIG]")
+    parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or the like)")
     parser.add_argument(
         "--captions",
@@ -39,29 +31,20 @@ def main(arguments: Sequence[str]) -> None:
         "from several (default: caption, text, title or the like)",
     )
     parser.add_argument("--split", help="split of a data set of Hugging Face datasets")
-    parser.add_argument("--shard-size", type=int, default=10_000, help="rows of a shard")
-    parser.add_argument("--processes", type=int, help="worker processes (default: one per core)")
-    _pack(parser.parse(arguments))
+    parser.add_argument("--shard-size", type=int, default=10_000, help="samples of a shard")
+    options = parser.parse(arguments)
+    from neuclip_ds.data.pack import choose_columns, open_table, pack  # decoders import torch, which takes seconds
 
-
-def _pack(options: argparse.Namespace) -> None:
-    began = time.monotonic()
     if options.shard_size < 1:
         raise UserError(f"--shard-size={options.shard_size} must be at least 1.")
     table = open_table(options.table, options.split)
     columns = choose_columns(table, options.image, options.captions)
-    processes = max(1, options.processes or os.cpu_count() or 1)
-    # spawned: pyarrow and datasets have threads, which break under fork
-    with process_pool(processes, "spawn") as pool, progress_bar("rows") as on_progress:
-        packed = pack(table, options.out, columns, pool, processes, options.shard_size, on_progress)
-    print(_summary(options.out, packed, time.monotonic() - began))
-
-
-def _summary(out: Path, packed: Packed, seconds: float) -> str:
-    text = f"{out}: {packed.pairs:,} of {packed.rows:,} rows in {packed.shards:,} shards; {seconds:.1f} s."
+    with progress_bar("rows") as on_progress:
+        packed = pack(table, options.out, columns, options.shard_size, on_progress)
+    shards = -(-packed.pairs // options.shard_size)
+    print(f"{options.out}: {packed.pairs:,} of {packed.rows:,} rows in {shards:,} shards.")
     if packed.causes:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in packed.causes.most_common())
-        text += f"\n{packed.causes.total():,} rows could not be used ({causes}); {out / 'broken.jsonl'} lists them."
+        print(f"{packed.causes.total():,} rows could not be used ({causes}); {options.out}/broken.jsonl lists them.")
     if packed.several:
-        text += f"\n{packed.several:,} rows have several lines of captions: train with --data.captions=txt:lines."
-    return text
+        print(f"{packed.several:,} rows have several lines of captions: train with --data.captions=txt:lines.")

@@ -13,7 +13,6 @@ from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 from neuclip_ds.recipe import nearest
-from neuclip_ds.redaction import redact
 
 log = logging.getLogger(__name__)
 
@@ -36,15 +35,6 @@ def exit_on_mistake() -> Iterator[None]:
             print(f"error: {where}{error}", file=sys.stderr, flush=True)
         logging.shutdown()
         sys.exit(error.code if isinstance(error, Interrupted) else 2 if isinstance(error, UserError) else 1)
-
-
-class _Redacting(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return redact(super().format(record))
-
-
-if logging.lastResort is not None:  # prints the warnings of commands that configure no log
-    logging.lastResort.setFormatter(_Redacting())
 
 
 class Parser(argparse.ArgumentParser):
@@ -82,18 +72,11 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     """Show a bar on stderr while the block runs; yield what it is told with: how much is done, and of how much."""
     from rich.console import Console  # slow to import
-    from rich.progress import (
-        BarColumn,
-        MofNCompleteColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich.progress import MofNCompleteColumn, Progress
 
-    columns = (TextColumn(title), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TimeRemainingColumn())
+    columns = (*Progress.get_default_columns(), MofNCompleteColumn())
     with Progress(*columns, console=Console(stderr=True)) as progress:
-        task = progress.add_task("")
+        task = progress.add_task(title)
         yield lambda done, total: progress.update(task, completed=done, total=total)
 
 

@@ -1,4 +1,4 @@
-"""Train a CLIP model from a recipe: a name in neuclip_ds/recipes/, or the path of a YAML file.
+"""Train a CLIP model from a recipe: a name in neuclip_ds/recipes/, or the path of a YAML file; by default the demo.
 
 Examples:
   neuclip-ds train demo --optimizer.lr=1e-3
@@ -10,42 +10,49 @@ Examples:
 The same command resumes a run that was stopped. In a checkout, `train.py` stands for `neuclip-ds train`.
 """
 
+import logging
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import Any
 
 from neuclip_ds.cli.train_help import requested_help
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import dump, parse
+from neuclip_ds.recipe import parse
+
+log = logging.getLogger(__name__)
 
 
-def main(arguments: Sequence[str]) -> None:
+def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
+    """Run the command; `hooks` (`neuclip_ds.Hook`) are added to those of the config."""
     text = requested_help(arguments, __doc__ or "")
     if text is not None:
         print(text)
         return
     asked = parse(arguments)
+    environment = read_environment()
+    if asked.recipe is None and environment.rank == 0:
+        log.warning("No recipe is named: this is the recipe demo, a smoke test of the machine or the cluster.")
     if asked.print_config:
         print(dump(asked.config), end="")
         return
-    environment = read_environment()
     if asked.dry_run:
         from neuclip_ds.planning.dry_run import print_dry_run
 
         print_dry_run(asked.config, environment, asked.hostfile, asked.gpu_memory)
         return
     # torch and deepspeed take seconds to import: only once the config is known to be sound
-    from neuclip_ds.training.trainer import train
+    from neuclip_ds.api import train
 
     if environment.rank == 0:
         _warn_of_memory(asked.config, environment.world_size)
-    train(asked.config, environment)
+    train(asked.config, hooks=hooks)
 
 
 def _warn_of_memory(config: Config, world_size: int) -> None:
-    from neuclip_ds.planning.memory_check import memory_warnings
+    from neuclip_ds.planning.host_memory import memory_warnings
 
     with suppress(UserError):  # all ranks report it, once they have met
         for warning in memory_warnings(config, world_size):

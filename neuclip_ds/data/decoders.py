@@ -1,23 +1,33 @@
-"""Decode images: JPEGs with simplejpeg by default, or with PIL or torchvision.
+"""Decode what a sample's members hold: its captions, of which training draws one, and its image.
 
-PIL reads the header first, whoever decodes, so all agree on what is no image: only the formats that crawls of the web
-hold are tried (an EPS would start Ghostscript), and no more pixels than memory has room for. All use libjpeg-turbo. PIL
-and simplejpeg can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT, much faster; pixels differ slightly
-from a full decode). What the other two refuse (PNG, CMYK, broken files) falls back to PIL.
+`data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
+list of strings under a key of the JSON member (where recaptioned data sets keep them). Further members, such as
+`syn.txt` or `blip.json:caption`, are named alike.
 
-simplejpeg and torchvision give tensors, which `neuclip_ds.data.transforms` resizes several times as fast as PIL its
-images.
+From a list, one of all captions is drawn, each as likely as the others. With a weight for each source, first a source
+is drawn among those that have a caption of the sample, and then one of its captions: a sample without a synthetic
+caption always shows its original one. What is drawn is a pure function of a hash of (seed, epoch, index).
 
-The result is 8-bit RGB: of 16 bits a channel the high byte, alpha dropped as in open_clip and timm, of an animation the
-first frame.
+A caption is text that every tokenizer takes: invalid UTF-8 and lone surrogates (which JSON can spell, and no encoding
+holds) become U+FFFD, NUL a space, and what follows the first 10,000 characters is cut off.
+
+Images are decoded with PIL here; `neuclip_ds.data.images` has the faster way. PIL reads the header first, whoever
+decodes, so all agree on what is no image: only the formats that crawls of the web hold are tried (an EPS would start
+Ghostscript), and no more pixels than memory has room for. The result is 8-bit RGB: of 16 bits a channel the high byte,
+alpha dropped as in open_clip and timm, of an animation the first frame.
+
+Nothing here imports torch, which takes seconds in each process that scans or packs shards.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import io
-from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+import itertools
+import json
+import re
+from bisect import bisect_right
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from PIL import Image, UnidentifiedImageError
@@ -27,10 +37,102 @@ from neuclip_ds.errors import UserError
 if TYPE_CHECKING:
     from torch import Tensor
 
+CaptionSources = Sequence[str] | Mapping[str, float]
+"""Names of sources, as `data.captions` has them, or the weight of each."""
+
+TEXT, JSON = "txt", "json"
+_LINES = "lines"
+_NAME = re.compile(r"((?:[^.:/]+\.)*)(txt|json)(?::(.+))?")  # as the extension of a member has it, and the key
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_MAX_CHARACTERS = 10_000  # more than the context of any text tower; megabytes would take a tokenizer seconds
+
+
+class _Source(NamedTuple):
+    extension: str
+    is_json: bool
+    key: str  # key of the JSON; for text `lines` or empty
+
+
+class Captions:
+    """Caption sources as `data.captions` names them, with the weight of each or without.
+
+    Attributes:
+        extensions: members that the sources read.
+
+    Raises:
+        UserError: there is no source, or one has an unknown form.
+    """
+
+    def __init__(self, names: CaptionSources = (TEXT,)) -> None:
+        self._sources = [_parse(name) for name in names]
+        self._weights = list(names.values()) if isinstance(names, Mapping) else None
+        if not self._sources:
+            raise UserError("data.captions is empty; name a source of captions, such as txt.")
+        self.extensions = tuple(dict.fromkeys(source.extension for source in self._sources))
+
+    def of(self, members: Mapping[str, bytes]) -> list[str]:
+        """Return a sample's captions in the order of the sources, without blank ones; invalid JSON has none."""
+        return [text for found in self._of_sources(members) for text in found]
+
+    def draw(self, members: Mapping[str, bytes], number: int) -> str | None:
+        """Return the caption that a random 64-bit number draws from a sample's, None if it has none."""
+        found = self._of_sources(members)
+        if self._weights is None:
+            captions = [text for texts in found for text in texts]
+        else:
+            weights = [weight if texts else 0 for weight, texts in zip(self._weights, found, strict=True)]
+            captions = found[_draw(weights, number)]
+        return captions[number % len(captions)] if captions else None
+
+    def _of_sources(self, members: Mapping[str, bytes]) -> list[list[str]]:
+        """Return the captions of each source."""
+        found = [_texts(one, members[one.extension]) if one.extension in members else [] for one in self._sources]
+        return [[text for text in map(_clean, texts) if text] for texts in found]
+
+
+def json_object(data: bytes) -> dict[str, Any]:
+    """Return the object of a JSON member, or an empty one if the member holds no valid object."""
+    try:
+        tree = json.loads(data.decode("utf-8", "replace"))
+    except (ValueError, RecursionError):  # ValueError also for numbers of more than 4,300 digits
+        return {}
+    return tree if isinstance(tree, dict) else {}
+
+
+def _parse(name: str) -> _Source:
+    match = _NAME.fullmatch(name)
+    prefix, kind, key = match.groups("") if match else ("", "", "")
+    if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
+        return _Source(prefix.lower() + kind, kind == JSON, key)
+    raise UserError(
+        f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or has another member such as syn.txt."
+    )
+
+
+def _draw(weights: Sequence[float], number: int) -> int:
+    """Return the place that a random 64-bit number draws with these weights, any where all are 0.
+
+    Only its order among such numbers counts, so that its remainder by a few captions is still as good as random.
+    """
+    ends = list(itertools.accumulate(weights))
+    return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
+
+
+def _texts(source: _Source, data: bytes) -> list[str]:
+    if not source.is_json:
+        text = data.decode("utf-8", "replace")
+        return text.splitlines() if source.key == _LINES else [text]
+    value = json_object(data).get(source.key)
+    return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
+
+
+def _clean(text: str) -> str:
+    return _SURROGATE.sub("\ufffd", text.replace("\0", " ").strip()[:_MAX_CHARACTERS])
+
+
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _MAX_PIXELS = 89_478_485  # PIL's own limit, above which it warns; 268 MB of RGB
 _MAX_ASPECT = 100  # resizing the short side of a longer strip would take gigabytes
-_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in a file, as cameras write them
 
 
 class DecodeError(Exception):
@@ -57,65 +159,10 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
         DecodeError: another format than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
             pixels, or a side beyond 100 times the other.
     """
-    return _decode(_read_header(data), min_side)
+    return decode_header(read_header(data), min_side)
 
 
-def decode_torchvision(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode as `decode_pil`, but JPEGs with torchvision and always at full size."""
-    import torch
-    from torchvision.io import ImageReadMode, decode_jpeg
-
-    header = _read_header(data)
-    # libjpeg fills the missing part of a truncated file, which has no end-of-image marker, with grey without an error
-    if header.format not in _JPEG or data.rfind(b"\xff\xd9") <= 0:
-        return _decode(header, min_side)
-    try:
-        image = decode_jpeg(torch.frombuffer(bytearray(data), dtype=torch.uint8), ImageReadMode.RGB)
-    except RuntimeError:
-        return _decode(header, min_side)
-    return Decoded(image, header.size)
-
-
-def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode as `decode_pil`, but JPEGs with simplejpeg."""
-    import simplejpeg
-    import torch
-
-    header = _read_header(data)
-    if header.format not in _JPEG:
-        return _decode(header, min_side)
-    width, height = header.size
-    # as PIL's `draft`: libjpeg-turbo has no vector code for other scales, and between 1/2 and 1 they take longer than 1
-    factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
-    try:
-        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
-    except ValueError:
-        return _decode(header, min_side)
-    return Decoded(torch.from_numpy(pixels).permute(2, 0, 1), header.size)
-
-
-def find_decoder(name: str | None) -> Decode:
-    """Return the decoder of that name (`data.decoder`), by default that of new runs.
-
-    Raises:
-        UserError: its library is not installed.
-    """
-    name = name or DEFAULT
-    library, decode = DECODERS[name]
-    if importlib.util.find_spec(library) is None:
-        raise UserError(f"data.decoder={name} needs the package {library}: pip install {library}, or use pil.")
-    return decode
-
-
-DECODERS: dict[str, tuple[str, Decode]] = {
-    "simplejpeg": ("simplejpeg", decode_simplejpeg),
-    "pil": ("PIL", decode_pil),
-    "torchvision": ("torchvision", decode_torchvision),
-}
-DEFAULT = "simplejpeg"
-
-
-def _read_header(data: bytes) -> Image.Image:
+def read_header(data: bytes) -> Image.Image:
     """Return an image whose pixels are not decoded yet; raise DecodeError where they must not be."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -133,12 +180,13 @@ def _read_header(data: bytes) -> Image.Image:
     return image
 
 
-def _decode(image: Image.Image, min_side: int | None) -> Decoded:
+def decode_header(image: Image.Image, min_side: int | None) -> Decoded:
+    """Decode an image whose header has been read, as `decode_pil`."""
     full_size = image.size
     try:
         if min_side is not None:
             image.draft("RGB", (min_side, min_side))
-        if image.mode.startswith("I"):  # 16 bits of grey, which PIL would clip at 255
+        if image.mode.startswith("I"):  # 16 bits of gray, which PIL would clip at 255
             image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
         return Decoded(image.convert("RGB"), full_size)
     except MemoryError:

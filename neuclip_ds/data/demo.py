@@ -1,36 +1,151 @@
-"""Render the demo data set, image-caption pairs and a zero-shot set, from a seed.
+"""Render the demo data set, image-caption pairs and a zero-shot set of colored shapes, from a seed.
 
     FOLDER/train/00000.tar, ...        img2dataset layout: 000000000.jpg/.json/.txt, 1,000 pairs a shard
     FOLDER/val/00000.tar, ...          held-out pairs
-    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; a class is a colour and a shape
+    FOLDER/zero_shot/                  CLIP_benchmark's webdataset layout; a class is a color and a shape
 
 A pair is a pure function of (seed, split, index): the number of processes does not matter, a smaller set is the
-beginning of a larger one, and equal versions of Pillow give equal files. A given share of the pairs of a split are
-near-duplicates: the scene of an earlier pair, drawn anew and captioned by another template. They stand for the false
-negatives of scraped data.
+beginning of a larger one, and equal versions of Pillow give equal files. One pair in twenty is a near-duplicate: the
+scene of an earlier pair, drawn again and captioned by another template, like the false negatives of scraped data.
 
-The splits draw their scenes from independent random streams. Nothing is filtered: a scene of `val` may by chance have
-the description of one in `train` (common for single groups, else rare), but never the same pixels.
+A scene is one to three groups of equal objects in a row or a column; every attribute stays visible at 48 pixels. A
+scene of `val` may by chance have the description of one in `train`, but never the same pixels.
 """
 
 import io
 import json
+import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any, NamedTuple
 
-from PIL import Image
+import numpy as np
+from PIL import Image, ImageDraw
 
-from neuclip_ds.data.atomic_write import new_folder
 from neuclip_ds.data.children import process_pool
-from neuclip_ds.data.demo_scenes import COLOURS, SHAPES, TEMPLATES, Scene, describe, random_scene, render, single_object
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import new_folder
+
+Point = tuple[float, float]
+Rgb = tuple[int, int, int]
+Words = tuple[str, ...]  # the first is the canonical one
+
+
+class Group(NamedTuple):
+    """`number` equal objects; shape, color, size and place are keys of the tables below."""
+
+    shape: str
+    color: str
+    size: str
+    number: int
+    place: str
+    offset: float  # of the group's center across the row of groups, in image sides; not in captions
+
+
+class Scene(NamedTuple):
+    """One to three groups of objects and a key of BACKGROUNDS."""
+
+    groups: tuple[Group, ...]
+    background: str
+
+
+def _arc(radius: float, points: int = 40) -> tuple[Point, ...]:
+    """Return a closed circle, starting at the top."""
+    angles = (2 * math.pi * i / points for i in range(points + 1))
+    return tuple((radius * math.sin(a), -radius * math.cos(a)) for a in angles)
+
+
+def _heart() -> tuple[Point, ...]:
+    angles = [2 * math.pi * i / 40 for i in range(40)]
+    return tuple(
+        (math.sin(a) ** 3, -(13 * math.cos(a) - 5 * math.cos(2 * a) - 2 * math.cos(3 * a) - math.cos(4 * a)) / 16 - 0.1)
+        for a in angles
+    )
+
+
+_STAR = tuple(_arc(0.43 if i % 2 else 1.05, 10)[i] for i in range(10))
+_ARM = 0.33
+_CROSS = (
+    *((-_ARM, -1.0), (_ARM, -1.0), (_ARM, -_ARM), (1.0, -_ARM), (1.0, _ARM), (_ARM, _ARM)),
+    *((_ARM, 1.0), (-_ARM, 1.0), (-_ARM, _ARM), (-1.0, _ARM), (-1.0, -_ARM), (-_ARM, -_ARM)),
+)
+
+# outlines lie around (0, 0), within about 1, y downwards
+SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
+    "circle": (_arc(0.95), ("circle", "disc")),
+    "square": (((-0.86, -0.86), (0.86, -0.86), (0.86, 0.86), (-0.86, 0.86)), ("square", "box")),
+    "triangle": (((0.0, -0.95), (0.97, 0.75), (-0.97, 0.75)), ("triangle",)),
+    "star": (_STAR, ("star", "five-pointed star")),
+    "cross": (_CROSS, ("cross", "plus sign")),
+    "ring": (_arc(1.0) + _arc(0.55)[::-1], ("ring", "hoop")),
+    "diamond": (((0.0, -1.05), (0.7, 0.0), (0.0, 1.05), (-0.7, 0.0)), ("diamond", "rhombus")),
+    "heart": (_heart(), ("heart", "heart shape")),
+}
+COLORS: dict[str, tuple[Rgb, Words]] = {
+    "red": ((215, 25, 30), ("red", "scarlet", "crimson")),
+    "orange": ((250, 135, 10), ("orange", "tangerine")),
+    "yellow": ((250, 220, 15), ("yellow", "lemon yellow")),
+    "green": ((40, 150, 45), ("green", "emerald")),
+    "turquoise": ((40, 205, 200), ("turquoise", "aqua")),
+    "blue": ((35, 65, 215), ("blue", "cobalt")),
+    "purple": ((130, 40, 170), ("purple", "violet")),
+    "pink": ((250, 130, 195), ("pink", "rose")),
+    "brown": ((120, 68, 28), ("brown", "chestnut")),
+    "black": ((20, 20, 20), ("black", "jet-black")),
+}
+SIZES = {"small": (0.23, ("small", "little", "tiny")), "large": (0.32, ("large", "big", "huge"))}  # image sides
+NUMBERS = {
+    1: ("a", "one", "a single"),
+    2: ("two", "a pair of"),
+    3: ("three", "a trio of"),
+    4: ("four", "a group of four"),
+}
+PLACES = {
+    "left": ("on the left", "at the left side", "on the left-hand side"),
+    "right": ("on the right", "at the right side", "on the right-hand side"),
+    "top": ("at the top", "in the upper part", "near the upper edge"),
+    "bottom": ("at the bottom", "in the lower part", "near the lower edge"),
+    "centre": ("in the middle", "in the centre", "at the center"),
+}
+BACKGROUNDS: dict[str, tuple[Rgb, Words]] = {
+    "white": ((250, 250, 250), ("a white background", "a plain white backdrop")),
+    "grey": ((175, 175, 175), ("a grey background", "a plain gray backdrop")),
+    "beige": ((238, 220, 180), ("a beige background", "a sand-coloured backdrop")),
+    "pale blue": ((185, 215, 245), ("a pale blue background", "a light blue backdrop")),
+    "pale green": ((190, 235, 190), ("a pale green background", "a light green backdrop")),
+    "striped": ((248, 248, 248), ("a striped background", "a backdrop of grey stripes")),
+    "dotted": ((248, 248, 248), ("a dotted background", "a backdrop of grey dots")),
+    "checkered": ((248, 248, 248), ("a checkered background", "a chequered backdrop")),
+}
+_INK = (195, 195, 195)  # color of the patterns
+
+# forms with and without the background
+TEMPLATES = (
+    ("{objects} on {background}", "{objects}"),
+    ("a picture of {objects} on {background}", "a picture of {objects}"),
+    ("an image of {objects} against {background}", "an image of {objects}"),
+    ("on {background}: {objects}", "there: {objects}"),
+    ("against {background} you can see {objects}", "you can see {objects}"),
+    ("{background} with {objects}", "a picture with {objects}"),
+    ("this drawing shows {objects} over {background}", "this drawing shows {objects}"),
+    ("on {background} somebody drew {objects}", "somebody drew {objects}"),
+    ("a simple drawing of {objects}, made on {background}", "a simple drawing of {objects}"),
+    ("{objects} in front of {background}", "just {objects}"),
+    ("the picture has {background} and {objects}", "the picture has {objects}"),
+    ("{objects}; behind, {background}", "{objects}, nothing else"),
+)
+
+_POSITIONS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
+_ROWS = (("left", "centre", "right"), ("top", "centre", "bottom"))
+_MOST_OBJECTS = {1: 4, 2: 3, 3: 2}  # objects in a group, by the number of groups
+_SUPERSAMPLING = 4
 
 SPLITS = ("train", "val", "zero_shot")
-CLASSES = tuple((colour, shape) for colour in COLOURS for shape in SHAPES)
+CLASSES = tuple((color, shape) for color in COLORS for shape in SHAPES)
 CLASS_TEMPLATES = (
     "one {c}",
     "a single {c}",
@@ -41,24 +156,7 @@ CLASS_TEMPLATES = (
     "this drawing shows one {c}",
 )
 PAIRS_PER_SHARD = 1000
-JPEG_QUALITY = 90
-
-Sample = dict[str, Any]
-
-
-class _Shard(NamedTuple):
-    path: Path
-    indices: range
-    sample: Callable[[int], Sample]  # by index; can be pickled
-
-
-class _PairSpec(NamedTuple):
-    """What a pair shows, before anything is drawn."""
-
-    scene: Scene
-    template: int
-    original: int | None  # index of the pair of which this is a near-duplicate
-    rng: Random  # for all later choices
+_DUPLICATES = 0.05  # probability that a pair is a near-duplicate
 
 
 def make_demo_data(
@@ -68,21 +166,19 @@ def make_demo_data(
     held_out: int = 1_000,
     zero_shot: int = 2_000,
     size: int = 64,
-    duplicate_share: float = 0.05,
     seed: int = 0,
     processes: int | None = None,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> None:
-    """Write the three splits to FOLDER.*.partial and rename it, so that `folder` is complete or absent.
+    """Write the three splits to a temporary folder and rename it, so that `folder` is complete or absent.
 
     Processes are spawned, so a script must call this under `if __name__ == "__main__"`, or with one process.
 
     Args:
         folder: must be absent or empty.
         pairs, held_out: number of image-caption pairs in `train` and in `val`.
-        zero_shot: number of labelled images; class counts differ by one at most.
+        zero_shot: number of labeled images; class counts differ by one at most.
         size: side of the images in pixels.
-        duplicate_share: probability that a pair is a near-duplicate.
         seed: seed of all random choices.
         processes: by default the number of cores; 1 renders in this process.
         on_progress: called with (images done, total images) after each shard.
@@ -91,17 +187,31 @@ def make_demo_data(
         UserError: `folder` is not empty or cannot be written, or a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
-    _check_numbers(size, duplicate_share, pairs=pairs, held_out=held_out, zero_shot=zero_shot, processes=processes)
+    limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}
+    for name, number in limits.items():
+        least, most = (16, 1024) if name == "size" else (1, math.inf)
+        if not least <= number <= most:
+            raise UserError(f"{name}={number} is out of range; it must be from {least} to {most}.")
     with new_folder(folder) as temporary:
-        _write_class_files(temporary / "zero_shot")
-        labelled = partial(_labelled_image, seed, size)
-        shards = [_Shard(temporary / "zero_shot" / "test" / "0.tar", range(zero_shot), labelled)]
+        labels = temporary / "zero_shot"
+        (labels / "test").mkdir(parents=True)
+        class_names = [f"{color} {shape}" for color, shape in CLASSES]
+        (labels / "classnames.txt").write_text("\n".join(class_names) + "\n")
+        (labels / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n")
+        (labels / "test" / "nshards.txt").write_text("1\n")
+        shards: list[tuple[Path, range, _Sampler]]
+        shards = [(labels / "test" / "0.tar", range(zero_shot), partial(_labeled_image, seed, size))]
         for split, count in (("train", pairs), ("val", held_out)):
-            shards += _pair_shards(temporary / split, count, partial(_pair, seed, split, duplicate_share, size))
-        total, done = sum(len(shard.indices) for shard in shards), 0
-        for written in _written(shards, min(processes, len(shards))):
-            done += written
-            on_progress(done, total)
+            (temporary / split).mkdir()
+            for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
+                indices = range(first, min(first + PAIRS_PER_SHARD, count))
+                shards.append((temporary / split / f"{number:05d}.tar", indices, partial(_pair, seed, split, size)))
+        done = 0
+        # spawned, not forked: the caller may have threads (torch's, for instance), which break under fork
+        with process_pool(min(processes, len(shards)), "spawn") if processes > 1 else nullcontext() as pool:
+            for count in (pool.map if pool else map)(_write_shard, *zip(*shards, strict=True)):
+                done += count
+                on_progress(done, pairs + held_out + zero_shot)
 
 
 def demo_split(source: str, cache: Path) -> Path:
@@ -125,104 +235,187 @@ def demo_split(source: str, cache: Path) -> Path:
     return folder / split
 
 
-def _check_numbers(size: int, duplicate_share: float, **counts: int) -> None:
-    for name, count in counts.items():
-        if count < 1:
-            raise UserError(f"{name}={count} is out of range; it must be at least 1.")
-    if not 16 <= size <= 1024:
-        raise UserError(f"size={size} is out of range; demo images have a side of 16 to 1024 pixels.")
-    if not 0 <= duplicate_share < 1:
-        raise UserError(f"duplicate_share={duplicate_share} is out of range; it must be at least 0 and below 1.")
+_Sampler = Callable[[int], dict[str, Any]]  # sample by index; can be pickled
 
 
-def _write_class_files(folder: Path) -> None:
-    (folder / "test").mkdir(parents=True)
-    names = [f"{colour} {shape}" for colour, shape in CLASSES]
-    (folder / "classnames.txt").write_text("\n".join(names) + "\n", encoding="utf-8")
-    (folder / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n", encoding="utf-8")
-    (folder / "test" / "nshards.txt").write_text("1\n", encoding="utf-8")
-
-
-def _pair_shards(folder: Path, count: int, sample: Callable[[int], Sample]) -> Iterator[_Shard]:
-    folder.mkdir()
-    for number, first in enumerate(range(0, count, PAIRS_PER_SHARD)):
-        indices = range(first, min(first + PAIRS_PER_SHARD, count))
-        yield _Shard(folder / f"{number:05d}.tar", indices, sample)
-
-
-def _written(shards: list[_Shard], processes: int) -> Iterator[int]:
-    if processes == 1:
-        yield from map(_write_shard, shards)
-        return
-    # spawned, not forked: the caller may have threads (torch's, for instance), which break under fork
-    with process_pool(processes, "spawn") as pool:
-        yield from pool.map(_write_shard, shards)
-
-
-def _write_shard(shard: _Shard) -> int:
+def _write_shard(path: Path, indices: range, sample: _Sampler) -> int:
     from webdataset import TarWriter  # imports torch, which takes seconds
 
     # fixed time and owner: equal samples give equal files
-    with (
-        shard.path.open("wb") as file,
-        TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as writer,
-    ):
-        for index in shard.indices:
-            writer.write(shard.sample(index))
-    return len(shard.indices)
+    with path.open("wb") as file, TarWriter(file, user="demo", group="demo", mode=0o644, mtime=0, encoder=False) as tar:
+        for index in indices:
+            tar.write(sample(index))
+    return len(indices)
 
 
 def _stream(seed: int, split: str, index: int) -> Random:
     return Random(f"{seed}/{split}/{index}")  # a string is seeded by its SHA-512, the same on every platform
 
 
-def _pair_spec(seed: int, split: str, duplicate_share: float, index: int) -> _PairSpec:
+def plan_pair(seed: int, split: str, index: int) -> tuple[Scene, int, int | None, Random]:
+    """Return a pair's scene, its template, of which pair it is a near-duplicate, and the stream of later choices."""
     rng = _stream(seed, split, index)
-    if index == 0 or rng.random() >= duplicate_share:
-        return _PairSpec(random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng)
+    if index == 0 or rng.random() >= _DUPLICATES:
+        return random_scene(rng), rng.randrange(len(TEMPLATES)), None, rng
     earlier = rng.randrange(index)
-    source = _pair_spec(seed, split, duplicate_share, earlier)
-    original = earlier if source.original is None else source.original
-    first_template = _pair_spec(seed, split, duplicate_share, original).template
-    template = (first_template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES)
-    return _PairSpec(source.scene, template, original, rng)
+    scene, _, original, _ = plan_pair(seed, split, earlier)
+    original = earlier if original is None else original
+    _, first_template, _, _ = plan_pair(seed, split, original)
+    return scene, (first_template + rng.randrange(1, len(TEMPLATES))) % len(TEMPLATES), original, rng
 
 
-def _pair(seed: int, split: str, duplicate_share: float, size: int, index: int) -> Sample:
-    spec = _pair_spec(seed, split, duplicate_share, index)
-    caption = describe(spec.scene, spec.template, spec.rng)
+def _pair(seed: int, split: str, size: int, index: int) -> dict[str, Any]:
+    scene, template, original, rng = plan_pair(seed, split, index)
+    caption = describe(scene, template, rng)
     metadata = {
         "key": _key(index),
         "caption": caption,
         "width": size,
         "height": size,
-        "objects": [group._asdict() for group in spec.scene.groups],
-        "background": spec.scene.background,
-        "near_duplicate_of": None if spec.original is None else _key(spec.original),
+        "objects": [group._asdict() for group in scene.groups],
+        "background": scene.background,
+        "near_duplicate_of": None if original is None else _key(original),
     }
-    return {
-        "__key__": _key(index),
-        "jpg": _jpeg(render(spec.scene, size, spec.rng)),
-        "json": json.dumps(metadata).encode(),
-        "txt": caption.encode(),
-    }
+    image = _jpeg(render(scene, size, rng))
+    return {"__key__": _key(index), "jpg": image, "json": json.dumps(metadata).encode(), "txt": caption.encode()}
 
 
-def _labelled_image(seed: int, size: int, index: int) -> Sample:
+def _labeled_image(seed: int, size: int, index: int) -> dict[str, Any]:
     rng = _stream(seed, "zero_shot", index)
     label = index % len(CLASSES)
-    colour, shape = CLASSES[label]
-    image = render(single_object(rng, shape, colour), size, rng)
+    image = render(single_object(rng, *CLASSES[label]), size, rng)
     return {"__key__": f"s{index:07d}", "jpg": _jpeg(image), "cls": str(label).encode()}
 
 
 def _key(index: int) -> str:
     """Return the shard number and the position in it, as img2dataset numbers its samples."""
-    shard, position = divmod(index, PAIRS_PER_SHARD)
-    return f"{shard:05d}{position:04d}"
+    return f"{index // PAIRS_PER_SHARD:05d}{index % PAIRS_PER_SHARD:04d}"
 
 
 def _jpeg(image: Image.Image) -> bytes:
     file = io.BytesIO()
-    image.save(file, "JPEG", quality=JPEG_QUALITY, subsampling=0)  # full colour resolution: the shapes are small
+    image.save(file, "JPEG", quality=90, subsampling=0)  # full color resolution: the shapes are small
     return file.getvalue()
+
+
+def random_scene(rng: Random) -> Scene:
+    """Return a random scene, in which no two groups share both shape and color."""
+    count = rng.choices((1, 2, 3), weights=(4, 4, 2))[0]
+    row = rng.choice(_ROWS)
+    places = sorted(rng.sample(row, count), key=row.index)
+    kinds = rng.sample([(shape, color) for shape in SHAPES for color in COLORS], count)
+    groups = tuple(
+        _random_group(rng, shape, color, place, rng.randint(1, _MOST_OBJECTS[count]))
+        for (shape, color), place in zip(kinds, places, strict=True)
+    )
+    return Scene(groups, rng.choice(list(BACKGROUNDS)))
+
+
+def single_object(rng: Random, color: str, shape: str) -> Scene:
+    """Return a scene of one object of the given class; place, size and background are random."""
+    group = _random_group(rng, shape, color, rng.choice(list(PLACES)), number=1)
+    return Scene((group,), rng.choice(list(BACKGROUNDS)))
+
+
+def render(scene: Scene, size: int, rng: Random) -> Image.Image:
+    """Draw a scene as a `size` x `size` RGB image; positions, tilt, shades and pixels vary a little with `rng`."""
+    fine = size * _SUPERSAMPLING
+    rgb, _ = BACKGROUNDS[scene.background]
+    canvas = Image.new("RGB", (fine, fine), _shade(rgb, rng, 4))
+    draw = ImageDraw.Draw(canvas)
+    _draw_pattern(draw, scene.background, fine, rng)
+    sideways = any(group.place in ("left", "right") for group in scene.groups)
+    for group in scene.groups:
+        _draw_group(draw, group, sideways, fine, rng)
+    pixels = np.asarray(canvas.reduce(_SUPERSAMPLING), dtype=np.int16)  # (size, size, 3)
+    noise = np.frombuffer(rng.randbytes(pixels.size), dtype=np.uint8).reshape(pixels.shape) // 23 - np.int16(5)
+    return Image.fromarray(np.clip(pixels + noise, 0, 255).astype(np.uint8))
+
+
+def describe(scene: Scene, template: int, rng: Random) -> str:
+    """Return a caption by TEMPLATES[template]: always color, shape and number, usually size, place and background."""
+    with_background, without = TEMPLATES[template]
+    form = with_background if rng.random() < 0.6 else without
+    place_may_lead = not any(f"{word} {{objects}}" in form for word in ("of", "with"))  # "of at the top a star"
+    phrases = [_phrase(group, place_may_lead, rng) for group in scene.groups]
+    rng.shuffle(phrases)
+    objects = phrases[-1]
+    if phrases[:-1]:
+        objects = ", ".join(phrases[:-1]) + rng.choice((" and ", " as well as ", " and also ")) + objects
+    _, backdrops = BACKGROUNDS[scene.background]
+    caption = form.format(objects=objects, background=rng.choice(backdrops))
+    return caption[0].upper() + caption[1:] + "." if rng.random() < 0.5 else caption
+
+
+def _random_group(rng: Random, shape: str, color: str, place: str, number: int) -> Group:
+    return Group(shape, color, rng.choice(list(SIZES)), number, place, round(rng.uniform(-0.13, 0.13), 3))
+
+
+def _shade(rgb: Rgb, rng: Random, spread: int) -> Rgb:
+    red, green, blue = (min(255, max(0, channel + rng.randint(-spread, spread))) for channel in rgb)
+    return red, green, blue
+
+
+def _draw_pattern(draw: ImageDraw.ImageDraw, background: str, side: int, rng: Random) -> None:
+    """Draw the pattern of a background, if it has one."""
+    cells = 6
+    step = side / cells
+    start = -rng.random() * step
+    corners = [start + i * step for i in range(cells + 1)]
+    if background == "striped":
+        for x in corners:
+            draw.rectangle((x, 0, x + step / 2, side), fill=_INK)
+    elif background == "dotted":
+        for x, y in ((x, y) for x in corners for y in corners):
+            draw.ellipse((x + 0.25 * step, y + 0.25 * step, x + 0.75 * step, y + 0.75 * step), fill=_INK)
+    elif background == "checkered":
+        for x, y in ((x, y) for i, x in enumerate(corners) for y in corners[i % 2 :: 2]):
+            draw.rectangle((x, y, x + step, y + step), fill=_INK)
+
+
+def _draw_group(draw: ImageDraw.ImageDraw, group: Group, sideways: bool, side: int, rng: Random) -> None:
+    """Draw a group inside the image: its objects line up across the row of groups, four of them two by two."""
+    diameter = SIZES[group.size][0] * rng.uniform(0.95, 1.0)
+    pitch = 1.05 * diameter
+    lanes = 2 if group.number == 4 else 1
+    length = group.number // lanes
+    along = _inside(_POSITIONS[group.place] + rng.uniform(-0.01, 0.01), (lanes - 1) * pitch + diameter)
+    across = _inside(0.5 + group.offset + rng.uniform(-0.03, 0.03), (length - 1) * pitch + diameter)
+    rgb = _shade(COLORS[group.color][0], rng, 9)
+    for i in range(group.number):
+        lane, position = divmod(i, length)
+        middle = (along + (lane - (lanes - 1) / 2) * pitch, across + (position - (length - 1) / 2) * pitch)
+        x, y = (side * (m + rng.uniform(-0.008, 0.008)) for m in (middle if sideways else middle[::-1]))
+        tilt = math.radians(rng.uniform(-8, 8))
+        cos, sin = (side * diameter / 2 * turn for turn in (math.cos(tilt), math.sin(tilt)))
+        outline = [(x + cos * u - sin * v, y + sin * u + cos * v) for u, v in SHAPES[group.shape][0]]
+        draw.polygon(outline, fill=rgb)
+
+
+def _inside(middle: float, extent: float) -> float:
+    half = min(0.5, extent / 2 + 0.015)
+    return min(1 - half, max(half, middle))
+
+
+def _phrase(group: Group, place_may_lead: bool, rng: Random) -> str:
+    """Return a phrase such as "two big red circles at the top", with the attributes in one of several orders."""
+    number, color = _word(NUMBERS[group.number], rng), _word(COLORS[group.color][1], rng)
+    shape = _word(SHAPES[group.shape][1], rng)
+    if group.number > 1:
+        shape += "es" if shape[-1] in "sx" else "s"
+    size = _word(SIZES[group.size][1], rng) if rng.random() < 0.6 else ""
+    noun = f"{shape} in {color}" if rng.random() < 0.15 else f"{color} {shape}"
+    if size:
+        noun = f"{noun} of {group.size} size" if rng.random() < 0.15 else f"{size} {noun}"
+    if number == "a" and noun[0] in "aeiou":
+        number = "an"
+    phrase = f"{number} {noun}"
+    if rng.random() > 0.6:
+        return phrase
+    place = _word(PLACES[group.place], rng)
+    return f"{place} {phrase}" if place_may_lead and rng.random() < 0.4 else f"{phrase} {place}"
+
+
+def _word(words: Words, rng: Random) -> str:
+    """Return the canonical word or, half of the time, any of them."""
+    return words[0] if rng.random() < 0.5 else rng.choice(words)

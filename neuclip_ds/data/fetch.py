@@ -1,218 +1,200 @@
-"""Fetch one shard from a URL that fsspec supports, or from the output of a command (`pipe:COMMAND`)."""
+"""Fetch one shard from a URL that fsspec supports, or from the output of a command (`pipe:COMMAND`).
 
-from __future__ import annotations
+A transfer runs in a daemon thread, as a backend's call may never return. One that stalls is abandoned: it can only
+write to its own file, which is removed.
+"""
 
-import hashlib
 import itertools
-import math
+import json
 import os
+import random
+import re
+import subprocess
+import tempfile
 import threading
 import time
-from contextlib import AbstractContextManager, ExitStack, closing, nullcontext
+from collections import Counter
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal
 
-from neuclip_ds.checksum import checksum_of
-from neuclip_ds.data.failures import FailureKind, TransferFailure
-from neuclip_ds.data.transfer import Command, Download, is_command
+import fsspec
 
-_MAX_BACKOFF = 60.0  # seconds between two attempts
-_FINAL = (FailureKind.MISSING, FailureKind.SETUP)  # a retry would fail too
-_BLOCK = 512  # bytes that `st_blocks` counts in
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import checksum_of
 
-Verdict = Literal["retry", "wait", "give up"]
+Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
+
+_LONGEST_PAUSE = 60.0  # seconds between two attempts
+_ATTEMPTS = {"damaged": 5, "refused": 5}  # one for other kinds that do not pass
+_FIXES = {
+    "refused": "Renew the credentials and start again",
+    "setup": "Fix the address, or this machine (pip install s3fs, gcsfs, huggingface_hub or aiohttp)",
+}
+_IMPORT = 60.0  # seconds that fsspec's backend may take to be imported
+_CANNOT_RUN = (126, 127)  # bash: not executable, not found
+_STATUS = r"(?:error|http(?:/[\d.]+)?|status|code|returned)\W{0,3}(?:code\W{0,2})?\(?"
+_MISSING = re.compile(_STATUS + r"(?:404|410)\b|no ?such ?(?:key|file|object|bucket)|not ?found|does not exist", re.I)
+_REFUSED = re.compile(
+    _STATUS + r"(?:401|403|407)\b|credential|expired ?token|token (?:has|is) expired|access ?denied|forbidden|"
+    r"unauthorized|invalid[ _]?(?:token|grant|access ?key)|signature ?does ?not ?match|time ?too ?skewed",
+    re.I,
+)
+_URL = re.compile(r"\S+://\S+")
+# A guard process reads from a pipe that `attempt` holds open. When that is closed, or this process ends, even by
+# kill -9, the read returns and the guard kills its process group, the command included.
+_GUARDED = """
+exec 3<&0
+{ read -r <&3; kill -KILL 0; } >/dev/null 2>&1 &
+bash -o pipefail -c "$0" 3<&- </dev/null
+"""
 
 _numbers = itertools.count()
+_jitter = random.Random()  # separate from the program's, on which a run's results may depend
 
 
 class FetchError(OSError):
-    """A shard could not be fetched; the message has its URL, the reason and the number of attempts.
+    """A shard does not exist, or is not the one that its manifest describes (`damaged`)."""
 
-    Attributes:
-        kind: of the last failure.
-    """
-
-    def __init__(self, message: str, kind: FailureKind) -> None:
+    def __init__(self, message: str, damaged: bool = False) -> None:
         super().__init__(message)
-        self.kind = kind
+        self.damaged = damaged
 
 
-class Request(NamedTuple):
-    """A shard to fetch, and what its transfer must satisfy."""
+class AttemptFailed(Exception):
+    """An attempt to fetch a shard failed; `kind` names what is at fault: the storage, the shard or this machine."""
 
-    url: str  # that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail)
-    bytes: int | None  # required size of the file; None accepts any
-    timeout: float  # seconds without a byte after which an attempt fails
-    crc32: int | None = None  # required checksum of the file; None accepts any
-    retries: int = 4  # attempts after the first one
-    backoff: float = 1.0  # seconds before the second attempt, doubled for each further one
-    min_rate: float = 0.0  # bytes per second, over `timeout`, below which an attempt fails
+    def __init__(self, reason: str, kind: Kind = "outage") -> None:
+        super().__init__(reason)
+        self.kind: Kind = kind
 
 
-class FetchPolicy:
-    """When the attempts of a fetch may start, and what follows when one fails; this one knows no other fetches."""
+class Retries:
+    """When a shard is fetched again: after about 1, 2, 4 ... 60 s, until an outage has lasted for `max_outage` seconds.
 
-    def turn(self) -> AbstractContextManager[object]:
-        """Return a context manager that waits until an attempt may start, and lasts as long as the attempt."""
-        return nullcontext()
-
-    def succeed(self, began: float, size: int) -> None:
-        """Report an attempt that began at `began` (Unix time) and has fetched `size` bytes, within its turn."""
-
-    def judge(self, failure: TransferFailure, began: float, request: Request, attempt: int) -> Verdict:
-        """Return what follows a failed attempt, within its turn: `wait` retries when `turn` allows it."""
-        return "retry" if attempt <= request.retries else "give up"
-
-    def hedge_after(self, size: int | None) -> float:
-        """Return after how many seconds a second transfer of a shard of `size` bytes may start."""
-        return math.inf
-
-    def spare(self) -> AbstractContextManager[object] | None:
-        """Return what a second transfer holds while it runs, or None where it may not start now."""
-        return None
-
-
-def fetch(request: Request, target: Path, policy: FetchPolicy | None = None) -> None:
-    """Fetch a shard into the file `target`, which appears complete or not at all.
-
-    Args:
-        target: a file in an existing folder; partial data go to temporary files in that folder.
-        policy: by default every failure is retried `request.retries` times, except those that a retry cannot change:
-            the file does not exist, or no backend knows the URL.
-
-    Raises:
-        FetchError: an attempt failed, and the policy gives up; neither `target` nor a temporary file is left.
+    One that arrives damaged, or that the storage refuses, is fetched five times. `failures` counts failed attempts.
     """
-    policy = policy or FetchPolicy()
-    attempt = 0
-    while True:
-        attempt += 1
-        with policy.turn():
-            began = time.time()
-            try:
-                _attempt(request, target, policy)
-                policy.succeed(began, target.stat().st_size)
-                return
-            except TransferFailure as failure:
-                final = failure.kind in _FINAL
-                verdict = "give up" if final else policy.judge(failure, began, request, attempt)
-                if verdict == "give up":
-                    attempts = "1 attempt" if attempt == 1 else f"{attempt} attempts"
-                    message = f"{request.url} cannot be fetched: {failure} ({attempts})."
-                    raise FetchError(message, failure.kind) from failure.__cause__
-        if verdict == "retry":
-            time.sleep(backoff_of(request.url, attempt, request.backoff))
 
+    def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
+        self.url, self._max_outage, self._backoff = url, max_outage, backoff
+        self.failures, self._counts = 0, Counter[Kind]()
+        self._began = 0.0  # time of the first failure of the storage
 
-def backoff_of(key: str, attempt: int, first: float) -> float:
-    """Return the seconds after an attempt: exponential backoff with jitter, a hash of the key and the attempt."""
-    digest = hashlib.blake2b(f"{attempt} {key}".encode(), digest_size=8).digest()
-    return min(first * 2 ** min(attempt - 1, 30), _MAX_BACKOFF) * (1 + int.from_bytes(digest, "little") / 2**64) / 2
-
-
-def _attempt(request: Request, target: Path, policy: FetchPolicy) -> None:
-    """Transfer a shard; a second transfer joins one that takes unusually long, and the first to be complete counts."""
-    ended, began, hedge_after = threading.Event(), time.monotonic(), policy.hedge_after(request.bytes)
-    with ExitStack() as stack:
-
-        def start() -> _Monitored:
-            return stack.enter_context(closing(_Monitored(request, target, ended)))
-
-        running = [start()]
-        while True:
-            ended.wait(min(request.timeout / 10, 0.5))
-            ended.clear()
-            for transfer in list(running):
-                try:
-                    if transfer.is_complete():
-                        transfer.part.replace(target)
-                        return
-                except TransferFailure:
-                    transfer.close()
-                    running.remove(transfer)
-                    if not running:
-                        raise
-            if time.monotonic() - began > hedge_after and (spare := policy.spare()) is not None:
-                hedge_after = math.inf
-                stack.enter_context(spare)
-                running.append(start())
-
-
-class _Monitored:
-    """A transfer under way into a temporary file next to the target, and how it progresses."""
-
-    def __init__(self, request: Request, target: Path, ended: threading.Event) -> None:
-        self.part = target.with_name(f".{target.name}.{os.getpid()}.{next(_numbers)}.part")
-        self._request = request
-        kind = Command if is_command(request.url) else Download
-        self._transfer = kind(request.url, self.part, request.timeout, request.bytes, ended.set)
-        self._transfer.start()
-        self._seen, self._since = self._state(), time.monotonic()
-        self._window: tuple[int, float] | None = None  # bytes and time at its beginning
-
-    def close(self) -> None:
-        """End the transfer and remove its temporary file."""
-        self._transfer.close()
-
-    def is_complete(self) -> bool:
-        """Return whether the file is complete and right.
+    def pause_after(self, failure: AttemptFailed) -> float:
+        """Return the seconds to wait after a failed attempt.
 
         Raises:
-            TransferFailure: the transfer has failed, stalls or is too slow, or something else arrived.
+            FetchError: the shard does not exist or is damaged.
+            UserError: the storage refuses access or fails for too long, or this machine cannot fetch the shard.
         """
-        if self._transfer.is_alive():
-            self._check_progress()
-            return False
-        error = self._transfer.error
-        if isinstance(error, TransferFailure):
-            raise error
-        if isinstance(error, OSError):  # of this machine: a full disk, too many processes
-            raise TransferFailure(f"{type(error).__name__}: {error}", FailureKind.DISK) from error
-        if error is not None:
-            raise error
-        size = self.part.stat().st_size
-        if self._request.bytes not in (None, size):
-            raise TransferFailure(f"{size} bytes arrived, expected {self._request.bytes}", FailureKind.DAMAGED)
-        if self._request.crc32 is not None and checksum_of(self.part).crc32 != self._request.crc32:
-            raise TransferFailure("what arrived differs from the checksum in the manifest", FailureKind.DAMAGED)
-        return True
+        kind, now, message = failure.kind, time.monotonic(), f"{self.url} cannot be fetched: {failure}."
+        self.failures += 1
+        self._counts[kind] += 1
+        if kind == "outage":
+            self._began = self._began or now
+            if now - self._began >= self._max_outage:
+                message += f" It failed for data.max_outage={self._max_outage:g} s: check it, and start again."
+                raise UserError(message)
+        elif self._counts[kind] == _ATTEMPTS.get(kind, 1):
+            raise UserError(f"{message} {_FIXES[kind]}.") if kind in _FIXES else FetchError(message, kind == "damaged")
+        return min(self._backoff * 2 ** min(self.failures - 1, 30), _LONGEST_PAUSE) * _jitter.uniform(0.5, 1)
 
-    def _check_progress(self) -> None:
-        expected, timeout = self._request.bytes, self._request.timeout
-        now, state = time.monotonic(), self._state()
-        arrived, changed, size = state
-        if state != self._seen:
-            self._seen, self._since = state, now
-        streaming = changed and arrived != expected
-        limit = timeout if streaming else timeout + self._transfer.overhead
-        if now - self._since > limit:
-            raise TransferFailure(f"no byte arrived for {limit:g} s (after {arrived} bytes)", FailureKind.OUTAGE)
-        if expected is not None and size > expected:
-            raise TransferFailure(f"it is longer than the expected {expected} bytes", FailureKind.DAMAGED)
-        if streaming:
-            self._check_rate(arrived, now)
 
-    def _check_rate(self, arrived: int, now: float) -> None:
-        """Compare the bytes of each `timeout` seconds with the minimum."""
-        if self._window is None:
-            self._window = arrived, now
-        elapsed = now - self._window[1]
-        if elapsed < self._request.timeout:
+def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
+    """Fetch a shard once, into a new file of a folder.
+
+    Args:
+        url: that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
+        folder: to be removed by the caller, as partial files stay there.
+        timeout: seconds without a byte after which the attempt fails.
+        size, crc32: required bytes and checksum of the file; None accepts any.
+
+    Raises:
+        AttemptFailed: no file of this size and checksum has arrived.
+    """
+    part, errors = folder / f"{os.getpid()}-{next(_numbers)}", list[BaseException]()
+    read, write = os.pipe()
+    thread = threading.Thread(target=_transfer, args=(url, part, timeout, read, errors), daemon=True)
+    try:
+        thread.start()
+        _watch(thread, part, timeout, size)
+    finally:
+        os.close(write)
+    if errors:
+        raise explain(errors[0]) from errors[0]
+    arrived = part.stat().st_size
+    if size not in (None, arrived):
+        raise AttemptFailed(f"{arrived} bytes arrived, expected {size}", "damaged")
+    if crc32 is not None and checksum_of(part).crc32 != crc32:
+        raise AttemptFailed("what arrived differs from the checksum in the manifest", "damaged")
+    return part
+
+
+def _watch(thread: threading.Thread, part: Path, timeout: float, size: int | None) -> None:
+    """Wait until a transfer has ended; raise `AttemptFailed` when its file does not grow, or becomes too large."""
+    arrived, since = -1, time.monotonic()
+    while True:
+        thread.join(min(timeout / 10, 0.5))
+        if not thread.is_alive():
             return
-        rate = (arrived - self._window[0]) / elapsed
-        if rate < self._request.min_rate:
-            slow = f"{rate / 1e6:.3g} MB/s arrived for {elapsed:.0f} s, less than {self._request.min_rate / 1e6:g}"
-            raise TransferFailure(slow, FailureKind.THROTTLED)
-        self._window = arrived, now
+        now, before = time.monotonic(), arrived
+        arrived = part.stat().st_size if part.exists() else -1
+        if arrived != before:
+            since = now
+        if size is not None and arrived > size:
+            raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
+        if now - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
+            raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
 
-    def _state(self) -> tuple[int, int, int]:
-        """Return bytes that have arrived, time of the last one and size; zeros if the file does not exist yet.
 
-        A file that arrives in ranges has holes, which take no blocks.
-        """
-        try:
-            status = self.part.stat()
-        except FileNotFoundError:
-            return 0, 0, 0
-        arrived = min(status.st_size, status.st_blocks * _BLOCK or status.st_size)  # some file systems count no blocks
-        return arrived, status.st_mtime_ns, status.st_size
+def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[BaseException]) -> None:
+    """Write a shard to `part`, in a thread; a command ends when the other end of the pipe `alive` is closed."""
+    try:
+        if url.startswith("pipe:"):
+            _run(url.removeprefix("pipe:"), part, alive)
+            return
+        options: dict[str, Any] = {"skip_instance_cache": True}  # reads credentials again, shares no broken connection
+        if url.startswith("s3://"):
+            options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
+        elif url.startswith(("http://", "https://")):
+            import aiohttp
+
+            limits = aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)  # by default 5 min in all
+            options["client_kwargs"] = {"timeout": limits}
+        fs, path = fsspec.core.url_to_fs(url, **options)
+        part.touch(exist_ok=False)  # the time-out starts here: backends can take seconds to import
+        fs.get_file(path, str(part))
+    except BaseException as error:  # backends raise many types: botocore's, aiohttp's, OSError
+        errors.append(error)
+    finally:
+        os.close(alive)
+
+
+def _run(command: str, part: Path, alive: int) -> None:
+    with tempfile.TemporaryFile() as messages:
+        with part.open("xb") as out:
+            guarded = ["bash", "-c", _GUARDED, command]
+            done = subprocess.run(guarded, stdin=alive, stdout=out, stderr=messages, start_new_session=True)
+        messages.seek(0)
+        lines = messages.read().decode("utf-8", "replace").strip().split("\n")
+    if done.returncode:
+        text = f"the command exited with code {done.returncode}: {lines[-1].strip()[-1000:]}".rstrip(": ")
+        raise AttemptFailed(text, "setup") if done.returncode in _CANNOT_RUN else explain(text)
+    if not part.stat().st_size:
+        raise AttemptFailed("the command wrote nothing")
+
+
+def explain(failure: BaseException | str) -> AttemptFailed:
+    """Return what a backend's error, or what a command has printed, means."""
+    if isinstance(failure, AttemptFailed):
+        return failure
+    text = failure if isinstance(failure, str) else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"
+    cause = getattr(failure, "__cause__", None)  # s3fs translates the errors of botocore
+    known = _URL.sub("", f"{text} {cause or ''}")  # without digits of URLs
+    kind: Kind = "outage"
+    if isinstance(failure, (ImportError, ValueError)) and not isinstance(failure, json.JSONDecodeError):
+        kind = "setup"
+    elif isinstance(failure, PermissionError) or _REFUSED.search(known):
+        kind = "refused"
+    elif isinstance(failure, FileNotFoundError) or _MISSING.search(known):
+        kind, text = "missing", f"the file does not exist ({text})"
+    return AttemptFailed(text, kind)

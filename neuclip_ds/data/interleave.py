@@ -22,7 +22,6 @@ class Interleave(NamedTuple):
 
     streams: int  # S, a divisor of the global batch
     block: int  # positions of a stream that are shuffled together
-    staggered: bool = True  # whether the streams begin their blocks in different steps
 
     @property
     def window(self) -> int:
@@ -44,10 +43,9 @@ class DataSize(NamedTuple):
         """
         per_shard = self.samples / self.shards
         streams = min(-(-interleave.streams // nodes), interleave.streams)
-        ahead = min(_AHEAD, streams) if interleave.staggered else streams
         length = self.samples / interleave.streams
         per_block = min(interleave.block, length) / per_shard + 1  # it begins and ends within a shard
-        return round(min((streams + ahead) * per_block, self.shards) / self.shards * self.bytes)
+        return round(min((streams + min(_AHEAD, streams)) * per_block, self.shards) / self.shards * self.bytes)
 
 
 def choose_interleave(
@@ -96,11 +94,6 @@ def choose_interleave(
         f"The shard cache of {(cache_bytes or 0) / 1e9:.3g} GB is too small for the shards that a batch is mixed from: "
         f"set data.cache_gb={1.01 * smallest / _FULL / 1e9:.3g} or more."
     )
-
-
-def first_interleave(shards: int, batch_size: int, streams: int | None, block: int) -> Interleave:
-    """Return the interleave of runs that were started before there was a choice."""
-    return Interleave(streams or _divisors(batch_size, min(shards, 1024))[0], block, staggered=False)
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:

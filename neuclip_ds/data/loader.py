@@ -1,24 +1,35 @@
 """Load this rank's batches with worker processes, in an order independent of the numbers of ranks and workers.
 
-The main process sends (epoch, index) lists to the workers. The step is therefore the only state of a training loader,
+The main process sends (epoch, index) lists to the workers. The step is therefore the only state of training's loader,
 and resuming at any step costs no more than starting at the first.
+
+A worker delivers a rank's batch in parts, which are bounded in bytes, so that the memory of batches on their way does
+not grow with the batch, and the workers share a large one. Parts are not joined: that would copy all pixels.
 """
 
-from collections.abc import Callable, Iterator
+import io
+import itertools
+import pickle
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
-from neuclip_ds.data.dataset import PADDING, Batch, PairDataset, Tokenize
+from neuclip_ds.data.dataset import PADDING, BadSample, Batch, PairDataset
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import BatchOrder
-from neuclip_ds.data.rank_batch import part_rows
-from neuclip_ds.data.transforms import ImageTransform
+from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
 
+PART_BYTES = 1 << 27  # of pixels; torch rounds a block of pinned memory up to a power of two
+
 Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is nearly always the epoch
+T = TypeVar("T")
+R = TypeVar("R")
 
 
 class Jobs(NamedTuple):
@@ -32,7 +43,14 @@ class Jobs(NamedTuple):
 def train_jobs(
     order: BatchOrder, rank: int, world_size: int, epoch: int, step: int, steps: int, parts: int = 1
 ) -> Jobs:
-    """Select a rank's rows of `steps` global batches from (epoch, step) on, across epochs, each in `parts` jobs."""
+    """Select a rank's B / world_size rows of `steps` global batches, each in `parts` jobs as `part_rows` cuts it.
+
+    Args:
+        epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
+
+    Raises:
+        UserError: the batch is not divisible by the ranks.
+    """
     if order.batch_size % world_size:
         raise UserError(
             f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
@@ -54,7 +72,10 @@ def train_jobs(
 
 
 def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -> Jobs:
-    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use, in equally many batches."""
+    """Select rank r's samples [r c, (r + 1) c), c = ceil(n / world_size), of the n in use, in equally many batches.
+
+    All ranks have ceil(c / batch_size) batches of `batch_size` rows; padding has index -1.
+    """
     share = -(-manifest.n_used // world_size)
     end = min((rank + 1) * share, manifest.n_used)
 
@@ -66,73 +87,119 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
     return Jobs(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")
 
 
-def train_loader(
-    manifest: Manifest,
-    order: BatchOrder,
-    transform: ImageTransform,
-    tokenize: Tokenize,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    epoch: int = 0,
-    step: int = 0,
-    steps: int,
-    parts: int = 1,
-    options: LoaderOptions = LoaderOptions(),
-) -> Iterator[Batch]:
-    """Iterate over this rank's batches of (B / world_size) rows from `step` of `epoch` on, across epochs.
+class Loader(WorkerPool):
+    """Loads batches of pairs, or anything else that a function makes of items, with processes that it keeps.
+
+    They are forked when something is loaded first, and inherit the datasets with their manifests, which may be large.
 
     Args:
-        epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
-        steps: number of batches.
-        parts: number of consecutive parts that each batch comes in, as `part_rows` cuts it; workers load parts.
-
-    Raises:
-        UserError: the batch is not divisible by the ranks, a shard has changed, or workers repeatedly die or exceed
-            `options.timeout`.
+        options: `workers` is the number of processes; 0 loads in this process.
+        pairs: datasets of pairs by name.
     """
-    jobs = train_jobs(order, rank, world_size, epoch, step, steps, parts)
-    return _load(manifest, transform, tokenize, order.seed, jobs, options)
+
+    def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
+        super().__init__(self._do, options)
+        self._pairs = pairs or {}
+
+    def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
+        """Yield a rank's batches, or parts of them, of a source of pairs.
+
+        Raises:
+            UserError: a shard has changed, or workers repeatedly die or exceed `options.timeout`.
+        """
+        items, folder = map(jobs.items, range(jobs.number)), self._pairs[source].folder
+        return self.run(((source, rows) for rows in items), jobs.describe, folder)
+
+    def map(
+        self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
+    ) -> Generator[list[R], None, None]:
+        """Yield `function` of the items of each group, in order.
+
+        Args:
+            function: can be pickled, as can what it takes and returns.
+            groups: read as far ahead as the workers may prepare.
+            folder: where the items come from, for messages.
+
+        Raises:
+            UserError: of `function`, or workers repeatedly die or exceed `options.timeout`.
+        """
+        jobs = ((function, items) for items in groups)
+        with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
+            yield from map(pickle.loads, parts)
+
+    def _do(self, job: tuple[Any, list[Any]]) -> Batch | bytes:
+        what, items = job
+        if isinstance(what, str):
+            return self._pairs[what].batch(items)
+        _Pickler(rows := io.BytesIO()).dump([what(item) for item in items])
+        return rows.getvalue()
 
 
-def eval_loader(
-    manifest: Manifest,
-    transform: ImageTransform,
-    tokenize: Tokenize,
-    *,
-    rank: int = 0,
-    world_size: int = 1,
-    batch_size: int,
-    options: LoaderOptions = LoaderOptions(),
-) -> Iterator[Batch]:
-    """Iterate over the r-th contiguous part of the samples on rank r, each sample once over all ranks.
+class _Pickler(pickle.Pickler):
+    """Pickles tensors by their bytes: handed over one by one, each would take a file descriptor."""
 
-    All ranks yield ceil(ceil(n / world_size) / batch_size) batches of `batch_size` rows; padding has index -1.
+    def reducer_override(self, value: Any) -> Any:
+        return (torch.from_numpy, (value.numpy(),)) if isinstance(value, Tensor) else NotImplemented
+
+
+IN_PROCESS = Loader(LoaderOptions(workers=0))  # keeps nothing
+
+
+def part_count(rows: int, image_size: int) -> int:
+    """Return into how many parts b rows of (3, image_size, image_size) uint8 pixels are cut."""
+    most = max(1, PART_BYTES // (3 * image_size**2))  # rows of a part
+    return -(-rows // most)
+
+
+def part_rows(rows: int, count: int, number: int) -> slice:
+    """Return the rows of one of `count` parts of nearly equal size."""
+    return slice(rows * number // count, rows * (number + 1) // count)
+
+
+class RankBatch:
+    """A batch of b rows in consecutive parts.
+
+    Attributes:
+        index: int64 (b,), global indices.
+        valid: bool (b,).
+        bad: the samples that could not be used.
     """
-    return _load(manifest, transform, tokenize, 0, eval_jobs(manifest, rank, world_size, batch_size), options)
+
+    def __init__(self, parts: Sequence[Batch]) -> None:
+        self._parts: list[Batch | None] = list(parts)
+        self._starts = [0, *itertools.accumulate(len(part.index) for part in parts)]
+        index, valid = (torch.cat(column) for column in zip(*((part.index, part.valid) for part in parts), strict=True))
+        is_pinned = parts[0].index.is_pinned()
+        self.index, self.valid = (index.pin_memory(), valid.pin_memory()) if is_pinned else (index, valid)
+        self.bad: tuple[BadSample, ...] = tuple(sample for part in parts for sample in part.bad)
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
+        """Return views of these rows' pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T), one pair from each part.
+
+        Raises RuntimeError where they have been released.
+        """
+        found = []
+        for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
+            if start < rows.stop and rows.start < stop:
+                if part is None:
+                    raise RuntimeError(f"Rows {rows.start} to {rows.stop} of a batch have been released.")
+                here = slice(max(rows.start - start, 0), min(rows.stop, stop) - start)
+                found.append((part.image[here], part.tokens[here]))
+        return found
+
+    def release(self, rows: int) -> None:
+        """Free the pixels and tokens of all parts that lie within the first `rows` rows."""
+        for number, stop in enumerate(self._starts[1:]):
+            if stop <= rows:
+                self._parts[number] = None
 
 
-def pair_dataset(
-    manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, seed: int, options: LoaderOptions
-) -> PairDataset:
-    """Return the pairs of a manifest as `options` say; `seed` is that of augmentation and choice of captions."""
-    return PairDataset(
-        manifest, transform, tokenize, seed=seed, captions=options.captions, reader=options.reader, cache=options.cache
-    )
-
-
-def _load(
-    manifest: Manifest,
-    transform: ImageTransform,
-    tokenize: Tokenize,
-    seed: int,
-    jobs: Jobs,
-    options: LoaderOptions,
-) -> Iterator[Batch]:
-    dataset = pair_dataset(manifest, transform, tokenize, seed, options)
-
-    def describe(number: int) -> str:
-        return f"{jobs.describe(number)} from {options.workers} loader processes (shards in {dataset.folder})"
-
-    with closing(WorkerPool(dataset.__getitems__, options)) as pool:
-        yield from pool.run(map(jobs.items, range(jobs.number)), describe)
+def join_parts(parts: Iterator[Batch], count: int) -> Iterator[RankBatch]:
+    """Iterate over the batches that `count` consecutive parts each make."""
+    while found := list(itertools.islice(parts, count)):
+        batch = RankBatch(found)
+        del found  # the batch alone decides how long pixels are kept
+        yield batch

@@ -2,44 +2,22 @@
 
 A sample's index is its shard's start plus its row among the shard's samples, incomplete ones included, so it never
 changes. Manifests only grow: new shards get indices after the last one, and a removed shard leaves its indices unused
-(`removed`). On disk a manifest is a folder with
-
-    shards.parquet                      one row per shard; version and totals in the file's metadata
-    samples/part-FIRST-LAST.parquet     optional: offsets and keys of the samples (neuclip_ds/data/sample_table.py)
-
-A manifest with sample tables may list only some samples of each shard (a subset of a larger pool, indexed separately).
+(`removed`). A manifest with sample tables (neuclip_ds/data/sample_table.py) may list only some samples of each shard (a
+subset of a larger pool, indexed separately).
 """
 
 import hashlib
-import os
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.sample_table import JoinedTables, SampleParts, SampleTables
-from neuclip_ds.data.shards import is_local, refuse_commands
+from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.errors import UserError
-from neuclip_ds.redaction import redact
-
-_VERSION = 2
-_TABLE = "shards.parquet"
-SAMPLES = "samples"
-_SCHEMA = pa.schema(
-    [("path", pa.string())]
-    + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
-    + [("removed", pa.bool_()), ("layout", pa.int64())]
-)
-_OPTIONAL = ("crc32", "selection", "layout")
-MIN_SAMPLE_BYTES = 512  # the header of one member
-_MAX_SHARD_BYTES = 1 << 40
 
 
 class Shard(NamedTuple):
@@ -53,7 +31,7 @@ class Shard(NamedTuple):
     crc32: int | None = None  # checksum of the file, where one was computed
     selection: int | None = None  # checksum of the listed samples' ordinals, where not all are listed
     removed: bool = False
-    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None in older manifests
+    layout: int | None = None  # checksum of all samples' names, offsets and sizes; None where it was not read
 
 
 class Manifest:
@@ -64,7 +42,7 @@ class Manifest:
         samples: sample tables, where the manifest has them.
     """
 
-    def __init__(self, shards: Sequence[Shard], samples: SampleTables | None = None) -> None:
+    def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
         self.shards = tuple(shards)
         self.samples = samples
         self.n_shards = len(self.shards)
@@ -101,17 +79,12 @@ class Manifest:
     @property
     def has_checksums(self) -> bool:
         """Whether every read is compared with a checksum."""
-        checked = self.samples is not None and self.samples.has_checksums
-        return checked and all(shard.crc32 is not None for shard in self.shards if not shard.removed)
+        return self.samples is not None and all(s.crc32 is not None for s in self.shards if not s.removed)
 
     @cached_property
     def content_hash(self) -> str:
         """Identity of the data set: `hash_of_first(n_shards)`."""
         return self.hash_of_first(self.n_shards)
-
-    def use_hash_of(self, count: int, removed: Sequence[int]) -> str:
-        """Return a hash (16 hex digits) of which of the first shards are in use, as earlier checkpoints have it."""
-        return hashlib.sha256(self.sizes_without(removed)[:count].tobytes()).hexdigest()[:16]
 
     def hash_of_first(self, count: int) -> str:
         """Return a hash (32 hex digits) of the file names, counts and sizes of the first shards.
@@ -124,6 +97,17 @@ class Manifest:
             line = f"{Path(shard.path).name}\0{shard.n}\0{shard.bytes}\0{shard.selection}\n"
             digest.update(line.encode("utf-8", "surrogateescape"))
         return digest.hexdigest()[:32]
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` makes the manifest of on other ranks, whose sample tables lie under the same path."""
+        samples = None if self.samples is None else self.samples.to_json()
+        return {"shards": [list(shard) for shard in self.shards], "samples": samples}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> "Manifest":
+        """Return the manifest that `to_json` describes."""
+        samples = None if found["samples"] is None else SampleParts.from_json(found["samples"])
+        return cls([Shard(*shard) for shard in found["shards"]], samples)
 
     def locate(self, index: int) -> tuple[int, int]:
         """Return (shard number, row within it) of a global index; raise IndexError beyond 0 ... n - 1."""
@@ -154,11 +138,6 @@ def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
     return Manifest(shards)
 
 
-def is_manifest(path: str | os.PathLike[str]) -> bool:
-    """Whether `path` is a manifest folder."""
-    return (Path(path) / _TABLE).is_file()
-
-
 def join(manifests: Sequence[Manifest]) -> Manifest:
     """Return the manifest of several data sets: the indices of each follow on those of the one before.
 
@@ -169,99 +148,15 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0
         shards += [shard._replace(start=start + shard.start) for shard in manifest.shards]
-    tables = [(manifest.samples, manifest.n_shards) for manifest in manifests if manifest.samples is not None]
+    tables = [manifest.samples for manifest in manifests if manifest.samples is not None]
     if len(tables) == len(manifests):
-        return Manifest(shards, JoinedTables(tables))
+        return Manifest(shards, SampleParts.join(tables))
     if any(shard.selection is not None for shard in shards):
         raise UserError(
             "A source lists only some samples of its shards, by sample tables, which another source has not: build the "
             "manifests of all (neuclip-ds build-manifest FOLDER SOURCE)."
         )
     return Manifest(shards)
-
-
-def write_shards(manifest: Manifest, folder: Path) -> None:
-    """Write or replace the manifest's shard table atomically; the sample tables must already be there.
-
-    Only its owner can read a table whose URLs hold secrets.
-    """
-    columns = zip(*manifest.shards, strict=True) if manifest.shards else [[]] * len(_SCHEMA)
-    meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
-    schema = _SCHEMA.with_metadata({f"neuclip_ds.{key}": str(value) for key, value in meta.items()})
-    with atomic_write(folder / _TABLE) as temporary:
-        table = pa.table([list(column) for column in columns], schema=schema)
-        pq.write_table(table, temporary, write_page_checksum=True)
-        if any(redact(shard.path) != shard.path for shard in manifest.shards):
-            temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
-
-
-def load_manifest(
-    folder: str | os.PathLike[str], *, check_shards: bool = True, allow_commands: bool = False
-) -> Manifest:
-    """Read a manifest folder.
-
-    Args:
-        check_shards: whether to compare the first and the largest shard with the description.
-        allow_commands: whether shards may be `pipe:` commands, which readers run.
-
-    Raises:
-        UserError: it is none, is damaged or impossible, has commands that nobody has allowed, or its first or largest
-            shard is not what it describes.
-    """
-    folder = Path(folder)
-    if not is_manifest(folder):
-        raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
-    meta = _read_meta(folder)
-    if meta.get("version") != str(_VERSION):
-        raise UserError(f"The manifest in {folder} has version {meta.get('version')}, not {_VERSION}; build it again.")
-    try:
-        rows = pq.read_table(folder / _TABLE, schema=_SCHEMA, page_checksum_verification=True)
-    except (ValueError, KeyError, OSError, pa.ArrowException) as error:
-        raise _unreadable(folder, error) from error
-    if any(rows.column(name).null_count for name in _SCHEMA.names if name not in _OPTIONAL):
-        raise _unreadable(folder, "values are missing")
-    samples = SampleParts(folder / SAMPLES) if (folder / SAMPLES).is_dir() else None
-    shards = [Shard(*row) for row in zip(*rows.to_pydict().values(), strict=True)]
-    manifest = Manifest(shards, samples)
-    _check_possible(folder, manifest)
-    if meta.get("content_hash") != manifest.content_hash:
-        raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
-    if samples is not None:
-        samples.check([shard.n for shard in shards])
-    used = [shard for shard in shards if not shard.removed]
-    if not allow_commands:
-        refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
-    if check_shards and used:
-        _check_present(folder, used[0])
-        _check_present(folder, max(used, key=lambda shard: shard.n))
-    return manifest
-
-
-def _check_possible(folder: Path, manifest: Manifest) -> None:
-    """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
-    start = 0
-    for shard in manifest.shards:
-        least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
-        if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
-            raise UserError(
-                f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "
-                f"{shard.bytes} bytes, which cannot be; build it again."
-            )
-        start += shard.n
-
-
-def _check_present(folder: Path, shard: Shard) -> None:
-    """Raise UserError unless a local shard exists and has its size."""
-    if not is_local(shard.path):
-        return
-    try:
-        found = Path(shard.path).stat().st_size
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"Shard {shard.path} of the manifest in {folder} does not exist; "
-            "restore the shards or build the manifest where they are now."
-        ) from error
-    check_size(shard, found)
 
 
 def check_size(shard: Shard, found: int) -> None:
@@ -271,16 +166,3 @@ def check_size(shard: Shard, found: int) -> None:
             f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: "
             "it has changed; rebuild or update the manifest."
         )
-
-
-def _read_meta(folder: Path) -> dict[str, str]:
-    try:
-        pairs = pq.read_schema(folder / _TABLE).metadata or {}
-        return {key.decode().removeprefix("neuclip_ds."): value.decode() for key, value in pairs.items()}
-    except (OSError, ValueError, pa.ArrowException) as error:
-        raise _unreadable(folder, error) from error
-
-
-def _unreadable(folder: Path, error: Exception | str) -> UserError:
-    reason = " ".join(str(error).split())[:200]
-    return UserError(f"The manifest in {folder} cannot be read ({reason}); remove it and build it again.")

@@ -3,47 +3,36 @@
 All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source passes through its own
 epochs. The B rows of a batch are S blocks of B/S rows, one a stream; a pattern, fixed for all steps, says which source
 each row of a block is of, and block j of the pattern serves stream s at step t if j = s + t (mod S). Every batch thus
-has the same numbers of rows of each source, and every stream of a source advances equally fast. If batches are not
-stratified, the pattern is longer and shuffled, so the numbers vary as if rows were drawn from the mixture.
+has the same numbers of rows of each source, and every stream of a source advances equally fast.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.data.hashing import hash64
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.order import BatchOrder, GlobalOrder
-from neuclip_ds.data.shard_requests import ShardRequest, by_first_use
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
-
-_PATTERN = 2  # separates its hash from those of neuclip_ds/data/order.py
-_UNSTRATIFIED_BATCHES = 64  # in the pattern
 
 
 class _Stage:
     """Steps with the same weights, counted from the stage's own first one."""
 
-    def __init__(self, weights: NDArray[np.float64], streams: int, lane: int, shuffle_seed: int | None) -> None:
-        """`weights`, (m,), sum to 1. Without a seed, batches are stratified."""
-        self._streams = streams
-        self.batches = 1 if shuffle_seed is None else _UNSTRATIFIED_BATCHES  # in the pattern
-        rows = _spread(weights, self.batches * streams * lane)
-        if shuffle_seed is not None:
-            rows = rows[np.argsort(hash64(shuffle_seed, _PATTERN, np.arange(len(rows))), kind="stable")]
-        self.pattern = rows.reshape(-1, lane)  # (blocks, B/S), the source of each row
-        is_source = self.pattern[None] == np.arange(len(weights))[:, None, None]  # (m, blocks, B/S)
+    def __init__(self, weights: NDArray[np.float64], streams: int, lane: int) -> None:
+        """`weights`, (m,), sum to 1."""
+        self.pattern = _spread(weights, streams * lane).reshape(streams, lane)  # (S, B/S), the source of each row
+        is_source = self.pattern[None] == np.arange(len(weights))[:, None, None]  # (m, S, B/S)
         self.rank = np.take_along_axis(is_source.cumsum(axis=2) - 1, self.pattern[None], axis=0)[0]
-        self.per_block = is_source.sum(axis=2)  # (m, blocks)
-        twice = np.concatenate([self.per_block, self.per_block], axis=1)
+        per_block = is_source.sum(axis=2)  # (m, S)
+        twice = np.concatenate([per_block, per_block], axis=1)
         self._before = np.concatenate([np.zeros((len(weights), 1), np.int64), twice.cumsum(axis=1)], axis=1)
-        self.per_cycle = self.per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
+        self.per_cycle = per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
 
     def block(self, stream: NDArray[np.int64], step: int) -> NDArray[np.int64]:
         """Return the block of the pattern that serves each stream at a step."""
-        return (stream * self.batches + step) % len(self.pattern)
+        return (stream + step) % len(self.pattern)
 
     def taken(self, source: int, stream: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
         """Return how many rows of a source the first `steps` steps take from each stream."""
@@ -62,23 +51,18 @@ class MixtureOrder:
         weights: for the step from which each list holds, positive numbers to whose ratio the sources' rows are; step 0
             must be among them.
         interleave: of the mixture; each source has a share of its blocks.
-        stratified: whether every batch has the same numbers of rows, to one, of each source.
 
     Raises:
         UserError: no source has a positive weight in some stage, or there is none for step 0.
     """
 
     def __init__(
-        self,
-        sources: Sequence[GlobalOrder],
-        weights: Mapping[int, Sequence[float]],
-        interleave: Interleave,
-        stratified: bool = True,
+        self, sources: Sequence[GlobalOrder], weights: Mapping[int, Sequence[float]], interleave: Interleave
     ) -> None:
         self.batch_size, self.seed, self.interleave = sources[0].batch_size, sources[0].seed, interleave
         self.n = sum(source.n for source in sources)
         self.last_change = max(weights, default=0)  # the step from which the weights stay
-        self._sources, self._streams = sources, interleave.streams
+        self.sources, self._streams = sources, interleave.streams
         self._lane = self.batch_size // self._streams
         self._begins = sorted(weights)
         if self._begins[:1] != [0]:
@@ -88,8 +72,7 @@ class MixtureOrder:
             found = np.array(weights[begin], dtype=np.float64)
             if not (np.isfinite(found).all() and found.min() >= 0 and found.sum() > 0):
                 raise UserError(f"The weights {list(weights[begin])} of a mixture are not positive numbers.")
-            seed = None if stratified else self.seed
-            self._stages.append(_Stage(found / found.sum(), self._streams, self._lane, seed))
+            self._stages.append(_Stage(found / found.sum(), self._streams, self._lane))
         every_stream = np.arange(self._streams)
         taken = np.zeros((len(sources), self._streams), dtype=np.int64)
         self._taken_before = [taken]  # by stage: (m, S) rows taken of each stream before it
@@ -108,7 +91,7 @@ class MixtureOrder:
         """Number of samples in every batch."""
         return self.batch_size
 
-    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> BatchOrder:
+    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "MixtureOrder":
         """Raise UserError: sources must stay as they are."""
         raise UserError("The sources of a mixture have changed since the run began; restore them, or start a new run.")
 
@@ -127,7 +110,7 @@ class MixtureOrder:
         block = stage.block(stream, inside)
         source, rank = stage.pattern[block, place], stage.rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
-        for which, order in enumerate(self._sources):
+        for which, order in enumerate(self.sources):
             own = np.flatnonzero(source == which)
             if not len(own):
                 continue
@@ -137,16 +120,6 @@ class MixtureOrder:
                 now = visits[own] == visit
                 index[own[now]] = order.samples(int(visit), stream[own[now]], within[now])
         return visits, index
-
-    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-        """Iterate over the shards that these rows of the batches read, as `GlobalOrder.shards_ahead`.
-
-        It is endless unless all sources end with weight 0. Rows are counted as if each read all of its stream.
-        """
-        number = epoch * self.steps_per_epoch + step
-        streams = np.unique(np.concatenate([np.arange(self.batch_size)[part] // self._lane for part in rows])).tolist()
-        sources = range(len(self._sources))
-        yield from by_first_use([_SourceBlocks(self, which, at, number) for which in sources for at in streams])
 
     def taken(self, which: int, stream: int, number: int) -> int:
         """Return how many samples the steps before `number` take from a stream of a source."""
@@ -166,33 +139,7 @@ class MixtureOrder:
         return low + _first(lambda steps: self.taken(which, stream, low + steps + 1) > taken, 3 * cycle)
 
 
-class _SourceBlocks:
-    """The blocks of a stream of a source, over all epochs: `StreamBlocks`."""
-
-    def __init__(self, mixture: MixtureOrder, which: int, stream: int, number: int) -> None:
-        self._mixture, self._which, self._stream, self._number = mixture, which, stream, number
-        self._order: GlobalOrder = mixture._sources[which]
-        self._length = int(self._order.stream_lengths[stream])
-        taken = mixture.taken(which, stream, number)
-        self._epoch, self._within = divmod(taken, self._length) if self._length else (0, 0)
-        self.begins = self._step(self._within) if self._length else None
-
-    def _step(self, within: int) -> int | None:
-        step = self._mixture.step_of(self._which, self._stream, self._epoch * self._length + within)
-        return None if step is None else max(step, self._number)
-
-    def take(self) -> Iterator[ShardRequest]:
-        """Yield the requests of the block that is due, and move to the next one."""
-        block = self._order.block_at(self._stream, self._within)
-        shards, end = self._order.block_shards(self._epoch, self._stream, block, self._within)
-        last = self._step(end - 1)
-        if last is None:  # the weight is 0 from then on
-            last = self._mixture.last_change - 1
-        for shard, first in shards:
-            if (begins := self._step(first)) is not None:
-                yield ShardRequest(begins, last, shard)
-        self._epoch, self._within = divmod(self._epoch * self._length + end, self._length)
-        self.begins = self._step(self._within)
+BatchOrder = GlobalOrder | MixtureOrder
 
 
 def _first(holds: Callable[[int], bool], limit: int) -> int:

@@ -1,27 +1,39 @@
 """Sample tables shared by all processes of a node: each is made once, as a file that they map into memory.
 
-A worker's own tables would take 50 bytes and more a sample in every worker. Files are flat tables
-(neuclip_ds/data/flat_table.py), named by the shard and by what the table was made from; the least recently used ones
-make room. Where no file can be written, a table is private to its process.
+A worker's own tables would take 50 bytes and more a sample in every worker. Files are named by the shard and by what
+the table was made from; the least recently used ones make room. Where no file can be written, a table is private to its
+process.
+
+A file has a header of 32 bytes (magic, CRC-32 of all that follows, flags, n, bytes of the keys), and the arrays of
+`SampleTable`: extents, ordinals, checksums or none, keys, and at the end the names of the members that are not in
+`MEMBERS`. Of the flags, the lowest bit tells whether there are checksums, and the others are the number of those
+members.
 """
 
-import fcntl
 import hashlib
 import logging
 import os
+import secrets
 import stat
+import struct
+import zlib
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import numpy as np
 import pyarrow as pa
+from filelock import FileLock
 
-from neuclip_ds.data.flat_table import dump_table, view_table
-from neuclip_ds.data.sample_table import SampleTable
+from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # lock files, which tables share
+_TURNS = 64  # tables of which one looks for room, unless they are large: there may be thousands of files
+_MAGIC = b"NDStable"
+_HEADER = struct.Struct("<8sIIqq")
+_SIGNED = 12  # bytes before those that the CRC-32 covers
 
 
 class NodeTables:
@@ -50,7 +62,8 @@ class NodeTables:
             return _map(path)
         with ExitStack() as stack:
             with suppress(OSError):  # without locks a table may be made twice
-                stack.enter_context(self._locked(path))
+                self._folder.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(FileLock(self._folder / f".lock-{int(path.name[:8], 16) % _LOCKS:02d}"))
             with suppress(OSError, ValueError):
                 return _map(path)  # another process has made it meanwhile
             table = make()
@@ -68,42 +81,32 @@ class NodeTables:
         for path in self._folder.glob(f"{_hash(shard)}.*"):
             path.unlink(missing_ok=True)
 
-    @contextmanager
-    def _locked(self, path: Path) -> Iterator[None]:
-        """Hold one of the lock files during the block; a killed process loses its locks."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        lock = self._folder / f".lock-{int(path.name[:8], 16) % _LOCKS:02d}"
-        with os.fdopen(os.open(lock, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o666), "rb") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
-            yield
-
     def _write(self, path: Path, data: bytes) -> None:
-        self._make_room(len(data))
+        if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
+            self._make_room(len(data))
         temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}")
-        temporary.unlink(missing_ok=True)  # of a killed process with the same number
         try:
-            fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
-            with os.fdopen(fd, "wb") as file:
-                file.write(data)
+            temporary.write_bytes(data)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
 
     def _make_room(self, size: int) -> None:
         """Remove the least recently used tables until one of `size` bytes fits."""
-        files = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                with suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    files.append((status.st_mtime_ns, status.st_size, entry.path))
+        files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
         excess = sum(length for _, length, _ in files) + size - self._capacity_bytes
-        for _, length, name in sorted(files):
-            if excess <= 0:
-                break
-            if length:  # lock files are empty
-                Path(name).unlink(missing_ok=True)
+        for _, length, path in files:
+            if excess > 0 and length:  # lock files are empty
+                path.unlink(missing_ok=True)
                 excess -= length
+
+
+def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
+    """Yield the files of a folder with their status, where they do not vanish meanwhile."""
+    with suppress(FileNotFoundError), os.scandir(folder) as entries:
+        for entry in entries:
+            with suppress(FileNotFoundError):
+                yield Path(entry.path), entry.stat(follow_symlinks=False)
 
 
 def _map(path: Path) -> SampleTable:
@@ -120,3 +123,34 @@ def _map(path: Path) -> SampleTable:
 
 def _hash(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
+
+
+def dump_table(table: SampleTable) -> bytes:
+    """Return the bytes of a table."""
+    crc32 = b"" if table.crc32 is None else table.crc32.tobytes()
+    others = table.members[len(MEMBERS) :]
+    header = _HEADER.pack(_MAGIC, 0, (table.crc32 is not None) + 2 * len(others), table.n, len(table.keys))
+    arrays = [table.extents.tobytes(), table.ordinals.tobytes(), crc32, table.keys]
+    data = b"".join([header[_SIGNED:], *arrays, "".join(f"\0{name}" for name in others).encode()])
+    return _MAGIC + struct.pack("<I", zlib.crc32(data)) + data
+
+
+def view_table(buffer: bytes | memoryview) -> SampleTable:
+    """Return the table whose bytes are in `buffer`, without copying them; raise ValueError if they are damaged."""
+    view = memoryview(buffer)
+    if len(view) < _HEADER.size:
+        raise ValueError(f"a table of {len(view)} bytes is truncated")
+    magic, crc32, flags, n, key_bytes = _HEADER.unpack_from(view)
+    if magic != _MAGIC or zlib.crc32(view[_SIGNED:]) != crc32:
+        raise ValueError("a table differs from its checksum")
+    has_checksums, count = flags & 1, len(MEMBERS) + (flags >> 1)
+    extents = np.frombuffer(view, np.int64, n * count * 2, _HEADER.size)
+    end = _HEADER.size + extents.nbytes
+    ordinals = np.frombuffer(view, np.int32, n, end)
+    end += ordinals.nbytes
+    checksums = np.frombuffer(view, np.uint32, n * count * has_checksums, end).reshape(-1, count)
+    end += checksums.nbytes
+    keys, others = view[end : end + key_bytes], bytes(view[end + key_bytes :]).decode().split("\0")[1:]
+    assert len(keys) == key_bytes
+    members = (*MEMBERS, *others)
+    return SampleTable(ordinals, extents.reshape(n, count, 2), keys, checksums if has_checksums else None, members)

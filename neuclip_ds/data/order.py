@@ -9,22 +9,21 @@ The streams begin their blocks in different steps: their first blocks have diffe
 shards for one stream at a time, not for all at once.
 """
 
-from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from neuclip_ds.data.hashing import hash64, mix64
 from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
-from neuclip_ds.data.shard_requests import ShardRequest, by_first_use
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
-_EXACT_POSITIONS = 1024  # positions of a block and stream for which `shards_ahead` is exact
-_EVERY_PLACE = np.ones(1, dtype=bool)
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
-_GOLDEN = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbours evenly
+_SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbors evenly
+_GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
+_MULTIPLIERS = (np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB))
+_SHIFTS = (np.uint64(30), np.uint64(27), np.uint64(31))
 
 
 class _Layout(NamedTuple):
@@ -33,35 +32,6 @@ class _Layout(NamedTuple):
     shards: NDArray[np.int64]  # shard numbers
     positions: NDArray[np.int64]  # position of each one's first sample
     indices: NDArray[np.int64]  # global index of each one's first sample
-
-
-class BatchOrder(Protocol):
-    """Which samples each batch has; documented at `GlobalOrder`, the order of one source."""
-
-    batch_size: int
-    seed: int
-    n: int
-    interleave: Interleave
-
-    @property
-    def steps_per_epoch(self) -> int:
-        """Number of steps of an epoch."""
-
-    @property
-    def last_batch_size(self) -> int:
-        """Number of samples in an epoch's last batch."""
-
-    def batch(self, epoch: int, step: int, rows: slice = slice(None)) -> NDArray[np.int64]:
-        """Return the global indices of a step's rows, -1 for empty ones."""
-
-    def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how often each sample of `batch` has been visited before, and `batch`."""
-
-    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-        """Iterate over the shards that these rows of the batches read."""
-
-    def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "BatchOrder":
-        """Return the order of the first shards; raise UserError if there can be none."""
 
 
 class GlobalOrder:
@@ -73,11 +43,11 @@ class GlobalOrder:
         batch_size: global batch size B.
         seed: non-negative seed of all permutations.
         interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
-        tail: `pad` takes every sample exactly once per epoch and fills the last batch with -1; `drop` omits n mod B
-            samples, different ones in every epoch.
+        drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample comes exactly once per
+            epoch, and the last batch is filled with -1.
 
     Raises:
-        UserError: fewer than 2 samples, or less than a batch under `drop`.
+        UserError: fewer than 2 samples, or less than a batch under `drop_last`.
 
     Example:
         order = GlobalOrder(manifest.starts, manifest.sizes, batch_size=4096, seed=0)
@@ -92,9 +62,9 @@ class GlobalOrder:
         seed: int = 0,
         interleave: Interleave | None = None,
         *,
-        tail: Literal["pad", "drop"] = "pad",
+        drop_last: bool = False,
     ) -> None:
-        self.batch_size, self.seed, self.tail = batch_size, seed, tail
+        self.batch_size, self.seed, self.drop_last = batch_size, seed, drop_last
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
@@ -104,8 +74,8 @@ class GlobalOrder:
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
         self._lane = batch_size // streams  # positions of a stream in a batch
         self._phases = np.zeros(streams, dtype=np.int64)  # (S,) what each stream's first block lacks
-        if self.interleave.staggered and block < self.n // streams:
-            parts = (np.arange(streams, dtype=np.uint64) * _GOLDEN) % np.uint64(1 << 32)  # of 2^32
+        if block < self.n // streams:
+            parts = (np.arange(streams, dtype=np.uint64) * _SPREAD) % np.uint64(1 << 32)  # of 2^32
             self._phases = (parts * np.uint64(block) >> np.uint64(32)).astype(np.int64)
         self._gone = np.zeros(len(self._sizes), dtype=bool)
         self._layouts: dict[int, _Layout] = {}  # by epoch
@@ -116,7 +86,7 @@ class GlobalOrder:
         The rows of samples in the shards `gone` are empty: they have been removed since their epoch began.
         """
         found = GlobalOrder(
-            self._starts[: len(sizes)], sizes, self.batch_size, self.seed, self.interleave, tail=self.tail
+            self._starts[: len(sizes)], sizes, self.batch_size, self.seed, self.interleave, drop_last=self.drop_last
         )
         found._gone[[number for number in gone if number < len(sizes)]] = True
         return found
@@ -124,16 +94,16 @@ class GlobalOrder:
     def _check(self) -> None:
         if self.n < 2:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
-        if self.tail == "drop" and self.n < self.batch_size:
+        if self.drop_last and self.n < self.batch_size:
             raise UserError(
-                f"data.last_batch=drop leaves no batch: {self.n} samples, batch_size={self.batch_size}; "
-                "lower it or set data.last_batch=pad."
+                f"data.drop_last leaves no batch: {self.n} samples, batch_size={self.batch_size}; lower it or set "
+                "data.drop_last=false."
             )
 
     @property
     def steps_per_epoch(self) -> int:
-        """Number of steps: ceil(n / B) under `pad`, floor(n / B) under `drop`."""
-        return self.n // self.batch_size if self.tail == "drop" else -(-self.n // self.batch_size)
+        """Number of steps: floor(n / B) under `drop_last`, else ceil(n / B)."""
+        return self.n // self.batch_size if self.drop_last else -(-self.n // self.batch_size)
 
     @property
     def stream_lengths(self) -> NDArray[np.int64]:
@@ -142,7 +112,7 @@ class GlobalOrder:
 
     @property
     def last_batch_size(self) -> int:
-        """Number of samples in an epoch's last batch, which may have empty rows under `pad`."""
+        """Number of samples in an epoch's last batch, which may have empty rows unless `drop_last` is set."""
         before = (self.steps_per_epoch - 1) * self._lane  # positions of a stream
         return int(np.clip(self.stream_lengths - before, 0, self._lane).sum())
 
@@ -178,70 +148,18 @@ class GlobalOrder:
         index = layout.indices[slot] + position - layout.positions[slot]
         return np.where(present & ~self._gone[layout.shards[slot]], index, -1)
 
-    def shards_ahead(self, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-        """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
+    def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
+        """Return the positions at which the block begins and ends that a position within a stream is in."""
+        number = (within + int(self._phases[stream])) // self.interleave.block
+        start, end = self._block(np.int64(stream), np.int64(number))
+        return int(start), int(end)
 
-        Shards come in order of first use, once per block of each stream, so a shard comes again when a later block uses
-        it. No shard is missing or late. For blocks of more than 1024 positions `first` may be early and a shard may not
-        be used at all; `last` is the end of the block.
-
-        Args:
-            epoch, step: as for `batch`; `step` may be steps_per_epoch.
-            rows: rows of the global batch, those of all ranks of a node.
-        """
-        epoch, step = epoch + step // self.steps_per_epoch, step % self.steps_per_epoch
-        streams, wanted = self._wanted(rows)
-        while len(streams):  # else these rows are always empty
-            begin = step * self._lane
-            numbered = zip(streams.tolist(), wanted, strict=True)
-            yield from by_first_use([_EpochBlocks(self, epoch, begin, *stream) for stream in numbered])
-            epoch, step = epoch + 1, 0
-
-    def _wanted(self, rows: Sequence[slice]) -> tuple[NDArray[np.int64], NDArray[np.bool_]]:
-        """Return the streams that these rows read, (s,), and which of their places in a batch, (s, B/S)."""
-        wanted = np.zeros((self.interleave.streams, self._lane), dtype=bool)
-        for part in rows:
-            wanted.reshape(-1)[part] = True
-        read = wanted.any(axis=1) & (wanted.argmax(axis=1) < self.stream_lengths)
-        return np.flatnonzero(read), wanted[read]
-
-    def block_at(self, stream: int, within: int) -> int:
-        """Return the number of the block that a position within a stream is in."""
-        return (within + int(self._phases[stream])) // self.interleave.block
-
-    def block_shards(
-        self,
-        epoch: int,
-        stream: int,
-        number: int,
-        begin: int = 0,
-        limit: int | None = None,
-        wanted: NDArray[np.bool_] = _EVERY_PLACE,
-    ) -> tuple[list[tuple[int, int]], int]:
-        """Return the shards of a stream's block, each with the position of its first use, and the block's end.
-
-        All positions are those within the stream, of which begin ... limit - 1 are read where their place in a batch is
-        wanted.
-        """
+    def shards_between(self, epoch: int, stream: int, start: int, end: int) -> list[int]:
+        """Return the shards that hold samples of the positions start ... end - 1 within a stream."""
         layout = self._layout_of(epoch)
-        start, end = (int(bound) for bound in self._block(np.int64(stream), np.int64(number)))
-        used = end if limit is None else min(end, limit)
-        within = np.arange(max(start, begin), used)[:_EXACT_POSITIONS]  # (m,)
-        if not len(within):
-            return [], used
-        beyond = int(within[-1]) + 1
-        within = within[wanted[within % len(wanted)]]
-        key = hash64(self.seed, _SAMPLES, epoch, stream, number)
-        position = self._bounds[stream] + start + permute(within - start, np.array([end - start]), key)
-        slots = self._slot_of(layout, position)
-        if beyond < used:  # positions that are not evaluated may be in any shard of the block
-            low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
-            others = np.arange(low, high + 1)
-            slots, within = np.append(slots, others), np.append(within, np.full(len(others), beyond))
-        slots, index = np.unique(slots, return_index=True)  # the first of each
-        shards = layout.shards[slots]
-        kept = (self._sizes[shards] > 0) & ~self._gone[shards]
-        return list(zip(shards[kept].tolist(), within[index][kept].tolist(), strict=True)), used
+        low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
+        shards = layout.shards[low : high + 1]
+        return [int(shard) for shard in shards[(self._sizes[shards] > 0) & ~self._gone[shards]]]
 
     def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the positions within their streams at which blocks begin and end, elementwise."""
@@ -264,30 +182,26 @@ class GlobalOrder:
         return self._layouts[epoch]
 
 
-class _EpochBlocks:
-    """The blocks of a stream in an epoch, from the position `begin` on: `StreamBlocks`.
+def mix64(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """Apply splitmix64's finalizer, a bijection of 64-bit words, elementwise."""
+    with np.errstate(over="ignore"):
+        values = (values ^ (values >> _SHIFTS[0])) * _MULTIPLIERS[0]
+        values = (values ^ (values >> _SHIFTS[1])) * _MULTIPLIERS[1]
+        return values ^ (values >> _SHIFTS[2])
 
-    `wanted`, (B/S,), tells which of the stream's places in a batch are read.
+
+def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
+    """Return the 64-bit hash of the tuple of non-negative integers `parts`, which broadcast against each other.
+
+    It is the only source of randomness of data loading: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
+    number generators", 2014), written out because the generators of numpy and torch may change between versions, and a
+    run must resume across them.
     """
-
-    def __init__(self, order: GlobalOrder, epoch: int, begin: int, stream: int, wanted: NDArray[np.bool_]) -> None:
-        self._order, self._epoch, self._begin, self._stream, self._wanted = order, epoch, begin, stream, wanted
-        self._lane = len(wanted)
-        self._before = epoch * order.steps_per_epoch  # batches
-        self._number = order.block_at(stream, begin)
-        self.begins: int | None = self._batch(begin)
-
-    def take(self) -> Iterator[ShardRequest]:
-        """Iterate over the shards of the block that is due, and move to the next one."""
-        limit = self._order.steps_per_epoch * self._lane  # `drop` leaves positions out
-        found, end = self._order.block_shards(self._epoch, self._stream, self._number, self._begin, limit, self._wanted)
-        for shard, first in found:
-            yield ShardRequest(self._batch(first), self._batch(end - 1), shard)
-        self._number += 1
-        self.begins = self._batch(end) if end < min(limit, int(self._order.stream_lengths[self._stream])) else None
-
-    def _batch(self, position: int) -> int:
-        return self._before + position // self._lane
+    digest = np.zeros(1, dtype=np.uint64)
+    with np.errstate(over="ignore"):
+        for part in parts:
+            digest = mix64(digest ^ mix64(np.asarray(part, dtype=np.uint64) + _GOLDEN))
+    return digest
 
 
 def permute(values: NDArray[np.int64], sizes: NDArray[np.int64], keys: NDArray[np.uint64]) -> NDArray[np.int64]:

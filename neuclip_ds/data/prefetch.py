@@ -7,32 +7,136 @@ reached.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from ctypes import c_longlong
-from typing import NoReturn
+from heapq import merge
+from multiprocessing.context import SpawnProcess
+from multiprocessing.sharedctypes import RawValue
+from operator import attrgetter
+from typing import NamedTuple
+
+import numpy as np
 
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
 from neuclip_ds.data.manifest import Shard
-from neuclip_ds.data.request_window import RequestWindow
-from neuclip_ds.data.shard_requests import ShardRequest
+from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
+_AHEAD = 0.9  # share of the cache that shards of later batches may fill, with those in use
 
 
-class Prefetcher:
-    """A process that fetches shards ahead of training; for the local rank 0.
+class ShardRequest(NamedTuple):
+    """A shard from which rows of the batches `first` ... `last` may be read; batches are counted across epochs."""
 
-    Shards of later batches fill at most half of the cache, and none is fetched more than an epoch ahead. A failed fetch
-    is logged and left to the readers, which use the cache too. The process ends with the block, and with its parent
-    even if that is killed.
+    first: int
+    last: int
+    shard: int
+
+
+def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
+    """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
+
+    All shards of a block come with its first batch, once for each block of each stream that the rows are in. No shard
+    is missing or late; those of a short block may not be read by these rows at all. The shards of a mixture end where
+    all sources end with weight 0.
+
+    Args:
+        epoch, step: as for `order.batch`; `step` may be steps_per_epoch.
+        rows: rows of the global batch, those of all ranks of a node.
+    """
+    number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
+    streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
+    if isinstance(order, MixtureOrder):
+        requests = [_of_source(order, which, one, number) for which in range(len(order.sources)) for one in streams]
+    else:
+        requests = [_of_stream(order, one, number, lane) for one in streams]
+    return merge(*requests, key=attrgetter("first"))
+
+
+def _of_stream(order: GlobalOrder, stream: int, number: int, lane: int) -> Iterator[ShardRequest]:
+    """Iterate over the requests of a stream, of which each batch reads `lane` positions, from batch `number` on."""
+    length = min(int(order.stream_lengths[stream]), order.steps_per_epoch * lane)  # `drop_last` leaves positions out
+    epoch, step = divmod(number, order.steps_per_epoch)
+    begin = step * lane
+    while length:
+        before = epoch * order.steps_per_epoch
+        while begin < length:
+            start, end = order.block_bounds(stream, begin)
+            first, last = before + begin // lane, before + (min(end, length) - 1) // lane
+            for shard in order.shards_between(epoch, stream, start, end):
+                yield ShardRequest(first, last, shard)
+            begin = end
+        epoch, begin = epoch + 1, 0
+
+
+def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> Iterator[ShardRequest]:
+    """Iterate over the requests of a stream of a mixture's source from batch `number` on."""
+    order = mixture.sources[which]
+    length, position = int(order.stream_lengths[stream]), mixture.taken(which, stream, number)
+    while length and (first := mixture.step_of(which, stream, position)) is not None:
+        epoch, within = divmod(position, length)
+        start, end = order.block_bounds(stream, within)
+        position = epoch * length + end
+        last = mixture.step_of(which, stream, position - 1)
+        if last is None:  # the weight is 0 from then on
+            last = mixture.last_change - 1
+        for shard in order.shards_between(epoch, stream, start, end):
+            yield ShardRequest(max(first, number), last, shard)
+
+
+class RequestWindow:
+    """The shard requests from the batch reached up to where the cache is full.
+
+    Args:
+        requests: in order of their first use.
+        sizes: bytes of each shard.
+        capacity: bytes of the cache. Shards of later batches leave a tenth of it free.
+
+    Attributes:
+        shards: the admitted shards.
+        bytes: of all of them.
+        is_too_small: whether what the batch reached needs has ever been more than the cache holds.
+    """
+
+    def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
+        self._requests, self._sizes, self._capacity = requests, sizes, capacity
+        self._next = next(requests, None)
+        self._admitted: list[ShardRequest] = []
+        self.shards, self.bytes, self.is_too_small = set[int](), 0, False
+
+    def move(self, reached: int, end: int) -> list[ShardRequest]:
+        """Drop the requests before the batch `reached`; admit and return those before `end`, as many as fit."""
+        self._admitted = [request for request in self._admitted if request.last >= reached]
+        self.shards = {request.shard for request in self._admitted}
+        self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
+        while (request := self._next) is not None and request.first < end:
+            if request.last >= reached:  # else it has never fitted
+                is_due = request.first <= reached
+                total = self.bytes + self._sizes[request.shard] * (request.shard not in self.shards)
+                if total > self._capacity * (1 if is_due else _AHEAD):
+                    self.is_too_small |= is_due
+                    break
+                self._admitted.append(request)
+                self.shards.add(request.shard)
+                self.bytes = total
+            self._next = next(self._requests, None)
+        return self._admitted[before:]
+
+
+class Prefetcher(SpawnProcess):
+    """A process that fetches shards ahead of training, in order of their first use; for the local rank 0.
+
+    The shards fill the cache, but for a tenth of it, and none is fetched more than an epoch ahead. A failed fetch is
+    logged and left to the readers, which use the cache too. The process ends with the block, and with its parent even
+    if that is killed. It is spawned: this process has threads, which break under fork.
 
     Args:
         cache: the node's cache.
@@ -42,7 +146,7 @@ class Prefetcher:
         ahead: batches that shards are fetched ahead of at most, those of an epoch.
 
     Example:
-        requests = partial(order.shards_ahead, 0, 0, [slice(0, 512)])
+        requests = partial(shards_ahead, order, 0, 0, [slice(0, 512)])
         with Prefetcher(cache, requests, shards, begin=0, end=1000, ahead=order.steps_per_epoch) as prefetcher:
             for number, batch in enumerate(batches):
                 prefetcher.advance(number)
@@ -58,87 +162,52 @@ class Prefetcher:
         end: int,
         ahead: int,
     ) -> None:
-        context = multiprocessing.get_context("spawn")  # this process has threads, which break under fork
-        # No lock: its holder may be killed, and a 64-bit write is atomic.
-        self._reached = context.RawValue(c_longlong, begin)
-        arguments = (cache, requests, shards, end, ahead, self._reached, os.getpid())
-        self._process = context.Process(target=_run, args=arguments, name="prefetch", daemon=True)
-        self._warned = False
+        super().__init__(name="prefetch", daemon=True)
+        self._cache, self._requests, self._shards, self._end, self._ahead = cache, requests, shards, end, ahead
+        self._reached = RawValue(c_longlong, begin)  # no lock: its holder may be killed, and a 64-bit write is atomic
+        self._starter, self._warned = os.getpid(), False
 
     def __enter__(self) -> Prefetcher:
-        self._process.start()
+        self.start()
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._process.kill()  # the cache is consistent at any time
-        self._process.join()
+        self.kill()  # the cache is consistent at any time
+        self.join()
 
     def advance(self, number: int) -> None:
         """Report that training has reached a batch; does not block."""
         self._reached.value = number
-        if self._process.exitcode is not None and not self._warned:
+        if self.exitcode is not None and not self._warned:
             self._warned = True
-            log.warning(
-                "the prefetching process has ended (code %d): shards are now fetched only when they are read",
-                self._process.exitcode,
-            )
+            log.warning("the prefetching process has ended: shards are now fetched only when they are read")
 
-
-def _run(
-    cache: ShardCache,
-    requests: Callable[[], Iterator[ShardRequest]],
-    shards: Sequence[Shard],
-    end: int,
-    ahead: int,
-    reached: c_longlong,
-    parent: int,
-) -> NoReturn:
-    """Run the prefetching process."""
-    end_with_parent(parent)
-    window = _Window(cache, shards, requests())
-    while True:
-        window.move(reached.value, min(reached.value + ahead, end))
-        time.sleep(_POLL)
-
-
-class _Window:
-    """Fetch the shards of a `RequestWindow` into the cache."""
-
-    def __init__(self, cache: ShardCache, shards: Sequence[Shard], requests: Iterator[ShardRequest]) -> None:
-        self._cache, self._shards = cache, shards
-        sizes = [shard.bytes if cache.serves(shard.path) else 0 for shard in shards]
-        self._requests = RequestWindow(requests, sizes, cache.capacity_bytes)
-        self._reached = 0
-        self._pool = ThreadPoolExecutor(cache.storage.transfers)
-        self._warned = False
-
-    def move(self, reached: int, end: int) -> None:
-        """Drop the requests before `reached`; of those before `end`, fetch as many as fit into the cache."""
-        self._reached = reached
-        before = self._requests.shards
-        if admitted := self._requests.move(reached, end):
-            for shard in before:  # counts as a use, so that the new ones do not evict them
-                self._is_cached(self._shards[shard])
-            for request in admitted:
-                self._pool.submit(self._fetch, request)
-        if self._requests.is_too_small and not self._warned:
-            self._warned = True
-            log.warning(
-                "data.cache_gb=%g is too small for the shards that one batch reads (more than %.2f GB), which are "
-                "therefore fetched repeatedly: raise data.cache_gb",
-                *(self._cache.capacity_bytes / 1e9, self._requests.in_use / 1e9),
-            )
-
-    def _is_cached(self, shard: Shard) -> bool:
-        """Whether a shard needs no fetch; counts as a use."""
-        return not self._cache.serves(shard.path) or self._cache.touch(shard.path, shard.bytes)
+    def run(self) -> None:
+        """Fetch shards until the process is killed."""
+        end_with_parent(self._starter)
+        sizes = [shard.bytes if self._cache.serves(shard.path) else 0 for shard in self._shards]
+        window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
+        pool = ThreadPoolExecutor(self._cache.downloads)
+        while True:
+            reached, held = self._reached.value, [self._shards[number] for number in window.shards]
+            if admitted := window.move(reached, min(reached + self._ahead, self._end)):
+                for shard in held:  # counts as a use, so that the new ones do not evict them
+                    self._cache.touch(shard.path, shard.bytes)
+                for request in admitted:
+                    pool.submit(self._fetch, request)
+            if window.is_too_small and not self._warned:
+                self._warned = True
+                log.warning(
+                    "data.cache_gb=%g is too small for the shards that one batch reads (more than %.2f GB), which are "
+                    "therefore fetched repeatedly: raise data.cache_gb",
+                    *(self._cache.capacity_bytes / 1e9, window.bytes / 1e9),
+                )
+            time.sleep(_POLL)
 
     def _fetch(self, request: ShardRequest) -> None:
-        """Fetch a shard, in a thread of the pool."""
         shard = self._shards[request.shard]
-        if request.last < self._reached or self._is_cached(shard):
-            return
-        try:
-            self._cache.path(shard.path, shard.bytes, shard.crc32, due=False)
-        except (OSError, UserError) as error:
-            log.warning("cannot prefetch a shard: %s", error)
+        if request.last >= self._reached.value and self._cache.serves(shard.path):
+            try:
+                self._cache.path(shard.path, shard.bytes, shard.crc32)
+            except (OSError, UserError) as error:
+                log.warning("cannot prefetch a shard: %s", error)

@@ -1,122 +1,109 @@
-"""Scan shards with many workers, which keep what they find in a journal; only shards that it lacks are scanned."""
+"""Scan groups of shards with many workers; a scan that is interrupted continues after the groups it has finished.
 
+The results of a group are a file of JSON, named by a hash of the options, and one of sample tables. A file that an
+interrupted write has cut is ignored, and its shards are scanned again.
+"""
+
+import hashlib
 import json
-import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, as_completed
 from pathlib import Path
-from typing import NamedTuple
 
-from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.disk import explain_disk
-from neuclip_ds.data.journal import Entry, append, read_journal
-from neuclip_ds.data.scan import Scan, ScanOptions, scan_shard
-from neuclip_ds.data.side_files import ListedShard, count_shards
+from neuclip_ds.data.manifest import Shard
+from neuclip_ds.data.sample_table import SampleTable, write_part
+from neuclip_ds.data.scan import Scan, ScanOptions, Scans, scan_shard
+from neuclip_ds.data.side_files import count_shards
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import atomic_write, explain_disk
 
 OnProgress = Callable[[int, int], None]  # (shards done, total shards)
+RESUME = "run the same command again, which resumes"
 
-_OPTIONS = "options.json"
-_COUNTED_SHARDS = 512  # shards that a worker counts by their side files at once
-
-
-class Failure(NamedTuple):
-    """A shard that cannot be used."""
-
-    shard: str
-    reason: str
+_MAX_GROUP = 64  # shards that a worker scans at once, whose tables are in one file
+GROUPS = 1024  # at most about so many, unless they would exceed the size
+_COUNTED = 512  # shards that a worker counts by their side files at once
 
 
-class ResumableScan:
-    """The scans of a build.
+def scan_shards(
+    results: Path,
+    tables: Path | None,
+    sizes: Mapping[str, int | None],
+    options: ScanOptions,
+    executor: Executor,
+    on_progress: OnProgress,
+) -> Scans:
+    """Scan shards; return what was found, and why others cannot be used, both in the order of the shards.
 
     Args:
-        folder: folder of the journal, created if absent; one that was begun with other options is emptied.
-        options: what to scan for.
-        samples: whether to keep sample tables.
+        results: folder for the results of finished groups.
+        tables: folder for the sample tables; None to keep none.
+        sizes: the shards' paths, with their bytes where known.
+        executor: its workers scan.
+        on_progress: called with the shards done, those of an interrupted scan included.
 
     Raises:
-        UserError: the folder cannot be written.
+        UserError: a shard has changed meanwhile, or a file cannot be written.
     """
-
-    def __init__(self, folder: Path, options: ScanOptions, samples: bool) -> None:
-        self._folder, self._options, self._samples = folder, options, samples
-        text = json.dumps({"options": options._asdict(), "samples": samples})
-        with explain_disk(folder, "name another folder"):
-            if (folder / _OPTIONS).is_file() and (folder / _OPTIONS).read_bytes() == text.encode():
-                return
-            shutil.rmtree(folder, ignore_errors=True)
-            folder.parent.mkdir(parents=True, exist_ok=True)
-            folder.mkdir(mode=0o700)  # URLs may hold secrets
-            with atomic_write(folder / _OPTIONS) as temporary:
-                temporary.write_text(text)
-
-    def run(
-        self,
-        sizes: Mapping[str, int | None],
-        listed: Mapping[str, ListedShard],
-        executor: Executor,
-        on_progress: OnProgress,
-    ) -> tuple[list[Entry], list[Failure]]:
-        """Scan shards; return what was found, and those that cannot be used, both in the order of the shards.
-
-        Args:
-            sizes: the shards' paths, with their bytes where known.
-            listed: the same shards as their folders list them; for side files only.
-            executor: its workers scan.
-            on_progress: called with the shards done, those in the journal included.
-
-        Raises:
-            UserError: a shard has changed meanwhile, or the journal is damaged or cannot be written.
-        """
-        known = self._entries(sizes)
-        missing = [path for path in sizes if path not in known]
-        done = len(sizes) - len(missing)
-        on_progress(done, len(sizes))
-        pending: dict[Future[list[Failure]], int] = {}
-        if self._options.side_files:
-            for start in range(0, len(missing), _COUNTED_SHARDS):
-                shards = [listed[path] for path in missing[start : start + _COUNTED_SHARDS]]
-                pending[executor.submit(_count, self._folder, shards)] = len(shards)
-        else:
-            for path in missing:
-                pending[executor.submit(_scan, self._folder, path, self._options, self._samples)] = 1
-        failures: dict[str, Failure] = {}
-        try:
-            for future in as_completed(pending):
-                failures.update((failure.shard, failure) for failure in future.result())
-                done += pending[future]
-                on_progress(done, len(sizes))
-        finally:  # after Ctrl-C or a worker's error, do not wait for shards that have not started
-            for future in pending:
-                future.cancel()
-        found = self._entries(sizes)
-        if changed := next((path for path in sizes if path not in found and path not in failures), None):
-            raise UserError(f"Shard {changed} has changed while it was scanned; run the same command again.")
-        return list(found.values()), [failures[path] for path in missing if path in failures]
-
-    def _entries(self, sizes: Mapping[str, int | None]) -> dict[str, Entry]:
-        """Return the journal's entries for shards of these paths and sizes, in their order."""
-        journal = read_journal(self._folder)
-        return {
-            path: journal[path]
-            for path, size in sizes.items()
-            if path in journal and size in (None, journal[path].scan.shard.bytes)
-        }
-
-
-def _scan(folder: Path, path: str, options: ScanOptions, samples: bool) -> list[Failure]:
-    """Scan a shard into the journal, in a worker."""
+    key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
+    with explain_disk(results, "name another folder"):
+        (tables or results.parent).mkdir(parents=True, exist_ok=True)
+        results.mkdir(mode=0o700, exist_ok=True)  # URLs may hold secrets
+    found = {scan.shard.path: scan for path in results.glob(f"{key}-*.json") for scan in _read(path, tables)}
+    found = {path: one for path, one in found.items() if path in sizes and sizes[path] in (None, one.shard.bytes)}
+    failures: dict[str, str] = {}
+    missing = [path for path in sizes if path not in found]
+    length = _COUNTED if options.side_files else min(_MAX_GROUP, 1 + len(missing) // GROUPS)
+    pending: list[Future[Scans]] = []
+    on_progress(len(found), len(sizes))
     try:
-        scan, table = scan_shard(path, options)
-    except UserError as error:
-        return [Failure(path, str(error))]
-    append(folder, [(scan, table if samples else None)])
-    return []
+        for start in range(0, len(missing), length):
+            group = missing[start : start + length]
+            if options.side_files:
+                pending.append(executor.submit(count_shards, {path: sizes[path] for path in group}))
+            else:
+                part = None if tables is None else tables / f"part-{start:08d}-{uuid.uuid4().hex[:8]}.parquet"
+                pending.append(executor.submit(_scan, group, options, part))
+        for future in as_completed(pending):
+            scans, failed = future.result()
+            found |= {scan.shard.path: scan for scan in scans}
+            failures |= failed
+            path = results / f"{key}-{uuid.uuid4().hex}.json"
+            with explain_disk(path, RESUME):
+                path.write_text(json.dumps(scans), encoding="utf-8")
+            on_progress(len(found) + len(failures), len(sizes))
+    finally:  # after Ctrl-C or a worker's error, do not wait for shards that have not started
+        for future in pending:
+            future.cancel()
+    if changed := next((path for path in found if sizes[path] not in (None, found[path].shard.bytes)), None):
+        raise UserError(f"Shard {changed} has changed while it was scanned; run the same command again.")
+    return [found[path] for path in sizes if path in found], {p: failures[p] for p in sizes if p in failures}
 
 
-def _count(folder: Path, shards: Sequence[ListedShard]) -> list[Failure]:
-    """Count shards by their side files into the journal, in a worker."""
-    counted = list(zip(shards, count_shards(shards), strict=True))
-    append(folder, [(scan, None) for _, scan in counted if isinstance(scan, Scan)])
-    return [Failure(shard.path, str(error)) for shard, error in counted if isinstance(error, UserError)]
+def _scan(paths: Sequence[str], options: ScanOptions, part: Path | None) -> Scans:
+    """Scan shards in a worker, and write their sample tables to the file `part`."""
+    scans: list[Scan] = []
+    tables: list[SampleTable] = []
+    failures: dict[str, str] = {}
+    for path in paths:
+        try:
+            scan, table = scan_shard(path, options)
+        except UserError as error:
+            failures[path] = str(error)
+        else:
+            scans.append(scan if part is None else scan._replace(place=(part.name, len(tables))))
+            tables.append(table)
+    if part is not None and tables:
+        with explain_disk(part, RESUME), atomic_write(part) as temporary:
+            write_part(temporary, tables)
+    return scans, failures
+
+
+def _read(path: Path, tables: Path | None) -> list[Scan]:
+    """Return the scans of a group, without those whose sample tables are gone."""
+    try:
+        scans = [Scan(Shard(*shard), *others) for shard, *others in json.loads(path.read_bytes())]
+    except ValueError:
+        return []
+    return [scan for scan in scans if tables is None or (scan.place and (tables / scan.place[0]).is_file())]

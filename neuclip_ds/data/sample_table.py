@@ -1,20 +1,18 @@
 """Sample tables: offsets, checksums and keys of a shard's samples, on disk as parquet with one row group per shard.
 
-A manifest may hold these tables (`samples/part-FIRST-LAST.parquet`, named by shard numbers). Then a shard's headers are
-not walked when it is first opened, every read is compared with its checksum (where one was computed), and the manifest
-may list only some of the shard's samples.
+A manifest may hold these tables (`samples/part-*.parquet`). Then a shard's headers are not walked when it is first
+opened, every read is compared with its checksum (where one was computed), and the manifest may list only some of the
+shard's samples.
 """
 
 from __future__ import annotations
 
 import itertools
-import re
 import zlib
-from bisect import bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -29,7 +27,6 @@ MEMBERS = ("image", "txt", "json")  # members with stored extents, before others
 _NO_OFFSET = -1
 
 _OFFSET = "_offset"  # ends the name of a member's column
-_PART = re.compile(r"part-(\d+)-(\d+)\.parquet")
 
 
 class SampleTable(NamedTuple):
@@ -95,11 +92,6 @@ def _image(entry: SampleEntry) -> Extent:
     return next((entry.members[extension] for extension in IMAGE_EXTENSIONS if extension in entry.members), _NONE)
 
 
-def part_name(first: int, last: int) -> str:
-    """Return the file name of the tables of shards first ... last."""
-    return f"part-{first:08d}-{last:08d}.parquet"
-
-
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
     """Write sample tables of the same members to a file, one row group each."""
     remaining = iter(tables)
@@ -130,102 +122,81 @@ def _places(members: Sequence[str]) -> pa.Schema:
 
 
 def _checksums(members: Sequence[str]) -> pa.Schema:
-    """Return the columns of checksums: null where none was computed, absent from older tables."""
+    """Return the columns of checksums: null where none was computed."""
     return pa.schema([(f"{member}_crc32", pa.uint32()) for member in members])
 
 
-class SampleParts:
-    """The sample tables in a folder of part files.
+class Place(NamedTuple):
+    """Where a shard's table is."""
 
-    Attributes:
-        has_checksums: whether all parts have room for checksums, once they are checked.
-        members: those whose places all parts have, once they are checked.
+    part: Path
+    group: int  # number of the row group in the file
+
+
+class SampleParts:
+    """The sample tables of some shards.
+
+    Args:
+        places: place of each shard's table.
+        members: those whose places all tables have.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self._folder, self._parts = folder, list_parts(folder)
-        self.has_checksums = False
-        self.members = frozenset(MEMBERS)
+    def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
+        self.places, self.members = tuple(places), members
 
-    def check(self, sizes: Sequence[int]) -> None:
-        """Raise UserError unless there is a table of so many samples for each shard; reads the parts' footers only."""
-        found, columns = list[int](), list[set[str]]()
-        for first, last, path in self._parts:
-            if first >= len(sizes):
-                break  # of an update that has not ended
-            with _opened(path) as file:
-                groups = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
-                columns.append(set(file.schema_arrow.names))
-            if first == len(found) and last + 1 - first == len(groups):
-                found += groups
-        if found != list(sizes):
-            wrong = next((n for n, size in enumerate(sizes) if n >= len(found) or found[n] != size), len(sizes))
-            raise UserError(
-                f"The sample tables in {self._folder} lack that of shard {wrong}, or do not fit the manifest; restore "
-                "the files or build the manifest again."
-            )
-        common = set.intersection(*columns) if columns else {f"{member}{_OFFSET}" for member in MEMBERS}
-        self.members = frozenset(name.removesuffix(_OFFSET) for name in common if name.endswith(_OFFSET))
-        self.has_checksums = {f"{member}_crc32" for member in self.members} <= common
+    def to_json(self) -> dict[str, Any]:
+        """Return what `from_json` makes these tables of on other ranks, which then need not open all files."""
+        parts = {part: number for number, part in enumerate(dict.fromkeys(place.part for place in self.places))}
+        places = [[parts[part], group] for part, group in self.places]
+        return {"parts": [str(part) for part in parts], "places": places, "members": sorted(self.members)}
+
+    @classmethod
+    def from_json(cls, found: Mapping[str, Any]) -> SampleParts:
+        """Return the tables that `to_json` describes."""
+        parts = [Path(part) for part in found["parts"]]
+        return cls([Place(parts[part], group) for part, group in found["places"]], frozenset(found["members"]))
+
+    @classmethod
+    def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
+        """Return the tables after comparing them with the shards' numbers of samples; reads the files' footers only.
+
+        Raises:
+            UserError: a table is missing or has another number of samples.
+        """
+        rows, members = dict[Path, list[int]](), list[set[str]]()
+        for part in dict.fromkeys(place.part for place in places):
+            with _opened(part) as file:
+                rows[part] = [file.metadata.row_group(number).num_rows for number in range(file.num_row_groups)]
+                names = file.schema_arrow.names
+                members.append({name.removesuffix(_OFFSET) for name in names if name.endswith(_OFFSET)})
+        for shard, ((part, group), size) in enumerate(zip(places, sizes, strict=True)):
+            if not 0 <= group < len(rows[part]) or rows[part][group] != size:
+                raise UserError(
+                    f"The sample table of shard {shard} in {part} does not fit the manifest; restore the file or build "
+                    "the manifest again."
+                )
+        return cls(places, frozenset(set.intersection(*members) if members else MEMBERS))
+
+    @classmethod
+    def join(cls, several: Sequence[SampleParts]) -> SampleParts:
+        """Return the tables of several manifests, one after the other."""
+        places = [place for parts in several for place in parts.places]
+        return cls(places, frozenset.intersection(*(parts.members for parts in several)))
 
     def table(self, shard: int) -> SampleTable:
-        """Read a shard's table; raise UserError if no part has it, or it is damaged."""
-        path, group = self._find(shard)
-        with _opened(path) as file:
+        """Read a shard's table; raise UserError if it is missing or damaged."""
+        part, group = self.places[shard]
+        with _opened(part) as file:
             return _table(file.read_row_group(group))
 
-    def source(self, shard: int) -> tuple[str, int, int, int]:
+    def source(self, shard: int) -> tuple[object, ...]:
         """Return what decides a shard's table: its part's path, size and time, and the row group."""
-        path, group = self._find(shard)
+        part, group = self.places[shard]
         try:
-            status = path.stat()
+            status = part.stat()
         except OSError as error:
-            raise _unreadable(path, error) from error
-        return str(path.absolute()), status.st_size, status.st_mtime_ns, group
-
-    def _find(self, shard: int) -> tuple[Path, int]:
-        """Return the part that has a shard's table, and the number of its row group there."""
-        for first, last, path in self._parts:
-            if first <= shard <= last:
-                return path, shard - first
-        raise UserError(f"No file in {self._folder} has the samples of shard {shard}; build the manifest again.")
-
-
-class SampleTables(Protocol):
-    """The sample tables of a manifest."""
-
-    has_checksums: bool
-    members: frozenset[str]
-
-    def table(self, shard: int) -> SampleTable:
-        """Return a shard's table; raise UserError if it cannot be read."""
-
-    def source(self, shard: int) -> tuple[object, ...]:
-        """Return what decides a shard's table."""
-
-
-class JoinedTables:
-    """The tables of several manifests, each with its number of shards, one after the other."""
-
-    def __init__(self, parts: Sequence[tuple[SampleTables, int]]) -> None:
-        self._tables = [tables for tables, _ in parts]
-        self._firsts = [0, *itertools.accumulate(shards for _, shards in parts)][:-1]
-        self.has_checksums = all(tables.has_checksums for tables in self._tables)
-        self.members = frozenset.intersection(*(tables.members for tables in self._tables))
-
-    def table(self, shard: int) -> SampleTable:
-        """Return a shard's table; raise UserError if it cannot be read."""
-        tables, own = self._find(shard)
-        return tables.table(own)
-
-    def source(self, shard: int) -> tuple[object, ...]:
-        """Return what decides a shard's table."""
-        tables, own = self._find(shard)
-        return tables.source(own)
-
-    def _find(self, shard: int) -> tuple[SampleTables, int]:
-        part = bisect_right(self._firsts, shard) - 1
-        return self._tables[part], shard - self._firsts[part]
+            raise _unreadable(part, error) from error
+        return str(part.absolute()), status.st_size, status.st_mtime_ns, group
 
 
 @contextmanager
@@ -240,7 +211,9 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it or build the manifest again.")
+    return UserError(
+        f"The manifest's file {path} cannot be read ({reason}); restore it, or remove it and build the manifest again."
+    )
 
 
 def _table(rows: pa.Table) -> SampleTable:
@@ -252,7 +225,7 @@ def _table(rows: pa.Table) -> SampleTable:
     if any(column.null_count for column in places.columns) or (extents < _NO_OFFSET).any():
         raise ValueError("it has rows without an offset")
     crc32 = None
-    if set(checksums) <= set(rows.column_names) and not any(rows.column(name).null_count for name in checksums):
+    if not any(rows.column(name).null_count for name in checksums):
         crc32 = np.stack([rows.column(name).to_numpy() for name in checksums], axis=1)
     return SampleTable(
         places.column("ordinal").to_numpy(),
@@ -261,9 +234,3 @@ def _table(rows: pa.Table) -> SampleTable:
         crc32,
         members,
     )
-
-
-def list_parts(folder: Path) -> list[tuple[int, int, Path]]:
-    """Return first shard, last shard and path of each part file in a folder."""
-    found = ((_PART.fullmatch(path.name), path) for path in folder.iterdir()) if folder.is_dir() else ()
-    return sorted((int(match[1]), int(match[2]), path) for match, path in found if match)

@@ -5,31 +5,32 @@ cache.
 """
 
 import logging
-import os
 import tempfile
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.checksum import checksum_of
-from neuclip_ds.data.captions import Captions
-from neuclip_ds.data.decoders import DecodeError, decode_pil
-from neuclip_ds.data.fetch import Request, fetch
+from neuclip_ds.data.decoders import Captions, DecodeError, decode_pil
+from neuclip_ds.data.fetch import AttemptFailed, Retries, attempt
 from neuclip_ds.data.manifest import Shard
+from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.data.tar import TooLarge, read_index, read_member
+from neuclip_ds.data.tar import read_index
 from neuclip_ds.data.uids import UID, UidFiles, uid_of
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import checksum_of
 
 log = logging.getLogger(__name__)
 
-_STALL_TIMEOUT = 300.0  # seconds without a byte after which a transfer is retried
+_STALL_TIMEOUT = 300.0  # seconds without a byte after which a remote shard is fetched again
+_MAX_OUTAGE = 30.0  # seconds for which it is tried again
 
 
 class ScanOptions(NamedTuple):
@@ -42,13 +43,10 @@ class ScanOptions(NamedTuple):
     uid_key: str = "uid"  # key of the uid in a sample's JSON
     side_files: bool = False  # whether to take counts from img2dataset's side files, and read no tar
 
-
-class BadRow(NamedTuple):
-    """An unusable sample, found by a verifying scan."""
-
-    row: int
-    key: str
-    reason: str
+    @property
+    def has_tables(self) -> bool:
+        """Whether offsets and keys of the samples are kept."""
+        return self.checksum or bool(self.uids)
 
 
 class Scan(NamedTuple):
@@ -57,9 +55,13 @@ class Scan(NamedTuple):
     shard: Shard  # without its start, which is assigned later
     n_images: int
     n_captions: int
-    extensions: tuple[str, ...]  # extensions of the first samples, for messages
-    lost_bytes: int  # bytes in damaged regions
-    bad: tuple[BadRow, ...]  # with `verify` only
+    extensions: Sequence[str] = ()  # extensions of the first samples, for messages
+    lost_bytes: int = 0  # bytes in damaged regions
+    bad: Sequence[Mapping[str, Any]] = ()  # row, key and reason of each unusable sample, with `verify` only
+    place: tuple[str, int] | None = None  # name of the file of its sample table, and the row group there
+
+
+Scans = tuple[list[Scan], dict[str, str]]  # of several shards, and for others the reason that they cannot be used
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
@@ -86,10 +88,15 @@ def local_copy(path: str) -> Iterator[Path]:
     if is_local(path):
         yield Path(path)
         return
-    with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_") as folder:
-        target = Path(folder) / "shard.tar"
-        fetch(Request(path, None, _STALL_TIMEOUT), target)
-        yield target
+    retries = Retries(path, _MAX_OUTAGE)
+    with tempfile.TemporaryDirectory(prefix="neuclip_ds_shard_", ignore_cleanup_errors=True) as folder:
+        fetched = None
+        while fetched is None:
+            try:
+                fetched = attempt(path, Path(folder), _STALL_TIMEOUT)
+            except AttemptFailed as failure:
+                time.sleep(retries.pause_after(failure))
+        yield fetched
 
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
@@ -110,7 +117,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
     lost = sum(gap.size for gap in index.gaps)
-    extensions = tuple(sorted({extension for entry in index.samples[:100] for extension in entry.members}))
+    extensions = sorted({extension for entry in index.samples[:100] for extension in entry.members})
     return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
 
 
@@ -129,12 +136,12 @@ def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> N
     return np.repeat(np.array([row for row, _ in known], dtype=np.int64), counts)
 
 
-def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[BadRow]:
+def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[dict[str, Any]]:
     captions = Captions(options.captions)
     keys = table.split_keys()
     for row in range(table.n):
         if reason := _reason(fd, table, row, captions):
-            yield BadRow(row, keys[row].decode("utf-8", "surrogateescape"), reason)
+            yield {"row": row, "key": keys[row].decode("utf-8", "surrogateescape"), "reason": reason}
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:
@@ -152,7 +159,7 @@ def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | 
 def _read(fd: int, table: SampleTable, row: int, member: str) -> bytes:
     extent = table.extent(row, member)
     try:
-        return b"" if extent is None else read_member(fd, extent)
+        return b"" if extent is None else read_at(fd, *extent)
     except TooLarge:  # a bad sample, not a bad shard
         return b""
 
@@ -168,8 +175,9 @@ def log_loss(scan: Scan) -> None:
         log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
 
 
-def check_usable(scans: list[Scan], source: str) -> None:
-    """Raise UserError if the shards together have no samples, no images or no captions."""
+def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
+    """Raise UserError if the shards at `paths` together have no samples, no images or no captions."""
+    source = paths[0] if len(paths) == 1 else f"{len(paths)} tars in {paths[0].rpartition('/')[0]}"
     found = ", ".join(sorted({extension for scan in scans for extension in scan.extensions})[:10])
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
@@ -185,8 +193,3 @@ def check_usable(scans: list[Scan], source: str) -> None:
             f"No captions in {source} (extensions found: {found}); add a .txt member with the caption to each "
             "image, or set data.captions to where they are."
         )
-
-
-def describe_paths(paths: list[str]) -> str:
-    """Return a short description of the shards, for messages."""
-    return paths[0] if len(paths) == 1 else f"{len(paths)} tars in {os.path.dirname(paths[0])}"  # noqa: PTH120 - URLs

@@ -5,7 +5,6 @@ import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
 
 import fsspec
 from braceexpand import braceexpand
@@ -64,8 +63,10 @@ def _resolve(source: str, allow_commands: bool) -> list[str]:
         raise UserError("The data source is empty; name a folder of tar shards, a glob, a brace pattern or a manifest.")
     if _BETWEEN in source:
         return [path for part in source.split(_BETWEEN) for path in _resolve(part, allow_commands)]
+    if source.startswith(_COMMAND):
+        return _braces(source)
     if not is_local(source):
-        return _urls(source)
+        return [url for name in _braces(source) for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
     path = Path(source).expanduser()
     if path.is_dir():
         tars = sorted(path.glob("*.tar")) or sorted(path.rglob("*.tar"))
@@ -78,10 +79,7 @@ def _resolve(source: str, allow_commands: bool) -> list[str]:
 
 
 def _listed(path: Path, allow_commands: bool) -> list[str]:
-    try:
-        lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
-    except UnicodeDecodeError as error:
-        raise UserError(f"The list {path} cannot be read ({error}); write it as UTF-8 text.") from error
+    lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
     if not allow_commands:
         refuse_commands(
@@ -93,53 +91,32 @@ def _listed(path: Path, allow_commands: bool) -> list[str]:
     return shards
 
 
-def _urls(pattern: str) -> list[str]:
-    names = _braces(pattern)
-    if pattern.startswith(_COMMAND):
-        return names
-    return [url for name in names for url in (_remote_glob(name) if _GLOB.search(name) else [name])]
-
-
 def _remote_glob(pattern: str) -> list[str]:
-    fs, path = _file_system(pattern)
     try:
-        found = sorted(str(match) for match in fs.glob(path))
+        fs, path = fsspec.core.url_to_fs(pattern)
+        found = sorted(str(fs.unstrip_protocol(match)) for match in fs.glob(path))
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
         raise UserError(
-            f"{pattern} cannot be listed ({type(error).__name__}: {error}); check the address and the access rights."
+            f"{pattern} cannot be listed ({type(error).__name__}: {error}); use an address that fsspec supports, such "
+            "as s3:// or https://, check the access rights, or pip install s3fs, gcsfs, huggingface_hub or aiohttp."
         ) from error
     if not found:
         raise UserError(f"Nothing matches {pattern}; check the address and the pattern.")
-    return [str(fs.unstrip_protocol(match)) for match in found]
-
-
-def _file_system(url: str) -> tuple[Any, str]:
-    try:
-        return fsspec.core.url_to_fs(url)
-    except ValueError as error:
-        raise UserError(
-            f"{url}: {error}; use a path, or a URL that fsspec supports, such as s3:// or https://."
-        ) from error
-    except ImportError as error:
-        raise UserError(f"{url}: {error} (pip install s3fs, gcsfs, huggingface_hub or aiohttp).") from error
+    return found
 
 
 def _matches(pattern: str) -> list[str]:
-    names = _braces(pattern)
     paths: list[Path] = []
-    for name in names:
-        found = sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name]  # noqa: PTH207 - absolute
-        paths += map(Path, found)
+    for name in _braces(pattern):
+        paths += map(Path, sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])  # noqa: PTH207 - absolute
     missing = [path for path in paths if not path.exists()]
-    if not paths:
-        raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
-    if missing and len(names) == 1:
-        raise UserError(f"{pattern} does not exist; check the path.")
     if missing:
         raise UserError(
-            f"{len(missing)} of the {len(paths)} shards of {pattern} do not exist, "
-            f"the first being {missing[0]}; correct the range or restore the files."
+            f"{missing[0]} does not exist ({len(missing)} of {len(paths)} that {pattern} names); correct the path or "
+            "restore the files."
         )
+    if not paths:
+        raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
     return [str(path.absolute()) for path in paths]
 
 

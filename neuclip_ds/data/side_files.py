@@ -1,47 +1,34 @@
 """Count the samples of shards from the files that img2dataset writes next to them, so that no tar is read.
 
 `00000_stats.json` has the number of pairs in `00000.tar` ("successes"); where it is absent, the rows of `00000.parquet`
-whose status is "success" are counted. Sizes of shards come from one listing of their folder, or from a request a shard
-where a store has no listings (HTTP). Requests are made many at a time, so that a store's latency matters little.
+whose status is "success" are counted. Requests are made many at a time, so that a store's latency matters little.
 """
 
 import json
-import logging
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import fsspec
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.failures import FailureKind, describe_error
-from neuclip_ds.data.manifest import MIN_SAMPLE_BYTES, Shard
-from neuclip_ds.data.scan import Scan
+from neuclip_ds.data.fetch import explain
+from neuclip_ds.data.manifest import Shard
+from neuclip_ds.data.manifest_file import MIN_SAMPLE_BYTES
+from neuclip_ds.data.scan import Scan, Scans
 from neuclip_ds.errors import UserError
-
-log = logging.getLogger(__name__)
 
 Value = TypeVar("Value")
 
 _REQUESTS = 64  # at the same time, in each process
 _ATTEMPTS = 5
-_MAY_PASS = (FailureKind.OUTAGE, FailureKind.THROTTLED)
 _TAR = ".tar"
-_SIDES = ("_stats.json", ".parquet")  # in the order of preference
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
-
-
-class ListedShard(NamedTuple):
-    """A shard as the listing of its folder has it."""
-
-    path: str
-    bytes: int | None  # None where there is no listing
-    sides: tuple[str, ...]  # side files to read, the first that exists
 
 
 class _Failed(Exception):
@@ -52,52 +39,53 @@ class _Failed(Exception):
         self.absent = absent
 
 
-def list_shards(paths: Sequence[str]) -> dict[str, ListedShard]:
-    """List the folders of shards; return the shards by path.
-
-    Raises:
-        UserError: a path is not that of a tar.
-    """
+def check_names(paths: Sequence[str]) -> None:
+    """Raise UserError unless all paths are those of tars, next to which side files may be."""
     if other := next((path for path in paths if path.startswith("pipe:") or not path.endswith(_TAR)), None):
         raise UserError(f"{other} is not the address of a .tar, so it has no side files; omit --from-side-files.")
-    folders = sorted({path.rpartition("/")[0] for path in paths})
-    stores = {folder: _store(folder) for folder in folders}
+
+
+def find_sizes(paths: Sequence[str]) -> dict[str, int | None]:
+    """Return the bytes of shards, None where they cannot be had: counting the shard's samples reports why."""
+    found = _on_threads(_size, paths)
+    return {path: size if isinstance(size, int) else None for path, size in found.items()}
+
+
+def count_shards(sizes: Mapping[str, int | None]) -> Scans:
+    """Count the samples of shards, with their bytes where known."""
+
+    def count(path: str, store: Any) -> Scan:
+        n, size = _samples(path.removesuffix(_TAR), store), sizes[path] or _size(path, store)
+        if n * MIN_SAMPLE_BYTES > size:
+            raise _Failed(f"its side file has {n} samples, but the shard only {size} bytes")
+        return Scan(Shard(path, 0, n, size), n_images=n, n_captions=n)
+
+    found = _on_threads(count, sizes)
+    failures = {
+        path: f"Shard {path} cannot be counted: {one}." for path, one in found.items() if isinstance(one, _Failed)
+    }
+    return [one for one in found.values() if isinstance(one, Scan)], failures
+
+
+def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value | _Failed]:
+    """Return what `work` returns, or how it fails, for each path and the fsspec file system of its folder."""
+    stores = {folder: _store(folder) for folder in {_folder(path) for path in paths}}  # each thread would make others
+
+    def attempt(path: str) -> Value | _Failed:
+        try:
+            return work(path, stores[_folder(path)])
+        except _Failed as failure:
+            return failure
+
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        listings = dict(zip(folders, pool.map(lambda folder: _list(folder, stores[folder]), folders), strict=True))
-    return {path: _describe(path, listings[path.rpartition("/")[0]]) for path in paths}
+        return dict(zip(paths, pool.map(attempt, paths), strict=True))
 
 
-def _list(folder: str, store: Any) -> dict[str, int] | None:
-    """Return the sizes of a folder's files by name, or None if they cannot be had."""
-    if folder.startswith(("http://", "https://")):
-        return None  # pages with links have no sizes
-    store.invalidate_cache()
-    try:
-        found = _request(lambda: store.ls(f"{folder}/", detail=True))
-    except _Failed as failure:
-        log.warning("%s cannot be listed (%s): shards are looked up one by one", folder, failure)
-        return None
-    return {entry["name"].rpartition("/")[2]: entry["size"] for entry in found if entry["type"] != "directory"}
-
-
-def _describe(path: str, listing: Mapping[str, int] | None) -> ListedShard:
-    sides = tuple(path.removesuffix(_TAR) + side for side in _SIDES)
-    if listing is None:
-        return ListedShard(path, None, sides)
-    size = listing.get(path.rpartition("/")[2])
-    return ListedShard(path, size, tuple(side for side in sides if side.rpartition("/")[2] in listing))
-
-
-def count_shards(shards: Sequence[ListedShard]) -> list[Scan | UserError]:
-    """Count the samples of shards, in a scan or the reason that it cannot be done."""
-    folders = {shard.path.rpartition("/")[0] for shard in shards}
-    stores = {folder: _store(folder) for folder in folders}  # made here: fsspec gives each thread others
-    with ThreadPoolExecutor(_REQUESTS) as pool:
-        return list(pool.map(lambda shard: _count(shard, stores[shard.path.rpartition("/")[0]]), shards))
+def _folder(path: str) -> str:
+    return path.rpartition("/")[0]
 
 
 def _store(folder: str) -> Any:
-    """Return the fsspec file system of a folder."""
     options: dict[str, Any] = {}
     if folder.startswith("s3://"):
         configured = fsspec.config.conf.get("s3", {}).get("config_kwargs", {})
@@ -106,33 +94,28 @@ def _store(folder: str) -> Any:
     try:
         return fsspec.core.url_to_fs(folder or "/", **options)[0]
     except (ValueError, ImportError) as error:
-        raise UserError(f"{folder}: {describe_error(error)}.") from error
+        raise UserError(f"{folder}: {explain(error)}.") from error
 
 
-def _count(shard: ListedShard, store: Any) -> Scan | UserError:
-    try:
-        n = _samples(shard, store)
-        size = shard.bytes if shard.bytes is not None else _request(partial(store.size, shard.path))
-    except _Failed as failure:
-        return UserError(f"Shard {shard.path} cannot be counted: {failure}.")
+def _size(path: str, store: Any) -> int:
+    size = _request(partial(store.size, path))
     if not isinstance(size, int):
-        return UserError(f"The server does not report the size of {shard.path}; omit --from-side-files.")
-    if n * MIN_SAMPLE_BYTES > size:
-        return UserError(f"The side file of {shard.path} has {n} samples, but the shard only {size} bytes.")
-    return Scan(Shard(shard.path, 0, n, size), n_images=n, n_captions=n, extensions=(), lost_bytes=0, bad=())
+        raise _Failed("the server does not report its size; omit --from-side-files")
+    return size
 
 
-def _samples(shard: ListedShard, store: Any) -> int:
-    """Return the number of samples that the side files of a shard give."""
-    for side in shard.sides:
-        read = _successes if side.endswith(_SIDES[0]) else _rows
+def _samples(stem: str, store: Any) -> int:
+    """Return the number of samples that the first side file of a shard gives."""
+    for side, read in ((f"{stem}_stats.json", _successes), (f"{stem}.parquet", _rows)):
         try:
             return _request(partial(read, store, side))
         except _Failed as failure:
             if not failure.absent:
                 raise _Failed(f"{side}: {failure}") from failure
-    names = " or ".join(shard.path.rpartition("/")[2].removesuffix(_TAR) + side for side in _SIDES)
-    raise _Failed(f"no {names} is next to it, which img2dataset writes when a shard is complete")
+    name = stem.rpartition("/")[2]
+    raise _Failed(
+        f"no {name}_stats.json or {name}.parquet is next to it, which img2dataset writes when a shard is complete"
+    )
 
 
 def _successes(store: Any, path: str) -> int:
@@ -157,14 +140,14 @@ def _rows(store: Any, path: str) -> int:
 
 def _request(work: Callable[[], Value]) -> Value:
     """Return what `work` returns, repeated after errors that may pass; raise _Failed."""
-    for attempt in range(1, _ATTEMPTS + 1):
+    for pause in (*(2**attempt * random.uniform(0.5, 1) for attempt in range(_ATTEMPTS - 1)), None):  # seconds
         try:
             return work()
         except _Failed:
             raise
         except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
-            failure = describe_error(error)
-            if failure.kind not in _MAY_PASS or attempt == _ATTEMPTS:
-                raise _Failed(str(failure), failure.kind is FailureKind.MISSING) from error
-        time.sleep(2 ** (attempt - 1) * random.uniform(0.5, 1))  # seconds, other ones in each thread
+            failure = explain(error)
+            if failure.kind != "outage" or pause is None:
+                raise _Failed(str(failure), failure.kind == "missing") from error
+        time.sleep(pause)
     raise AssertionError("unreachable")

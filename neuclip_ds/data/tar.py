@@ -9,17 +9,14 @@ A name ends at its first NUL and is never used as a path. Work is linear in the 
 
 import os
 import re
-import sys
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
 _BLOCK = 512
 _SCAN_CHUNK = 1 << 20
 _MAX_EXTENSION = 2 << 20  # bytes of a long name or of pax records
-_MAX_READ = 512 << 20  # bytes read at once; more than the largest image that is decoded
-_MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
 _REGULAR = b"0\x007"  # type flags of regular files: "0", NUL (before POSIX) and "7" (contiguous)
 _WITHOUT_DATA = b"123456"  # links, devices, folders, pipes: tarfile reads no data after them, whatever their size field
 _GNU_NAME, _GNU_LINK, _GNU_SPARSE = b"L", b"K", b"S"
@@ -68,10 +65,6 @@ class _Blocks:
         return self._data[within : within + _BLOCK]
 
 
-class TooLarge(OSError):
-    """Raised for a member that is larger than what is read at once."""
-
-
 class _BadHeader(Exception):
     """Raised for a block that is no valid tar header; `_member` adds where to look for the next one."""
 
@@ -92,30 +85,6 @@ def read_index(fd: int) -> ShardIndex:
     gaps: list[Extent] = []
     samples = _group_members(_walk(fd, os.fstat(fd).st_size, gaps))
     return ShardIndex(samples, gaps)
-
-
-def read_member(fd: int, extent: Extent) -> bytes:
-    """Read the bytes of one member; raise OSError if the file ends before it, TooLarge if it has more than 512 MiB."""
-    if extent.size > _MAX_READ:
-        raise TooLarge(f"{extent.size} bytes at offset {extent.offset} are more than the limit of {_MAX_READ}")
-    data = os.pread(fd, extent.size, extent.offset)
-    if len(data) != extent.size:
-        raise OSError(f"{len(data)} of {extent.size} bytes at offset {extent.offset}: the shard is truncated")
-    return data
-
-
-def read_members(fd: int, extents: Sequence[Sequence[int]]) -> list[bytes | None]:
-    """Read members of a sample, adjacent ones in one system call, None for negative offsets; as `read_member`."""
-    start, end, size = sys.maxsize, 0, 0
-    for offset, length in extents:
-        if offset >= 0:
-            size += length
-            start = offset if offset < start else start
-            end = offset + length if offset + length > end else end
-    if end - start > size + _MAX_HOLE:
-        return [None if offset < 0 else read_member(fd, Extent(offset, length)) for offset, length in extents]
-    data = read_member(fd, Extent(start, end - start)) if end else b""
-    return [None if at < 0 else data[at - start : at - start + length] for at, length in extents]
 
 
 def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:

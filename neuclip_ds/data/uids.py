@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from numpy.typing import NDArray
 
-from neuclip_ds.data.captions import json_object
+from neuclip_ds.data.decoders import json_object
 from neuclip_ds.errors import UserError
 
 UID = np.dtype([("high", "<u8"), ("low", "<u8")])

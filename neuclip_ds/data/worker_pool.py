@@ -1,34 +1,41 @@
-"""Worker processes that do jobs in order: restarted where they die or hang, stopped with the process that has them."""
+"""Worker processes that do jobs in order: replaced where they die or hang, ended with the process that has them."""
 
 from __future__ import annotations
 
 import atexit
+import itertools
 import logging
 import os
 import signal
 import threading
+import time
+import traceback
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from functools import partial
-from multiprocessing.connection import wait
-from multiprocessing.process import BaseProcess
-from typing import Any, Literal, NamedTuple
+from collections.abc import Callable, Generator, Iterable
+from contextlib import suppress
+from multiprocessing.connection import Connection
+from multiprocessing.util import get_temp_dir
+from pathlib import Path
+from queue import Empty, SimpleQueue
+from typing import Any, NamedTuple
 
-from torch.utils.data import DataLoader, Dataset
-from torch.utils.data._utils.signal_handling import _remove_worker_pids
-from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
+import torch
+from torch import multiprocessing
 
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.captions import CaptionSources
 from neuclip_ds.data.children import end_with_parent
+from neuclip_ds.data.decoders import CaptionSources
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-_POLL = 1.0  # seconds between checks that the workers live while a batch is waited for
-_LONGEST = 10  # time-outs for which a batch is waited for while shards arrive
+MAX_FAILURES = 3  # of the worker whose result is due, in a row
+PROCESS_NAME = "loader"  # of workers, as ps and top show it
+
+_CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and import nothing again
+_POLL = 1.0  # seconds between checks while a result is waited for
+_LONGEST = 10  # time-outs for which a result is waited for while shards arrive
 
 
 class LoaderOptions(NamedTuple):
@@ -37,8 +44,6 @@ class LoaderOptions(NamedTuple):
     workers: int = 2  # number of loader processes; 0 loads in this process
     prefetch: int = 4  # batches, or parts of them, that each worker prepares ahead
     timeout: float = 300  # seconds to wait for a batch
-    restarts: int = 2  # how many times in a row dead or hanging workers are restarted at the same batch
-    reader: Literal["tar", "webdataset"] = "tar"  # as `data.reader`
     captions: CaptionSources = ("txt",)  # as `data.captions`
     cache: ShardCache | None = None  # of remote shards, or of all
     pin_memory: bool = False  # whether batches are in pinned memory
@@ -47,250 +52,200 @@ class LoaderOptions(NamedTuple):
 class WorkerPool:
     """Loader processes that do jobs, and survive from one series of jobs to the next.
 
-    They are forked when the first series begins, so they share the memory of this process and import nothing again.
+    They are forked when the first series begins.
 
     Args:
-        work: does a job, in a worker; in this process without workers. May raise `UserError`.
+        work: does a job, in a worker; in this process without workers. May raise `UserError`. In pinned memory come
+            results that have a method `pin_memory`.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self._work, self._options = work, options
-        self._series: _Series | None = None  # which the workers are at
-        self._iterator: _MultiProcessingDataLoaderIter | None = None
-        self._running = ExitStack()
+        self._workers: list[_Worker] = []
 
-    def run(self, jobs: Iterable[Any], describe: Callable[[int], str]) -> Generator[Any, None, None]:
-        """Yield the results of jobs in order; after a failure, restart the workers at the job that was due.
+    def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
+        """Yield the results of jobs in order; a worker that fails is replaced, and its jobs are done again.
 
         A series that is not read to its end stops the workers. The next one starts others.
 
         Args:
             jobs: what can be pickled; read as far ahead as the workers may prepare.
             describe: from a job's number to what is waited for, for messages.
+            folder: of the shards, for messages.
 
         Raises:
             UserError: of a job, or workers repeatedly die or exceed `options.timeout`.
         """
-        if not self._options.workers:
+        count = self._options.workers
+        if not count:
             yield from map(self._work, jobs)
             return
-        series = _Series(jobs)
+        if any(worker.due for worker in self._workers):  # of a series that nobody reads any more
+            self.close()
+        if not self._workers:
+            atexit.register(self.close)
+            self._workers = [_Worker(self._work, self._options) for _ in range(count)]
+        workers, places = self._workers, itertools.cycle(range(count))
+        given = zip(places, jobs, strict=False)  # the place of each job's worker
+
+        def give(number: int) -> int:
+            chosen = list(itertools.islice(given, number))
+            for place, job in chosen:
+                workers[place].give(job)
+            return len(chosen)
+
         try:
-            yield from self._results(series, describe)
+            ahead = give(count * self._options.prefetch)
+            for number in itertools.count():
+                if not ahead:
+                    return
+                where = f"from {count} loader processes (shards in {folder})"
+                result = self._take(workers, number % count, f"{describe(number)} {where}")
+                ahead += give(1) - 1
+                yield result
         except BaseException:  # also where the caller closes this generator
-            if self._series in (None, series):
-                self.close()
+            _stop(workers)
             raise
 
     def close(self) -> None:
-        """Stop the workers, if there are any."""
-        self._series = self._iterator = None
-        self._running.close()
+        """Stop the workers, if there are any. They have nothing to save."""
+        atexit.unregister(self.close)
+        _stop(self._workers)
+        self._workers = []
 
-    def _results(self, series: _Series, describe: Callable[[int], str]) -> Iterator[Any]:
-        number = failures = 0
+    def _take(self, workers: list[_Worker], place: int, waited_for: str) -> Any:
+        """Return the next result of the worker at a place, which is replaced where it fails."""
+        failures = 0
         while True:
             try:
-                iterator = self._begin(series)
-                while series.due:
-                    result = _next(iterator, describe(number), self._options)
-                    series.due.popleft()
-                    yield result
-                    number, failures = number + 1, 0
-                return
+                return workers[place].take(waited_for)
             except _WorkerFailure as error:
-                self.close()
                 failures += 1
-                if failures > self._options.restarts:
+                if failures == MAX_FAILURES:
                     raise UserError(f"{error} ({failures} times in a row).") from error
-                log.warning("%s; restarting the loader processes (%d of %d)", error, failures, self._options.restarts)
-
-    def _begin(self, series: _Series) -> _MultiProcessingDataLoaderIter:
-        """Give the workers the first jobs that are due, as many as they may prepare ahead."""
-        if self._series is not None and self._series.due:  # of a series that nobody reads any more
-            self.close()
-        self._series = series
-        if self._iterator is None:
-            series.repeat()
-            self._iterator = _start(self._work, series, self._options)
-            self._running.enter_context(_stopping_workers(self._iterator))
-        else:
-            self._iterator._sampler_iter = series
-            for _ in range(self._options.workers * self._options.prefetch):
-                self._iterator._try_put_index()
-        return self._iterator
+                log.warning("%s; replacing it (%d of %d)", error, failures, MAX_FAILURES - 1)
+            workers[place].stop()
+            jobs, workers[place] = workers[place].due, _Worker(self._work, self._options)
+            for job in jobs:
+                workers[place].give(job)
 
 
-class _Series(Iterator[Any]):
-    """Jobs as torch's loader reads them; `due` holds those that it has read and whose results are not here yet."""
-
-    def __init__(self, jobs: Iterable[Any]) -> None:
-        self.due: deque[Any] = deque()
-        self._again, self._new = deque[Any](), iter(jobs)
-
-    def __next__(self) -> Any:
-        job = self._again.popleft() if self._again else next(self._new)
-        self.due.append(job)
-        return job
-
-    def repeat(self) -> None:
-        """Give what is due again."""
-        self._again.extendleft(reversed(self.due))
-        self.due.clear()
-
-
-class _UserErrorsAsValues(Dataset[Any]):
-    """Return a UserError as a value: raised in a worker, it would arrive wrapped in the worker's traceback."""
-
-    def __init__(self, work: Callable[[Any], Any]) -> None:
-        self._work = work
-
-    def __getitems__(self, job: Any) -> Any:
-        try:
-            return self._work(job)
-        except UserError as error:
-            return error
+def _stop(workers: list[_Worker]) -> None:
+    while workers:
+        workers.pop().stop()
 
 
 class _WorkerFailure(Exception):
     """A worker died or does not respond; the message has the cause and a fix."""
 
 
-def _start(work: Callable[[Any], Any], jobs: Iterator[Any], options: LoaderOptions) -> _MultiProcessingDataLoaderIter:
-    loader: DataLoader[Any] = DataLoader(
-        _UserErrorsAsValues(work),
-        batch_sampler=jobs,  # whatever they are: the loader only hands them on
-        collate_fn=_collate,
-        num_workers=options.workers,  # each with one torch thread, torch's default
-        prefetch_factor=options.prefetch,
-        timeout=_POLL,
-        worker_init_fn=partial(_start_worker, os.getpid()),
-        pin_memory=options.pin_memory,
-    )
-    try:
-        iterator = iter(loader)
-    except RuntimeError as error:
-        if not str(error).startswith("DataLoader worker (pid"):
-            raise
-        raise _WorkerFailure(f"A loader process died while it started: {str(error).rstrip(' .')}") from error
-    assert isinstance(iterator, _MultiProcessingDataLoaderIter)
-    # torch's SIGCHLD handler raises wherever the main thread is when a process that it knows has died
-    _remove_worker_pids(id(iterator))
-    iterator._worker_pids_set = False
-    return iterator
+class _Ended(NamedTuple):
+    """What a worker's receiver ends with."""
+
+    error: Exception
 
 
-def _next(iterator: _MultiProcessingDataLoaderIter, waited_for: str, options: LoaderOptions) -> Any:
-    """Return the next result; raise `_WorkerFailure` if a worker has died, or nothing has come for too long."""
-    workers = iterator._workers
-    with _killing_after(options, workers) as expired:
+class _Worker:
+    """A worker process, and the thread that receives its results.
+
+    Attributes:
+        due: the jobs that it was given and whose results have not been taken.
+    """
+
+    def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
+        self.due: deque[Any] = deque()
+        self._options = options
+        get_temp_dir()  # of sockets that hand over tensors: this process's, as a killed worker does not remove its own
+        self._jobs = _CONTEXT.Queue()
+        receiver, sender = _CONTEXT.Pipe(duplex=False)
+        arguments = os.getpid(), work, self._jobs, sender
+        self._process = _CONTEXT.Process(target=_do_jobs, args=arguments, daemon=True)
+        self._process.start()
+        sender.close()  # the worker's end alone is open: it closes when the worker ends
+        self._results: SimpleQueue[Any] = SimpleQueue()
+        device = torch.cuda.current_device() if options.pin_memory else None
+        threading.Thread(target=_receive, args=(receiver, self._results, device), daemon=True).start()
+
+    def give(self, job: Any) -> None:
+        """Give it another job."""
+        self.due.append(job)
+        self._jobs.put(job)
+
+    def take(self, waited_for: str) -> Any:
+        """Return the next result; raise `_WorkerFailure` if the worker has died, or nothing has come for too long."""
+        result = self._wait(waited_for)
+        if isinstance(result, _Ended):
+            self._process.join(_POLL)  # sets its exit code
+            code = self._process.exitcode
+            if code is None:
+                raise result.error
+            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+            raise _WorkerFailure(
+                f"A loader process died while waiting for {waited_for}: {end}; "
+                "if memory ran out, lower data.workers or data.prefetch"
+            )
+        self.due.popleft()
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def _wait(self, waited_for: str) -> Any:
+        """Wait for the next result, up to `options.timeout` in which no shard arrives.
+
+        While shards arrive that is ten times as long, besides the time that the node waits for its storage.
+        """
+        cache, timeout = self._options.cache, self._options.timeout
+        since, turns, arrived = time.monotonic(), 0, -1
         while True:
-            try:
-                result = next(iterator)
-                break
-            except Exception as error:  # of torch, or of a connection to a process that has died
-                is_poll = str(error).startswith("DataLoader timed out")  # its state is unchanged
-                if wait([worker.sentinel for worker in workers], 0 if is_poll else _POLL):
-                    raise _failure(workers, waited_for, options.timeout, expired.is_set()) from error
-                if not is_poll:
-                    raise
-                if _waits_for_storage(options):
-                    with deferring(False):  # a signal ends the run now: no step may come for an hour
-                        pass
-    if isinstance(result, UserError):
-        raise result
-    return result
+            with suppress(Empty):
+                return self._results.get(timeout=min(_POLL, timeout / 2))
+            if cache is not None and cache.waits_for_storage():  # which workers end after `data.max_outage`
+                since = time.monotonic()
+                with deferring(False):  # a signal ends the run now: no step may come for an hour
+                    pass
+            over = time.monotonic() - since >= timeout
+            if over or arrived < 0:
+                before, arrived = arrived, cache.arrived() if cache is not None else 0
+            if over:
+                since, turns = time.monotonic(), turns + 1
+                if arrived == before or turns == _LONGEST:
+                    raise _WorkerFailure(
+                        f"Timed out after {timeout:g} s waiting for {waited_for}: "
+                        "check that the storage responds, or raise data.timeout"
+                    )
+
+    def stop(self) -> None:
+        """Kill it."""
+        self._process.kill()
+        self._process.join()  # else it stays a zombie
+        self._jobs.cancel_join_thread()
+        self._jobs.close()
 
 
-def _failure(workers: Sequence[BaseProcess], waited_for: str, timeout: float, expired: bool) -> _WorkerFailure:
-    if expired:
-        return _WorkerFailure(
-            f"Timed out after {timeout:g} s waiting for {waited_for}: "
-            "check that the storage responds, or raise data.timeout"
-        )
-    ended = wait([worker.sentinel for worker in workers])
-    dead = next(worker for worker in workers if worker.sentinel in ended)
-    dead.join()  # sets its exit code
-    code = dead.exitcode or 0
-    end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
-    return _WorkerFailure(
-        f"A loader process died while waiting for {waited_for}: {end}; "
-        "if memory ran out, lower data.workers or data.prefetch"
-    )
+def _receive(results: Connection, received: SimpleQueue[Any], device: int | None) -> None:
+    """Pass on a worker's results, in memory pinned for the device if there is one, and how they end."""
+    try:
+        if device is not None:
+            torch.cuda.set_device(device)  # of this thread
+        while True:
+            result = results.recv()
+            received.put(result.pin_memory() if device is not None and hasattr(result, "pin_memory") else result)
+    except Exception as error:  # EOFError where the worker has ended, or any other of a connection that breaks
+        received.put(_Ended(error))
+    results.close()
 
 
-def _collate(result: Any) -> Any:
-    """Return the result of a job as it is."""
-    return result
-
-
-def _start_worker(parent: int, worker: int) -> None:
+def _do_jobs(parent: int, work: Callable[[Any], Any], jobs: Any, results: Connection) -> None:
+    """Do jobs until this process is killed; an error is a result."""
     end_with_parent(parent)
-
-
-def _waits_for_storage(options: LoaderOptions) -> bool:
-    return options.cache is not None and options.cache.waits_for_storage()
-
-
-def _kill(workers: Sequence[BaseProcess]) -> None:
-    for worker in workers:
-        worker.kill()
-
-
-@contextmanager
-def _killing_after(options: LoaderOptions, workers: Sequence[BaseProcess]) -> Iterator[threading.Event]:
-    """Kill the workers, and set the event, if the block takes `options.timeout` seconds in which no shard arrives.
-
-    While shards arrive it may take ten times as long, besides the time that the node waits for its storage. This also
-    ends a read from a worker that has stopped in the middle of handing over a batch, for which torch has no time limit.
-    """
-    ended, expired = threading.Event(), threading.Event()
-
-    def watch() -> None:
-        arrived = options.cache.arrived if options.cache is not None else lambda: 0
-        begin = min(_POLL, options.timeout / 2)
-        if ended.wait(begin):  # nearly always: a look at all shards of the cache is not for every batch
-            return
-        before, turns, seconds = arrived(), 0, options.timeout - begin
-        while turns < _LONGEST:
-            if ended.wait(seconds):
-                return
-            seconds = options.timeout
-            if _waits_for_storage(options):  # which the workers end after `data.max_outage`
-                continue
-            if (now := arrived()) == before:
-                break
-            before, turns = now, turns + 1
-        expired.set()
-        _kill(workers)
-
-    threading.Thread(target=watch, daemon=True).start()
-    try:
-        yield expired
-    finally:
-        ended.set()
-
-
-@contextmanager
-def _stopping_workers(iterator: _MultiProcessingDataLoaderIter) -> Iterator[None]:
-    """Kill the iterator's workers when the block ends, at the latest when the interpreter exits.
-
-    They have nothing to save. torch's own end would wait for locks that a killed worker may hold.
-    """
-
-    def stop() -> None:
-        iterator._shutdown = True  # for torch
-        _kill(iterator._workers)
-        for worker in iterator._workers:
-            worker.join()  # else it stays a zombie
-        for queue in iterator._index_queues:
-            queue.close()
-        if iterator._pin_memory:
-            iterator._pin_memory_thread_done_event.set()
-
-    atexit.register(stop)
-    try:
-        yield
-    finally:
-        atexit.unregister(stop)
-        stop()
+    with suppress(OSError):
+        Path("/proc/self/comm").write_text(PROCESS_NAME)
+    torch.set_num_threads(1)
+    while True:
+        try:
+            result = work(jobs.get())
+        except UserError as error:
+            result = error
+        except Exception:
+            result = RuntimeError(f"A loader process failed:\n{traceback.format_exc()}")
+        results.send(result)

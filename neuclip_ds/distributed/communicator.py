@@ -1,13 +1,10 @@
-"""Collectives of the objectives, the normalisers and the per-sample state, counted by purpose.
-
-Bytes are those that one rank sends and receives in the ring algorithms, so that methods can be compared whatever the
-backend uses.
-"""
+"""Collectives of the objectives, the normalizers and the per-sample state, counted by purpose."""
 
 import functools
+import json
 import socket
 import time
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -16,18 +13,34 @@ from typing import Any, TypeVar, cast
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.profiler import record_function
 
-from neuclip_ds.distributed.ranges import purpose_range
-from neuclip_ds.distributed.ring import ring_bytes
 from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 
+# ranges in a profiler's trace: a training step, one of its phases, which do not nest, and the purpose of a collective
+STEP, PHASE, PURPOSE = "train step", "phase: ", "purpose: "
+
+
+def ring_bytes(op: str, size: int, world_size: int) -> int:
+    """Return the bytes that a rank sends in the ring algorithm, whichever the backend uses.
+
+    Args:
+        op: all_gather, all_reduce, reduce_scatter, all_to_all, or reduce and broadcast, whose ranks differ and for
+            which it is the mean over ranks; others (barrier) count 0.
+        size: bytes of a rank's input: local rows for all_gather, the whole tensor for the others.
+        world_size: number of ranks K.
+    """
+    once = ("reduce_scatter", "reduce", "broadcast", "all_to_all")
+    rounds = {"all_gather": world_size, "all_reduce": 2, **dict.fromkeys(once, 1)}
+    return rounds.get(op, 0) * (world_size - 1) * size // world_size
+
 
 @dataclass
 class Traffic:
-    """What one purpose has cost this rank so far; seconds exclude time that overlaps computation."""
+    """What one purpose has cost this rank so far: bytes by `ring_bytes`, seconds that overlap no computation."""
 
     calls: int = 0
     bytes_sent: int = 0
@@ -43,27 +56,21 @@ class Pending:
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
     _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait`
 
+    to_host: bool = False  # the result is for the host, which waits for the device
+
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU later kernels wait, not the host."""
         if self._work is not None:
             with self._waiting():
                 self._work.wait()
             self._work = None
-        return self._result
-
-
-class _PendingOnHost(Pending):
-    """A collective of host tensors that travels through the ranks' devices; the wait for it is one for the device."""
-
-    def wait(self) -> Tensor:
-        self._result = super().wait().cpu()
-        return self._result
+        return self._result.cpu() if self.to_host else self._result
 
 
 class Communicator:
     """Collectives over all ranks of the process group; with one rank no call communicates.
 
-    Needs an initialised `torch.distributed` process group when more than one rank runs.
+    Needs an initialized `torch.distributed` process group when more than one rank runs.
 
     Attributes:
         rank: rank of this process, 0 <= rank < world_size.
@@ -76,23 +83,26 @@ class Communicator:
         device: torch.device | str = "cpu",
         group: ProcessGroup | None = None,
         host_group: ProcessGroup | None = None,
+        store: dist.Store | None = None,
     ) -> None:
         """
         Args:
             device: of the tensors.
             group: the ranks; None is the default process group.
             host_group: the same ranks, for objects and tensors in host memory; None is `group`.
+            store: of the same ranks, for `count`.
         """
-        connected = dist.is_available() and dist.is_initialized()
+        connected = dist.is_initialized()
         self._group = group
         self._host_group = group if host_group is None else host_group
-        self._reaches_hosts = not connected or "cpu:" in dist.get_backend_config(self._host_group)
+        reaches_hosts = not connected or "cpu:" in dist.get_backend_config(self._host_group)
         self.rank: int = dist.get_rank(group) if connected else 0
         self.world_size: int = dist.get_world_size(group) if connected else 1
         self.device = torch.device(device)
+        self._host = torch.device("cpu") if reaches_hosts else self.device  # where tensors of the host travel from
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._counters: Counter[str] = Counter()
+        self._store = dist.HashStore() if store is None and self.world_size == 1 else store
 
     @property
     def group(self) -> ProcessGroup | None:
@@ -122,10 +132,11 @@ class Communicator:
 
         Where the group carries tensors of GPUs only (NCCL), it travels through them, and `wait` waits for the device.
         """
-        if self.world_size == 1 or self._reaches_hosts:
-            return self.begin_all_gather(x, purpose)
-        through = self.begin_all_gather(x.to(self.device, non_blocking=True), purpose)
-        return _PendingOnHost(through._result, through._work, through._waiting)
+        if self.world_size == 1:
+            return Pending(x)
+        pending = self.begin_all_gather(x.to(self._host, non_blocking=True), purpose)
+        pending.to_host = True
+        return pending
 
     def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
         """Sum x over ranks, with the same bits on each; x itself is not changed."""
@@ -154,42 +165,63 @@ class Communicator:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
-            with purpose_range("control"):
+            with record_function(f"{PURPOSE}control"):
                 dist.barrier(group=self._group)
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its (picklable) result on all ranks.
+        """Run `work` on rank 0 and return its result, which JSON holds, on all ranks.
 
         A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
         """
-        if self.world_size == 1:
-            return work()
-        outcome: list[object] = [None]
+        outcome: dict[str, Any] = {}
         if self.rank == 0:
             try:
-                outcome = [work()]
+                outcome = {"result": work()}
             except UserError as error:
-                outcome = [error]
-        with purpose_range("control"):
-            dist.broadcast_object_list(outcome, group=self._host_group, group_src=0)
-        if isinstance(outcome[0], UserError):
-            raise outcome[0]
-        return outcome[0]  # type: ignore[return-value]
+                if self.world_size == 1:
+                    raise
+                outcome = {"error": type(error).__name__, "message": str(error)}
+        outcome = self._exchange(outcome, self._broadcast)[0]
+        if "error" in outcome:
+            kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+            raise next(kind for kind in kinds if kind.__name__ == outcome["error"])(outcome["message"])
+        return cast(T, outcome["result"])
 
     def gather_objects(self, x: T) -> list[T]:
-        """Gather the (picklable) x of every rank in rank order on all ranks; for small, infrequent data."""
-        found: list[Any] = [x]
-        if self.world_size > 1:
-            found = [None] * self.world_size
-            with purpose_range("control"):
-                dist.all_gather_object(found, x, group=self._host_group)
-        return found
+        """Gather the x of every rank, which JSON holds, in rank order on all ranks; for small, infrequent data."""
+        return self._exchange(x, self._gather)
+
+    def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+        """Return what ranks have sent in a collective of bytes; raise TypeError where JSON cannot hold x."""
+        own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
+        with record_function(f"{PURPOSE}control"):
+            received = collective(own) if self.world_size > 1 else [own]
+        return [_decode(message, rank) for rank, message in enumerate(received)]
+
+    def _broadcast(self, own: Tensor) -> list[Tensor]:
+        """Return rank 0's message on all ranks: its length is sent first, then its bytes."""
+        size = torch.tensor([len(own)], device=own.device)
+        dist.broadcast(size, group=self._host_group, group_src=0)
+        received = own if self.rank == 0 else own.new_empty(int(size))
+        dist.broadcast(received, group=self._host_group, group_src=0)
+        return [received]
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """Return the messages of all ranks: their lengths are gathered first, then their padded bytes."""
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=own.device), group=self._host_group)
+        padded = own.new_zeros(int(sizes.max()))
+        padded[: len(own)] = own
+        received = padded.new_empty(self.world_size * len(padded))
+        dist.all_gather_into_tensor(received, padded, group=self._host_group)
+        rows = received.view(self.world_size, -1).cpu()
+        return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def agree(self, problem: str | None) -> None:
         """Raise `UserError` on all ranks if any rank has a problem, with the first such rank, its host and message."""
-        for rank, (host, found) in enumerate(self.gather_objects((socket.gethostname(), problem))):
-            if found is not None:
-                raise UserError(found if self.world_size == 1 else f"rank {rank} on {host}: {found}")
+        for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
+            if (text := found["problem"]) is not None:
+                raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
         """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`."""
@@ -203,10 +235,8 @@ class Communicator:
 
     def count(self, name: str, amount: int = 1) -> int:
         """Add to a counter that all ranks share, and return its new value; no rank waits for another."""
-        if self.world_size == 1:
-            self._counters[name] += amount
-            return self._counters[name]
-        return int(dist.distributed_c10d._get_default_store().add(f"counters/{name}", amount))
+        assert self._store is not None, "several ranks count through a store: make the Communicator with one"
+        return self._store.add(f"counters/{name}", amount)
 
     def ranks_of_node(self) -> list[int]:
         """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
@@ -234,7 +264,7 @@ class Communicator:
         traffic.bytes_received += share
         timed = functools.partial(self._timed, purpose, result.device)
         group = self._host_group if result.device.type == "cpu" else self._group
-        with purpose_range(purpose), timed():
+        with record_function(PURPOSE + purpose), timed():
             return Pending(result, launch(result, *inputs, group=group, async_op=True), timed)
 
     @contextmanager
@@ -252,3 +282,17 @@ class Communicator:
             began = time.perf_counter()
             yield
             self.traffic[purpose].seconds += time.perf_counter() - began
+
+
+def _encode(x: object) -> bytes:
+    return json.dumps(x).encode()
+
+
+def _decode(message: Tensor, rank: int) -> Any:
+    try:
+        return json.loads(message.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
+            "Train in a network that only its users reach."
+        ) from error

@@ -1,12 +1,18 @@
-"""The launch: separate processes rendezvous, compare what they run, join one process group and end together."""
+"""The launch: separate processes rendezvous, compare what they run, join one process group and end together.
 
+The rendezvous precedes the process group, which would wait half an hour without naming the missing rank, and deadlock
+if ranks run different configs.
+"""
+
+import difflib
 import hashlib
+import json
 import os
 import secrets
 import socket
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,46 +23,53 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import complete_environment, read_environment, refuse_missing_gpus
+from neuclip_ds.distributed.environment import (
+    RankEnvironment,
+    complete_environment,
+    read_environment,
+    refuse_missing_gpus,
+)
 from neuclip_ds.distributed.failure_detector import FailureDetector
-from neuclip_ds.distributed.rendezvous import open_store, rendezvous
-from neuclip_ds.distributed.secret import SEEN_WITHIN, launch_key, not_shared
-from neuclip_ds.distributed.subnormals import flushed_subnormals
 from neuclip_ds.errors import UserError
 
+TIMEOUT = timedelta(minutes=5)  # between the first rank's arrival and the last one's
 _COLLECTIVE_LIMIT = timedelta(minutes=30)
-_PORT = 29500
+_SEEN_WITHIN = 15.0  # seconds until a network file system shows a file that another node has written
 
 
 @contextmanager
-def connected(task: str, folder: Path = Path(), max_outage: float = 0.0) -> Iterator[Communicator]:
+def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     """Join the ranks of the launch in a process group, which ends with the block.
 
-    `task` is that of all ranks, in lines such as a config's; `folder` is one that all nodes share; `max_outage` is the
-    seconds that a node may wait for its storage while the others wait in a collective. Raises `UserError` where ranks
-    are missing, or run other code or another task. Subnormal numbers count as zero in the block.
+    Subnormal numbers count as zero from then on, in this thread and those that it starts: moments of weights that get
+    no more gradients decay into them, and CPUs compute slowly with them.
+
+    Args:
+        task: that of all ranks, in lines such as a config's.
+        max_outage: seconds that a node may wait for its storage while the others wait in a collective.
+
+    Raises:
+        UserError: ranks are missing, or run other code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
-        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", _PORT)), verbose=False)
+        deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
     environment = read_environment()
     _choose_device(environment.local_rank)
-    if environment.world_size == 1:
-        try:
-            with flushed_subnormals():
-                yield join(max_outage)
-        finally:
-            leave()
-        return
-    store = open_store(environment.rank)
-    with launch_key(store, environment.rank, folder) as key:
-        rendezvous(store, key, environment, _facts(task))
-    with FailureDetector(environment, store, key), flushed_subnormals():
-        yield join(max_outage)
-        leave()
+    with ExitStack() as stack:
+        store = open_store(environment.rank) if environment.world_size > 1 else None
+        if store is not None:
+            rendezvous(store, environment, _facts(task))
+            stack.enter_context(FailureDetector(environment, open_store(environment.rank, serve=False)))
+        else:
+            stack.callback(leave)
+        stack.callback(torch.set_flush_denormal, bool(torch.tensor(2.0**-126).div(2) == 0))
+        torch.set_flush_denormal(True)
+        yield join(max_outage, store)
+        leave()  # not after a failure: the others would fail because of it before they know the reason
 
 
-def join(max_outage: float = 0.0) -> Communicator:
+def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
     """Join the launcher's process group, or the one that there is; DeepSpeed's engine shares it."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
@@ -66,10 +79,10 @@ def join(max_outage: float = 0.0) -> Communicator:
         bound = device if device.type == "cuda" and read_environment().world_size > 1 else None
         dist.init_process_group(accelerator.communication_backend_name(), timeout=limit, device_id=bound)
     if device.type == "cpu" or dist.get_world_size() == 1:
-        return Communicator("cpu" if device.type == "cpu" else device)
+        return Communicator("cpu" if device.type == "cpu" else device, store=store)
     # what the hosts know, such as which rows count, travels between them without a wait for the GPUs
     hosts: Any = dist.new_group(backend="gloo", timeout=limit)
-    return Communicator(device, host_group=hosts)
+    return Communicator(device, host_group=hosts, store=store)
 
 
 def leave() -> None:
@@ -108,20 +121,105 @@ def _facts(task: str) -> dict[str, str]:
     return {"version of the libraries": versions, "neuclip_ds": code.hexdigest()[:12], "config": task}
 
 
+def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
+    """Connect to the launch's store: torchrun's, or rank 0's, which it opens and the process group will share.
+
+    Args:
+        timeout: how long to wait for rank 0.
+        serve: False opens a second connection, whose calls do not wait for those of the first.
+
+    Raises:
+        UserError: rank 0 cannot listen at MASTER_PORT, or is not at MASTER_ADDR.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    serves = serve and rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    try:
+        store = dist.TCPStore(host, port, None, serves, timeout, wait_for_workers=False, multi_tenant=True)
+    except (OSError, dist.DistError) as error:
+        failed = "cannot listen" if serves else f"waited {timeout.total_seconds():.0f} s for rank 0"
+        fix = "that no other run uses the port (the launcher's --master_port)"
+        if not serves:
+            fix = "rank 0's log, the address (the launcher's --master_addr) and the firewall"
+        reason = " ".join(str(error).split("\n")[0].split())
+        raise UserError(f"Rank {rank} {failed} at {host}:{port} ({reason}). Check {fix}.") from error
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")  # torchrun's store outlives the ranks
+    return dist.PrefixStore(f"neuclip_ds/{attempt}", store)
+
+
+def rendezvous(
+    store: dist.Store, environment: RankEnvironment, facts: Mapping[str, str], timeout: timedelta = TIMEOUT
+) -> None:
+    """Wait for all ranks and compare their `facts`, which must be equal.
+
+    Raises:
+        UserError: on every rank that is there, if ranks are missing, two have one number, or facts differ.
+    """
+    arrival = [environment.rank, socket.gethostname(), {"number of ranks": str(environment.world_size), **facts}]
+    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(arrival))
+    if environment.rank == 0:
+        problem = _find_problem(store, environment.world_size, timeout)
+        store.set("verdict", problem)
+        deadline = time.monotonic() + 3  # its end closes the store, which the others read the verdict from
+        while problem and store.add("read", 0) < store.add("arrivals", 0) - 1 and time.monotonic() < deadline:
+            time.sleep(0.05)
+    else:
+        try:
+            store.wait(["verdict"], 2 * timeout)  # rank 0 may have started to wait later than this rank
+            problem = store.get("verdict").decode()
+            store.add("read", 1)
+        except dist.DistError as error:
+            raise UserError(
+                f"Rank {environment.rank} reached rank 0, which ended before all ranks had arrived: check its log."
+            ) from error
+    if problem:
+        raise UserError(problem)
+
+
+def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
+    """Return why the ranks cannot work together, or an empty string once all are there; called by rank 0."""
+    hosts: dict[int, str] = {}
+    expected: dict[str, str] = {}
+    deadline, number = time.monotonic() + timeout.total_seconds(), 1
+    while len(hosts) < world_size:
+        while not store.check([f"arrival/{number}"]):  # a wait that times out prints a warning
+            if time.monotonic() > deadline:
+                missing = ", ".join(str(rank) for rank in range(world_size) if rank not in hosts)
+                return (
+                    f"Of {world_size} ranks, these did not arrive within {timeout.total_seconds():.0f} s: {missing}. "
+                    "Check the logs of their nodes."
+                )
+            time.sleep(0.05)
+        rank, host, facts = json.loads(store.get(f"arrival/{number}"))
+        number += 1
+        if rank in hosts:
+            return f"Two processes are rank {rank}, on {hosts[rank]} and {host}: give each node another --node_rank."
+        hosts[rank] = host
+        expected = expected or facts
+        for name, value in expected.items():
+            if facts.get(name) != value:
+                # the first lines that differ: `-lr: 0.001 +lr: 0.5`
+                lines = difflib.unified_diff(value.splitlines(), facts.get(name, "").splitlines(), n=0, lineterm="")
+                changes = " ".join(line for line in [*lines][3:] if not line.startswith("@@"))[:300]
+                first, its_host = next(iter(hosts.items()))
+                return (
+                    f"Rank {rank} on {host} differs from rank {first} on {its_host} in {name} ({changes}): start all "
+                    "nodes with the same files, options and number of slots."
+                )
+    return ""
+
+
 def check_shared(folder: Path, communicator: Communicator) -> None:
     """Raise `UserError` on all ranks unless the run's folder is the same on all nodes."""
-
-    def leave_mark() -> str:
-        name = f".shared-{secrets.token_hex(8)}"
-        (folder / name).touch()
-        return name
-
-    mark = folder / communicator.on_rank_zero(leave_mark)
-    deadline, problem = time.monotonic() + SEEN_WITHIN, None
-    while not mark.exists():
-        if time.monotonic() > deadline:
-            problem = not_shared(folder)
-            break
+    mark = folder / communicator.on_rank_zero(lambda: f".shared-{secrets.token_hex(8)}")
+    if communicator.rank == 0:
+        mark.touch()
+    deadline, problem = time.monotonic() + _SEEN_WITHIN, None
+    while not mark.exists() and time.monotonic() < deadline:
         time.sleep(0.2)
+    if not mark.exists():
+        problem = (
+            f"{folder.absolute()} is not rank 0's folder of that name, but all nodes must share it: put "
+            "--run.output_dir on a file system that they have in common, and start in the same folder on each."
+        )
     communicator.agree(problem)
     communicator.on_rank_zero(mark.unlink)

@@ -1,33 +1,50 @@
 """Write the features of a data set, shard by shard, on many ranks.
 
+    OUT/embedding.json                  what made them: model, data, options
+    OUT/part-00000012.parquet           format parquet: index, key, uid, image, text, similarity of shard 12
+    OUT/metadata/00000012.parquet       format npy: index, key, uid, similarity
+    OUT/image/00000012.npy, text/...    (n, d), in the rows of the metadata
+
 The next shard goes to whichever rank asks first, and no rank waits for another before the end. A shard's features
 depend on the model, the shard and the batch size alone, so a job that is started again, on any number of ranks, writes
-the parts that are missing and the same files.
+the parts that are missing and the same files. A part appears when it is complete.
 """
 
+import json
 import logging
+import re
 import secrets
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from neuclip_ds.data.disk import explain_disk
+from neuclip_ds.data.dataset import Batch, PairDataset, Tokenize
+from neuclip_ds.data.decoders import JSON
+from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.readers import ChecksumError, TarReader
+from neuclip_ds.data.uids import uid_text
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.parts import IMAGE, TEXT, Part, Parts
-from neuclip_ds.embedding.rows import BadRow, Block, RowReader, Rows, blocks_of
-from neuclip_ds.evaluation import Encode
+from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.encoding import Encode
+from neuclip_ds.files import atomic_write, explain_disk
 
 log = logging.getLogger(__name__)
 
+_KINDS = ("image", "text")
+_NUMBER = re.compile(r"(?:part-)?(\d{8})\.parquet")
 _EVERY = 10.0  # seconds between lines of progress
 
 
@@ -39,6 +56,119 @@ class Summary(NamedTuple):
     bad: int  # that were left out
     unreadable: list[str]  # of shards without a part, with the reasons
     seconds: float
+
+
+class Block(NamedTuple):
+    """Neighboring samples of a shard, which are encoded together."""
+
+    shard: int  # number in the manifest
+    start: int  # global index of the first one
+    stop: int
+
+
+class Rows(NamedTuple):
+    """The samples of a block."""
+
+    block: Block
+    batch: Batch
+    key: Sequence[str] = ()
+    uid: Sequence[str | None] = ()  # 32 hex digits
+    unreadable: str | None = None  # why the shard cannot be read
+
+
+class RowReader:
+    """Function from a block to its rows, for loader processes.
+
+    Args:
+        uid_key: key of the uid in a sample's JSON.
+        options: caption sources and the cache of remote shards.
+    """
+
+    def __init__(
+        self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions
+    ) -> None:
+        self._starts, self._uid_key = manifest.starts, uid_key
+        self._pairs = PairDataset(manifest, transform, tokenize, captions=options.captions, cache=options.cache)
+        self._reader = TarReader(manifest, (JSON,), options.cache)
+
+    def __call__(self, block: Block) -> Rows:
+        """Read a block; raise UserError if the shard differs from the manifest's description."""
+        first, indices = int(self._starts[block.shard]), range(block.start, block.stop)
+        batch = self._pairs.batch([(0, index) for index in indices])
+        if failed := next((bad.reason for bad in batch.bad if bad.cause == "read failed"), None):
+            return Rows(block, batch, unreadable=failed)
+        try:
+            keys = self._reader.keys(block.shard, slice(block.start - first, block.stop - first))
+            return Rows(block, batch, keys, [self._uid(index) for index in indices])
+        except OSError as error:
+            return Rows(block, batch, unreadable=str(error))
+
+    def _uid(self, index: int) -> str | None:
+        try:
+            return uid_text(self._reader.read(index, with_image=False).texts.get(JSON, b""), self._uid_key)
+        except ChecksumError:
+            return None
+
+
+class Parts:
+    """The parts in a folder."""
+
+    def __init__(self, folder: Path, identity: Mapping[str, Any]) -> None:
+        self.folder, self._identity = folder, identity
+        self._is_npy = identity["format"] == "npy"
+
+    def create(self, manifest: Manifest) -> list[int]:
+        """Make the folder, or open it with the parts that it has; return their numbers.
+
+        Raises:
+            UserError: its features are of another model, of other options or of other data. The data may have grown.
+        """
+        written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
+        path = self.folder / IDENTITY
+        if path.is_file():
+            try:
+                found = json.loads(path.read_text(encoding="utf-8"))
+                known = {**written, "shards": found["shards"], "data": manifest.hash_of_first(found["shards"])}
+            except (OSError, ValueError, LookupError, TypeError) as error:
+                raise UserError(f"{path} cannot be read ({error}): choose another --out, or delete it.") from error
+            if name := next((name for name in known if found.get(name) != known[name]), None):
+                raise UserError(
+                    f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another "
+                    "--out, or delete it."
+                )
+        for place in (METADATA, *_KINDS) if self._is_npy else ("",):
+            (self.folder / place).mkdir(parents=True, exist_ok=True)
+        with atomic_write(path) as temporary:
+            temporary.write_text(json.dumps(written, indent=2) + "\n", encoding="utf-8")
+        tables = (_NUMBER.fullmatch(table.name) for table in feature_tables(self.folder))
+        return [int(match[1]) for match in tables if match]
+
+    def write(self, number: int, rows: list[Rows], features: list[tuple[Tensor, Tensor]]) -> int:
+        """Write the part of a shard by its blocks; return the number of its samples.
+
+        Args:
+            features: (b, d) float32 features of images and texts of each block.
+        """
+        valid = torch.cat([one.batch.valid for one in rows]).numpy()
+        image, text = (torch.cat(found).cpu()[valid] for found in zip(*features, strict=True))
+        columns: dict[str, pa.Array] = {
+            "index": pa.array(torch.cat([one.batch.index for one in rows]).numpy()[valid]),
+            "key": pa.array([key for one in rows for key in one.key], pa.string()).filter(valid),
+            "uid": pa.array([uid for one in rows for uid in one.uid], pa.string()).filter(valid),
+        }
+        for kind, values in zip(_KINDS, (image, text), strict=True):
+            array = values.numpy().astype(self._identity["dtype"])
+            if self._is_npy:
+                path = self.folder / kind / f"{number:08d}.npy"
+                with atomic_write(path) as temporary, temporary.open("wb") as file:
+                    np.save(file, array)
+            else:
+                columns[kind] = pa.FixedSizeListArray.from_arrays(pa.array(array.reshape(-1)), array.shape[1])
+        columns["similarity"] = pa.array((image * text).sum(dim=1).numpy())
+        name = f"{METADATA}/{number:08d}.parquet" if self._is_npy else f"part-{number:08d}.parquet"
+        with atomic_write(self.folder / name) as temporary:  # last: it says that the part is complete
+            pq.write_table(pa.table(columns), temporary, compression="zstd", use_dictionary=False)
+        return int(valid.sum())
 
 
 def embed(
@@ -58,119 +188,66 @@ def embed(
         options: how many processes load, and what they wait for.
 
     Raises:
-        UserError: a shard differs from the manifest, the disk is full, or loader processes die repeatedly.
+        UserError: the folder has other features, a shard differs from the manifest, the disk is full, or loader
+            processes die repeatedly.
     """
-    present = set(communicator.on_rank_zero(lambda: parts.numbers))
-    missing = [n for n, shard in enumerate(manifest.shards) if n not in present and not shard.removed]
-    progress = _Progress(communicator, len(missing), int(manifest.sizes[missing].sum()))
+    present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
+    missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]
+    turns = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")  # counter of the shards begun
+    began = logged = time.monotonic()
+    written, samples, bad, unreadable = 0, 0, 0, list[str]()
 
     def jobs() -> Iterator[Block]:
-        while (turn := progress.take_turn()) < len(missing):
-            yield from blocks_of(manifest, missing[turn], batch_size)
+        while (turn := communicator.count(turns) - 1) < len(missing):
+            yield from _blocks_of(manifest, missing[turn], batch_size)
 
-    writer = _Writer(encode, manifest, parts)
     with closing(WorkerPool(reader, options)) as pool:
-        for rows in pool.run(jobs(), lambda number: f"batch {number} of the shards in {_folder_of(manifest)}"):
-            done = writer.add(rows)
-            if done is not None:
-                progress.add(*done)
-    unreadable = [line for lines in communicator.gather_objects(writer.unreadable) for line in lines]
-    return progress.summary(unreadable)
+        results = pool.run(jobs(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
+        for number, rows, features in _by_shard(results, encode, manifest):
+            path = manifest.shards[number].path
+            if reason := next((one.unreadable for one in rows if one.unreadable is not None), None):
+                unreadable.append(f"{path}: {reason}")
+                continue
+            with explain_disk(parts.folder, "choose another --out"):
+                samples += parts.write(number, rows, features)
+            written += 1
+            bad += _report_bad(path, rows)
+            if communicator.rank == 0 and time.monotonic() - logged > _EVERY:
+                logged, begun = time.monotonic(), min(communicator.count(turns, 0), len(missing))
+                rate = samples / (logged - began)
+                log.info("%d of %d shards begun; rank 0: %.0f samples/s", begun, len(missing), rate)
+    written, samples, bad = map(sum, zip(*communicator.gather_objects([written, samples, bad]), strict=True))
+    lines = [line for lines in communicator.gather_objects(unreadable) for line in lines]
+    return Summary(written, samples, bad, lines, time.monotonic() - began)
 
 
-class _Writer:
-    """Encodes blocks and writes a part when its last block has come."""
+def _blocks_of(manifest: Manifest, shard: int, size: int) -> Iterator[Block]:
+    """Yield the blocks of a shard, which depend on nothing else."""
+    start, stop = int(manifest.starts[shard]), int(manifest.starts[shard] + manifest.sizes[shard])
+    for low in range(start, stop, size):
+        yield Block(shard, low, min(low + size, stop))
 
-    def __init__(self, encode: Encode, manifest: Manifest, parts: Parts) -> None:
-        self._encode, self._manifest, self._parts = encode, manifest, parts
-        self._rows: list[tuple[Rows, dict[str, Tensor]]] = []  # of the shard in progress, with features by kind
-        self.unreadable: list[str] = []
 
-    def add(self, rows: Rows) -> tuple[int, int] | None:
-        """Take the next block; return the numbers of samples and of bad ones of a shard that is complete with it."""
+def _by_shard(
+    results: Iterable[Rows], encode: Encode, manifest: Manifest
+) -> Iterator[tuple[int, list[Rows], list[tuple[Tensor, Tensor]]]]:
+    """Encode blocks; yield number, blocks and features of a shard, which stay on the device until it is complete."""
+    blocks, features = list[Rows](), list[tuple[Tensor, Tensor]]()
+    for rows in results:
+        image, text = encode(rows.batch.image, rows.batch.tokens)
+        assert image is not None and text is not None
+        blocks.append(rows)
+        features.append((image.float(), text.float()))
         number = rows.block.shard
-        self._rows.append((rows, self._features(rows)))
-        if rows.block.stop < self._manifest.starts[number] + self._manifest.sizes[number]:
-            return None
-        blocks, self._rows = self._rows, []
-        path = self._manifest.shards[number].path
-        problem = next((one.unreadable for one, _ in blocks if one.unreadable is not None), None)
-        if problem is not None:
-            self.unreadable.append(f"{path}: {problem}")
-            return None
-        bad = [row for one, _ in blocks for row in one.bad]
-        _report_bad(path, bad, rows.block.stop - int(self._manifest.starts[number]))
-        part = _join(blocks, self._parts.kinds, int(self._parts.identity["dim"]))
-        with explain_disk(self._parts.folder, "choose another --out"):
-            self._parts.write(number, part)
-        return len(part.index), len(bad)
-
-    def _features(self, rows: Rows) -> dict[str, Tensor]:
-        """Encode the usable rows; the features stay on the device until the shard is complete."""
-        if not rows.index:
-            return {}
-        found = dict(zip((IMAGE, TEXT), self._encode(rows.image, rows.tokens), strict=True))
-        return {kind: features for kind, features in found.items() if features is not None}
+        if rows.block.stop == manifest.starts[number] + manifest.sizes[number]:
+            yield number, blocks, features
+            blocks, features = [], []
 
 
-def _join(blocks: list[tuple[Rows, dict[str, Tensor]]], kinds: list[str], dim: int) -> Part:
-    rows = [one for one, _ in blocks]
-    empty = [torch.zeros(0, dim)]
-    features = {
-        kind: torch.cat([found[kind].float() for _, found in blocks if kind in found] or empty) for kind in kinds
-    }
-    similarity = None
-    if IMAGE in features and TEXT in features:
-        similarity = (features[IMAGE] * features[TEXT]).sum(dim=1).cpu().numpy()
-    return Part(
-        [index for one in rows for index in one.index],
-        [key for one in rows for key in one.key],
-        [uid for one in rows for uid in one.uid],
-        {kind: found.cpu().numpy() for kind, found in features.items()},
-        similarity,
-    )
-
-
-def _report_bad(path: str, bad: list[BadRow], samples: int) -> None:
+def _report_bad(path: str, blocks: list[Rows]) -> int:
+    """Log the samples of a shard that are left out, and return their number."""
+    bad = [sample for rows in blocks for sample in rows.batch.bad]
     if bad:
-        causes = Counter(row.reason.partition(":")[0] for row in bad)
-        counted = ", ".join(f"{cause} ({count})" for cause, count in causes.most_common(3))
-        log.warning("%s: %d of %d samples are left out: %s; such as %s", path, len(bad), samples, counted, bad[0].key)
-
-
-class _Progress:
-    """Which shard is next, and what all ranks have done so far, which rank 0 logs now and then."""
-
-    def __init__(self, communicator: Communicator, shards: int, samples: int) -> None:
-        self._communicator, self._all_shards, self._all_samples = communicator, shards, samples
-        self._name = communicator.on_rank_zero(lambda: f"embed-{secrets.token_hex(4)}")
-        self._began = self._logged = time.monotonic()
-
-    def take_turn(self) -> int:
-        """Return 0, 1, 2, ... to whichever rank asks next."""
-        return self._count("turns", 1) - 1
-
-    def add(self, samples: int, bad: int) -> None:
-        """Count a shard."""
-        shards, done, now = self._count("shards", 1), self._count("samples", samples), time.monotonic()
-        done += self._count("bad", bad)
-        if self._communicator.rank or now - self._logged < _EVERY:
-            return
-        self._logged = now
-        rate = done / (now - self._began)
-        log.info(
-            "%d of %d shards, %d of %d samples, %.0f samples/s, %.2f h left",
-            shards, self._all_shards, done, self._all_samples, rate, (self._all_samples - done) / rate / 3600,
-        )  # fmt: skip
-
-    def summary(self, unreadable: list[str]) -> Summary:
-        """Return the totals; called after all ranks are done."""
-        shards, samples, bad = (self._count(name, 0) for name in ("shards", "samples", "bad"))
-        return Summary(shards, samples, bad, unreadable, time.monotonic() - self._began)
-
-    def _count(self, name: str, amount: int) -> int:
-        return self._communicator.count(f"{self._name}/{name}", amount)
-
-
-def _folder_of(manifest: Manifest) -> str:
-    return str(Path(manifest.shards[0].path).parent)
+        causes = ", ".join(f"{cause} ({count})" for cause, count in Counter(one.cause for one in bad).most_common(3))
+        log.warning("%s: %d samples are left out: %s; such as %s", path, len(bad), causes, bad[0].key)
+    return len(bad)

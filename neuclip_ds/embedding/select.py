@@ -5,7 +5,7 @@ a program of yours has written. Only the two columns are read.
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -15,11 +15,11 @@ import pyarrow.compute as pc
 import pyarrow.dataset as ds
 from numpy.typing import NDArray
 
-from neuclip_ds.data.atomic_write import atomic_write
 from neuclip_ds.data.uids import UID, UidArray, UidFiles, parse_uids
-from neuclip_ds.embedding.parts import IDENTITY, Parts
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import atomic_write
 
+IDENTITY, METADATA = "embedding.json", "metadata"  # file and folder in a folder of features
 _BATCH = 1 << 17  # rows at once
 
 
@@ -41,68 +41,33 @@ class Selection(NamedTuple):
     minimum: float  # smallest value that the rule keeps
 
 
-class Table:
-    """The rows of parquet files: a column of numbers and the uids.
-
-    Args:
-        sources: parquet files, or folders whose parquet files are taken, also those in their subfolders.
-
-    Raises:
-        UserError: there are no such files, or they lack a column.
-    """
-
-    def __init__(self, sources: Sequence[Path], column: str, uid_column: str) -> None:
-        files = [file for source in sources for file in _files(source)]
-        self._column, self._uid_column = column, uid_column
-        self._data = ds.dataset([str(file) for file in files], format="parquet")
-        for name, option in ((column, "--column"), (uid_column, "--uid-column")):
-            if name not in self._data.schema.names:
-                known = ", ".join(self._data.schema.names)
-                raise UserError(f"{files[0]} has no column {name}: choose {option} from {known}.")
-
-    def values(self) -> Iterator[NDArray[np.float64]]:
-        """Yield the column, NaN where it has no number."""
-        for batch in self._batches([self._column]):
-            yield self._numbers(batch)
-
-    def rows(self) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
-        """Yield the column and the uids, as text, of the same rows."""
-        for batch in self._batches([self._column, self._uid_column]):
-            yield self._numbers(batch), batch.column(self._uid_column)
-
-    def _batches(self, columns: list[str]) -> Iterator[pa.RecordBatch]:
-        try:
-            yield from self._data.to_batches(columns=list(dict.fromkeys(columns)), batch_size=_BATCH)
-        except (pa.ArrowException, OSError) as error:
-            raise UserError(f"A parquet file cannot be read ({error}); write or download it again.") from error
-
-    def _numbers(self, batch: pa.RecordBatch) -> NDArray[np.float64]:
-        try:
-            found = pc.cast(batch.column(self._column), pa.float64())
-        except pa.ArrowException as error:
-            raise UserError(
-                f"The column {self._column} holds no numbers ({error}); choose another --column."
-            ) from error
-        return pc.fill_null(found, math.nan).to_numpy(zero_copy_only=False)
-
-
-def select(table: Table, rule: Rule, out: Path, within: Sequence[Path] = ()) -> Selection:
+def select(
+    sources: Sequence[Path],
+    column: str,
+    rule: Rule,
+    out: Path,
+    uid_column: str = "uid",
+    within: Sequence[Path] = (),
+) -> Selection:
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
     With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept.
 
     Args:
+        sources: parquet files, or folders whose parquet files are taken, also those in their subfolders.
+        column: column of numbers.
         out: .npy file of pairs of 64-bit words (dtype `u8,u8`).
         within: such files; uids that one of them lacks are not kept.
 
     Raises:
-        UserError: nothing is kept, or no row has a uid.
+        UserError: the files cannot be read, nothing is kept, or no row has a uid.
     """
+    data = _open(sources, {column: "--column", uid_column: "--uid-column"})
     lists = [UidFiles([path]) for path in within]
-    minimum = rule.minimum if rule.top is None else max(rule.minimum, _threshold(table, rule.top))
+    minimum = rule.minimum if rule.top is None else max(rule.minimum, _threshold(data, column, rule.top))
     samples = without_value = without_uid = 0
     chosen: list[UidArray] = []
-    for values, texts in table.rows():
+    for values, texts in _rows(data, column, uid_column):
         kept = (values >= minimum) & (values <= rule.maximum)  # both false for NaN
         samples += len(values)
         without_value += int(np.isnan(values).sum())
@@ -125,9 +90,32 @@ def select(table: Table, rule: Rule, out: Path, within: Sequence[Path] = ()) -> 
     return Selection(len(found), samples, without_value, without_uid, minimum)
 
 
-def _threshold(table: Table, share: float) -> float:
+def _open(sources: Sequence[Path], columns: Mapping[str, str]) -> ds.Dataset:
+    """Open parquet files; raise UserError if there are none, or they lack a column, which an option names."""
+    files = [file for source in sources for file in _files(source)]
+    data = ds.dataset([str(file) for file in files], format="parquet")
+    for name, option in columns.items():
+        if name not in data.schema.names:
+            raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
+    return data
+
+
+def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
+    """Yield a column of numbers, NaN where it has none, and another of the same rows."""
+    try:
+        for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
+            try:
+                values = pc.cast(batch.column(column), pa.float64())
+            except pa.ArrowException as error:
+                raise UserError(f"The column {column} holds no numbers ({error}); choose another --column.") from error
+            yield pc.fill_null(values, math.nan).to_numpy(zero_copy_only=False), batch.column(other)
+    except (pa.ArrowException, OSError) as error:
+        raise UserError(f"A parquet file cannot be read ({error}); write or download it again.") from error
+
+
+def _threshold(data: ds.Dataset, column: str, share: float) -> float:
     """Return the value that a share of the rows with a value reaches; equal values may make it a little more."""
-    values = np.concatenate(list(table.values()) or [np.empty(0)])
+    values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))
     if not count:
@@ -144,9 +132,14 @@ def _sorted(uids: UidArray) -> UidArray:
     return ordered[np.concatenate([[True], is_new])]
 
 
+def feature_tables(folder: Path) -> list[Path]:
+    """Return the parquet files with index, key, uid and similarity in a folder of features."""
+    return sorted([*folder.glob("part-*.parquet"), *folder.glob(f"{METADATA}/*.parquet")])
+
+
 def _files(source: Path) -> list[Path]:
     if (source / IDENTITY).is_file():
-        return Parts(source).tables
+        return feature_tables(source)
     found = sorted(source.rglob("*.parquet")) if source.is_dir() else [source] if source.is_file() else []
     if not found:
         raise UserError(f"{source} is no parquet file and no folder that holds one; check the path.")

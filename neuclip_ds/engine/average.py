@@ -29,21 +29,19 @@ class WeightAverage:
 
     @torch.no_grad()
     def update(self, step: int) -> None:
-        """Move the average towards the weights after `step` steps; the first call starts it at the weights.
+        """Move the average toward the weights after `step` steps; the first call starts it at the weights.
 
         The decay of a step is at most (1 + step) / (10 + step), so that the initial weights are soon forgotten.
         """
-        masters, averages = [], []
+        share = 1 - min(self._decay, (1 + step) / (10 + step))
         for master, state in self._engine.basic_optimizer.state.items():
             if AVERAGE not in state:  # not before the optimizer's own, which is made only where there is none
                 state[AVERAGE] = master.detach().clone()
-            masters.append(master.detach())
-            averages.append(state[AVERAGE])
-        torch._foreach_lerp_(averages, masters, 1 - min(self._decay, (1 + step) / (10 + step)))
+            state[AVERAGE].lerp_(master.detach(), share)
 
     @contextmanager
     def in_use(self) -> Iterator[None]:
-        """Let the module compute with the average; afterwards the weights have the same bits as before.
+        """Let the module compute with the average; afterward the weights have the same bits as before.
 
         A collective call. An error leaves the average in place: the other ranks would not take part in the return.
         """

@@ -11,8 +11,8 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from neuclip_ds.config import Config
-from neuclip_ds.documents import read_json
 from neuclip_ds.errors import UserError
+from neuclip_ds.section import read_options
 
 
 class _Part(BaseModel):
@@ -23,9 +23,7 @@ class _Part(BaseModel):
 
 class _Precision(_Part):
     enabled: bool = False
-
-
-class _Fp16(_Precision):
+    check_grad_overflow: bool = True
     fp16_master_weights_and_grads: bool = False
 
 
@@ -36,22 +34,22 @@ class _Offload(_Part):
 
 class _Zero(_Part):
     stage: Literal[0, 1, 2, 3] = 0
+    compute_grad_norm: bool = True
     offload_optimizer: _Offload | None = None
     offload_param: _Offload | None = None
 
 
 class _Engine(_Part):
     steps_per_print: int | None = None
-    wall_clock_breakdown: bool = False
-    dump_state: bool = False
     prescale_gradients: bool = False
     gradient_predivide_factor: float = 1
     bf16: _Precision = _Precision()
-    fp16: _Fp16 = _Fp16()
+    fp16: _Precision = _Precision()
     zero_optimization: _Zero = _Zero()
 
 
 FOLDER = Path(__file__).parents[1] / "ds_configs"
+_FEW = 4  # micro-batches whose gradients may be added in 16 bits
 DEEPSPEED = "0.19.8"  # the version whose private fields and gradients are tested, as in requirements.txt
 
 
@@ -60,14 +58,14 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
 
     Raises `UserError` if DeepSpeed has another version, or its JSON file is missing, damaged or contradicts the recipe.
     """
-    require_version()
+    _require_version()
     path, engine = read_engine_file(config.deepspeed)
     ours = {
         # the engine must not average over micro-batches: the feature gradients are already those of the whole batch
         "train_micro_batch_size_per_gpu": config.rank_batch(world_size),
         "train_batch_size": config.data.batch_size,
         "gradient_accumulation_steps": 1,
-        "gradient_clipping": config.optimizer.clip_norm,
+        "gradient_clipping": config.optimizer.max_grad_norm,
     }
     for key, value in ours.items():
         if engine.get(key, "auto") not in ("auto", value):
@@ -76,14 +74,28 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
                 f"remove the key from the JSON or set it to auto."
             )
     _refuse_unsupported(path, engine)
+    micro_batches = config.rank_batch(world_size) // config.micro_batch(world_size)
+    if micro_batches > _FEW and not accumulates_in_float32(engine):
+        raise UserError(
+            f"{path} adds the gradients of {micro_batches} micro-batches in {precision(engine)}, which loses the small "
+            "ones: use deepspeed=zero1_bf16, whose data_types.grad_accum_dtype is fp32, or a larger data.micro_batch."
+        )
     if zero_stage(engine) == 3 and config.model.compile:
         raise UserError(
             f"model.compile does not work with ZeRO 3 ({path}), which fetches weights inside modules: omit one of them."
         )
-    return {**engine, **ours, "zero_allow_untested_optimizer": True}
+    # DeepSpeed's throughput timer waits for the whole device in each forward pass and step
+    timers = {"timers": {"throughput": {"enabled": False}}}
+    return {**timers, **engine, **ours, "zero_allow_untested_optimizer": True}
 
 
-def require_version() -> None:
+def accumulates_in_float32(engine: dict[str, Any]) -> bool:
+    """Return whether gradients of micro-batches are added in float32; without ZeRO they have the weights' dtype."""
+    dtype = engine.get("data_types", {}).get("grad_accum_dtype") if zero_stage(engine) else None
+    return precision(engine) == "fp32" or dtype in ("fp32", "float32", "float")
+
+
+def _require_version() -> None:
     """Raise `UserError` unless the tested version of DeepSpeed is installed."""
     try:
         installed = version("deepspeed")
@@ -104,40 +116,28 @@ def _refuse_unsupported(path: Path, engine: dict[str, Any]) -> None:
         wrong = error.errors()[0]
         name = ".".join(map(str, wrong["loc"]))
         raise UserError(f"{path} sets {name}={wrong['input']!r:.80}: {wrong['msg']}.") from error
-    for key in ("optimizer", "scheduler"):
-        if key in engine:
-            raise UserError(
-                f"{path} has a section {key}, which the recipe owns (optimizer.*): remove it from the JSON."
+    zero, problems = read.zero_optimization, []
+    problems += [f"has a section {key}, which the recipe owns" for key in ("optimizer", "scheduler") if key in engine]
+    if read.fp16.enabled and (zero.stage == 0 or read.fp16.fp16_master_weights_and_grads):
+        problems.append("enables fp16 without ZeRO or without float32 weights (use zero1_fp16), which is not supported")
+    if not read.bf16.check_grad_overflow:
+        problems.append("turns off bf16.check_grad_overflow, without which a gradient that is not finite is not found")
+    if not zero.compute_grad_norm:
+        problems.append("turns off zero_optimization.compute_grad_norm, without which such a gradient is not found")
+    for key, part in (("offload_optimizer", zero.offload_optimizer), ("offload_param", zero.offload_param)):
+        if part is not None and (part.device == "nvme" or part.ratio != 1):
+            problems.append(
+                f"offloads zero_optimization.{key} to a disk or in part, which checkpoints do not read (use the device "
+                "cpu without a ratio)"
             )
-    if read.fp16.enabled and (read.zero_optimization.stage == 0 or read.fp16.fp16_master_weights_and_grads):
-        raise UserError(
-            f"{path} enables fp16 without ZeRO or without float32 weights, which is not supported: use zero1_fp16, or "
-            "set zero_optimization.stage to 1 or more and remove fp16.fp16_master_weights_and_grads."
-        )
-    for name, key in (("bf16", "check_grad_overflow"), ("zero_optimization", "compute_grad_norm")):
-        if not engine.get(name, {}).get(key, True):
-            raise UserError(
-                f"{path} turns off {name}.{key}, without which a gradient that is not finite is not found: remove it."
-            )
-    for key in ("offload_optimizer", "offload_param"):
-        section = getattr(read.zero_optimization, key) or _Offload()
-        if section.device == "nvme" or section.ratio != 1:
-            raise UserError(
-                f"{path} sets zero_optimization.{key} to a disk or to a share of the optimizer, which checkpoints do "
-                'not read; set "device": "cpu" and no ratio.'
-            )
-
-
-def is_bf16(engine: dict[str, Any]) -> bool:
-    """Return whether the towers run in bfloat16."""
-    return bool(engine.get("bf16", {}).get("enabled", False))
+    if problems:
+        raise UserError(f"{path} {problems[0]}: remove it from the JSON.")
 
 
 def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
     """Return the precision in which the towers run."""
-    if engine.get("fp16", {}).get("enabled", False):
-        return "fp16"
-    return "bf16" if is_bf16(engine) else "fp32"
+    kinds: tuple[Literal["fp16"], Literal["bf16"]] = ("fp16", "bf16")
+    return next((kind for kind in kinds if engine.get(kind, {}).get("enabled", False)), "fp32")
 
 
 def zero_stage(engine: dict[str, Any]) -> int:
@@ -152,7 +152,7 @@ def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
     if path is None:
         known = ", ".join(sorted(path.stem for path in FOLDER.glob("*.json")))
         raise UserError(f"deepspeed={name} is neither a file nor a name in ds_configs/ ({known}).")
-    engine = read_json(path)
+    engine = read_options(path)
     if not isinstance(engine, dict):
         raise UserError(f"{path} must hold a JSON object, as DeepSpeed's documentation describes.")
     return path, engine

@@ -5,8 +5,7 @@ The squared norms of the parts of that shard, each of one parameter, summed over
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,47 +33,35 @@ class Lamb(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
         """Update all parameters that have a gradient."""
-        work = [(group, *self._directions(group)) for group in self.param_groups]
-        work = [(group, weights, updates) for group, weights, updates in work if weights]
-        adapted = [(weights, updates) for group, weights, updates in work if group["adapt"]]
+        work = [(group, *found) for group in self.param_groups for found in self._directions(group)]
+        adapted = [(weight, update) for group, weight, update in work if group["adapt"]]
         if adapted:
-            all_weights, all_updates = (list(chain.from_iterable(side)) for side in zip(*adapted, strict=True))
-            torch._foreach_mul_(all_updates, list(self._trust_ratios(all_weights, all_updates)))
-        for group, weights, updates in work:
-            torch._foreach_sub_(weights, updates, alpha=group["lr"])
+            for (_, update), ratio in zip(adapted, self._trust_ratios(adapted), strict=True):
+                update *= ratio
+        for group, weight, update in work:
+            weight.sub_(update, alpha=group["lr"])
 
-    def _directions(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Move the moments and return a group's parameters, or their parts, with the direction of each."""
-        held: list[tuple[Tensor, ...]] = []
-        times: list[float] = []
+    def _directions(self, group: dict[str, Any]) -> Iterator[tuple[Tensor, Tensor]]:
+        """Move the moments and yield a group's parameters, or their parts, with the direction of each."""
+        beta1, beta2 = group["betas"]
         for p in (p for p in group["params"] if p.grad is not None):
             state = self.state[p]
             if not state:
                 state.update(step=torch.zeros(()), exp_avg=torch.zeros_like(p), exp_avg_sq=torch.zeros_like(p))
             state["step"] += 1
-            parts = self._parts.get(p, (...,))
-            held += [tuple(x[part] for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"])) for part in parts]
-            times += [float(state["step"])] * len(parts)
-        if not held:
-            return [], []
-        weights, gradients, moments, squares = (list(tensors) for tensors in zip(*held, strict=True))
-        beta1, beta2 = group["betas"]
-        torch._foreach_lerp_(moments, gradients, 1 - beta1)
-        torch._foreach_mul_(squares, beta2)
-        torch._foreach_addcmul_(squares, gradients, gradients, 1 - beta2)
-        # m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w, without a second copy of the parameters
-        updates = list(torch._foreach_sqrt(squares))
-        torch._foreach_div_(updates, [math.sqrt(1 - beta2**t) for t in times])
-        torch._foreach_add_(updates, group["eps"])
-        torch._foreach_reciprocal_(updates)
-        torch._foreach_mul_(updates, moments)
-        torch._foreach_div_(updates, [1 - beta1**t for t in times])
-        torch._foreach_add_(updates, weights, alpha=group["weight_decay"])
-        return weights, updates
+            t = float(state["step"])
+            for part in self._parts.get(p, (...,)):
+                weight, gradient, moment, square = (x[part] for x in (p, p.grad, state["exp_avg"], state["exp_avg_sq"]))
+                moment.lerp_(gradient, 1 - beta1)
+                square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+                # m / (1 - beta1^t) / (sqrt(v / (1 - beta2^t)) + eps) + decay w
+                update = square.sqrt().div_(math.sqrt(1 - beta2**t)).add_(group["eps"]).reciprocal_()
+                yield weight, update.mul_(moment).div_(1 - beta1**t).add_(weight, alpha=group["weight_decay"])
 
-    def _trust_ratios(self, weights: list[Tensor], updates: list[Tensor]) -> Tensor:
+    def _trust_ratios(self, pairs: Sequence[tuple[Tensor, Tensor]]) -> Tensor:
         """(P,) norm of each of P parameters over that of its direction."""
-        norms = torch.stack([torch.stack(torch._foreach_norm(side)) for side in (weights, updates)])
+        sides = zip(*pairs, strict=True)
+        norms = torch.stack([torch.stack([torch.linalg.vector_norm(x) for x in side]) for side in sides])
         if self._communicator is not None:  # offloaded shards are on the CPU, what travels is not
             squares = norms.square().to(self._communicator.device)
             norms = self._communicator.all_reduce(squares, "optimizer").to(norms.device).sqrt()

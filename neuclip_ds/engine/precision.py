@@ -1,6 +1,9 @@
-"""The precisions of a run: of the towers, of their float32 matrix products, and of features between ranks."""
+"""The numerics of a run: precision of towers, matrix products and features between ranks; deterministic algorithms."""
 
 import logging
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -44,3 +47,31 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
     if device.type == "cuda" and towers_dtype(engine) is torch.float32:
         torch.backends.cuda.matmul.allow_tf32 = config.model.matmul_precision == "tf32"
         log.info("float32 towers: matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
+
+
+@contextmanager
+def deterministic_algorithms(enabled: bool) -> Iterator[None]:
+    """Let torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on a GPU.
+
+    Raises:
+        UserError: the block has called an operation that has none.
+    """
+    if not enabled:
+        yield
+        return
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
+    before, memory = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
+    filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(True)
+    # nothing reads memory before it is written, so filling it would only take time
+    memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    try:
+        yield
+    except RuntimeError as error:
+        if "deterministic" not in str(error):
+            raise
+        reason = str(error).partition(". ")[0]
+        raise UserError(f"{reason}: set run.deterministic=false, or choose a model without it.") from error
+    finally:
+        torch.use_deterministic_algorithms(before)
+        memory.fill_uninitialized_memory = filled  # type: ignore[attr-defined]

@@ -1,21 +1,23 @@
-"""DeepSpeed's engine around the encoders and their optimizer."""
+"""DeepSpeed's engine around the encoders, and their optimizer."""
 
 import copy
 from collections import defaultdict
 from typing import Any
 
 import deepspeed
+import torch
 from deepspeed.runtime.config import DeepSpeedConfig
+from timm.optim import Lion
 from torch import Tensor, nn
 
 from neuclip_ds.config import OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.config import zero_stage
+from neuclip_ds.engine.config import precision, zero_stage
 from neuclip_ds.engine.lamb import Lamb
-from neuclip_ds.engine.loss_scale import install_loss_scale
-from neuclip_ds.engine.optimizers import build_optimizer
+from neuclip_ds.engine.update import install_loss_scale
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
 def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
@@ -30,7 +32,7 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Return the engine, with weights as they are and an optimizer without moments or learning rate yet.
+    """Return the engine, with float32 masters as the weights are and an optimizer without moments or learning rate yet.
 
     DeepSpeed's config is from `load_engine_config`. The engine shares the communicator's process group.
     """
@@ -39,11 +41,17 @@ def start_engine(
     # weights and count as the first: at a learning rate of zero it moves nothing, and what it leaves is forgotten
     for group in optimizer.param_groups:
         group["lr"] = 0.0
-    skip_unused_kernel()
+    skip_unused_kernel(communicator.device)
     share_process_group(communicator)
     if zero_stage(engine_config) == 3:
         keep_frozen_whole(model, communicator)
+    exact = {}
+    if precision(engine_config) != "fp32":  # DeepSpeed makes the masters of weights that it has rounded
+        exact = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
+    for place in placements(engine, communicator.rank) if exact else ():
+        if place.name in exact:
+            place.within(place.master).copy_(exact[place.name].flatten()[place.start : place.stop])
     install_loss_scale(engine)
     optimizer.state.clear()
     if isinstance(optimizer, Lamb) and zero_stage(engine_config):
@@ -52,3 +60,34 @@ def start_engine(
             parts[place.master].append(place.elements)
         optimizer.shard(parts, communicator)
     return engine
+
+
+def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
+    """Return the trained parameters in two groups for each share `lr_scale` of the learning rate, the largest first.
+
+    Matrices and embeddings decay; gains, biases and other vectors do not.
+    """
+    scales = learning_rate_scales(module, config)
+    found: dict[tuple[float, bool], list[nn.Parameter]] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad:
+            found.setdefault((scales.get(name, 1.0), parameter.ndim >= 2), []).append(parameter)
+    return [
+        {"params": found[scale, matrix], "weight_decay": config.weight_decay if matrix else 0.0, "lr_scale": scale}
+        for scale, matrix in sorted(found, reverse=True)
+    ]
+
+
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """Return the optimizer that the config names, over `parameter_groups`; the trainer sets its learning rate."""
+    groups = parameter_groups(module, config)
+    match config.name:
+        case "adamw":  # fused, a step reads and writes each number once, also that of offloaded masters on the CPU
+            return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, eps=config.eps, fused=True)
+        case "lamb":  # vectors keep Adam's step (trust ratio 1), as in EVA-CLIP
+            adapted = [{**group, "adapt": group["params"][0].ndim >= 2} for group in groups]
+            return Lamb(adapted, lr=config.lr, betas=config.betas, eps=config.eps)
+        case "lion":
+            return Lion(groups, lr=config.lr, betas=config.betas)
+        case "sgd":
+            return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum)

@@ -1,38 +1,21 @@
-"""What DeepSpeed makes of a config, and where its engine keeps weights: the one place that knows its private parts.
+"""Where DeepSpeed's engine keeps weights: the one place that knows its private fields.
 
-Rules and fields were read in the DeepSpeed version that `engine/config.py` requires. The first half answers from a
-config and needs neither torch nor DeepSpeed, the second from an engine that runs.
+They were read in the DeepSpeed version that `engine/config.py` requires.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from enum import Enum
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from neuclip_ds.engine.config import precision, zero_stage
+import deepspeed
+import deepspeed.utils.groups
+import torch
+from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch import Tensor, nn
-
-    from neuclip_ds.distributed.communicator import Communicator
-
-# keys of `zero_optimization` that are read here or worth tuning, and what DeepSpeed takes where they are absent
-_DEFAULTS = {
-    "reduce_bucket_size": 500_000_000,
-    "contiguous_gradients": True,
-    "reduce_scatter": True,
-    "use_multi_rank_bucket_allreduce": True,
-    "sub_group_size": 1_000_000_000,
-    "stage3_prefetch_bucket_size": 50_000_000,
-    "stage3_max_live_parameters": 1_000_000_000,
-    "stage3_max_reuse_distance": 1_000_000_000,
-    "stage3_param_persistence_threshold": 100_000,
-}
-_FIXED_BUCKET = 500_000_000  # elements of an all-reduce outside `ZERO_1_2` and `ZERO_3`, which no key sets
-_BYTES = {"fp32": 4, "float32": 4, "float": 4, "torch.float32": 4}  # other names are of 16 bits
+from neuclip_ds.distributed.communicator import Communicator
 
 
 class Wrapper(Enum):
@@ -43,76 +26,6 @@ class Wrapper(Enum):
     BF16 = "BF16_Optimizer"  # ZeRO 1 in bf16: float32 gradients of all parameters in one buffer, masters partitioned
     ZERO_1_2 = "DeepSpeedZeroOptimizer"
     ZERO_3 = "DeepSpeedZeroOptimizer_Stage3"
-
-
-@dataclass(frozen=True)
-class ZeroRules:
-    """What DeepSpeed does under a config; sizes are bytes of an element."""
-
-    stage: int
-    wrapper: Wrapper
-    offloads: bool  # whether optimizer and masters live on the host
-    weight: int
-    accumulated: int  # gradients where they accumulate
-    sent: int  # gradients between ranks
-    checks_overflow: bool  # whether ranks compare a flag before they take the norm of the gradients
-    zero: Mapping[str, Any]  # `zero_optimization`, completed by DeepSpeed's defaults
-
-    @staticmethod
-    def of(engine: dict[str, Any]) -> ZeroRules:
-        """Read DeepSpeed's config."""
-        stage, weight = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
-        section = engine.get("zero_optimization", {})
-        offloads = (section.get("offload_optimizer") or {}).get("device", "none") != "none"
-        accumulated = _bytes(engine.get("data_types", {}).get("grad_accum_dtype"), weight)
-        fp16 = precision(engine) == "fp16"
-        wrapper = Wrapper.ZERO_1_2 if fp16 and stage in (1, 2) else _wrapper(stage, weight, accumulated, offloads)
-        checks = fp16 or (wrapper is Wrapper.ZERO_1_2 and weight == 2)
-        sent = _bytes(engine.get("communication_data_type"), weight)
-        zero = {**_DEFAULTS, "overlap_comm": stage == 3, **section}
-        return ZeroRules(stage, wrapper, offloads, weight, accumulated, sent, checks, zero)
-
-    @property
-    def bucketed(self) -> bool:
-        """Whether gradients travel in buckets of the config's size, during the backward pass if it asks for that."""
-        return self.wrapper in (Wrapper.ZERO_1_2, Wrapper.ZERO_3)
-
-    @property
-    def bucket(self) -> int:
-        """Elements that are reduced at once."""
-        return int(self.zero["reduce_bucket_size"]) if self.bucketed else _FIXED_BUCKET
-
-    def optimizer_steps(self, groups: Sequence[Sequence[int]], world_size: int) -> list[list[Sequence[int]]]:
-        """The calls of the optimizer's `step` in one update, each with the parts of groups that it gets.
-
-        `groups` holds the number of elements of each group's parameters.
-        """
-        if self.wrapper is Wrapper.ZERO_1_2:
-            return [[group] for group in groups]
-        if self.wrapper is Wrapper.ZERO_3:
-            return [[part] for group in groups for part in self._sub_groups(group, world_size)]
-        return [list(groups)]
-
-    def _sub_groups(self, group: Sequence[int], world_size: int) -> Iterator[Sequence[int]]:
-        """ZeRO 3 cuts a group where a rank's shards reach `sub_group_size` elements."""
-        start, filled = 0, 0
-        for stop, size in enumerate(group, 1):
-            filled += -(-size // world_size)
-            if filled >= self.zero["sub_group_size"] or stop == len(group):
-                yield group[start:stop]
-                start, filled = stop, 0
-
-
-def _bytes(dtype: str | None, default: int) -> int:
-    return default if dtype is None else _BYTES.get(dtype.lower(), 2)
-
-
-def _wrapper(stage: int, weight: int, accumulated: int, offloads: bool) -> Wrapper:
-    if stage == 0:
-        return Wrapper.UNFUSED if weight == 2 else Wrapper.NONE
-    if stage == 3:
-        return Wrapper.ZERO_3
-    return Wrapper.BF16 if (stage, weight, accumulated, offloads) == (1, 2, 4, False) else Wrapper.ZERO_1_2
 
 
 class Placement(NamedTuple):
@@ -232,16 +145,13 @@ def share_process_group(communicator: Communicator) -> None:
     NCCL carries out the collectives of one group in the order of their launch, but those of two groups, such as ZeRO
     3's fetches of weights and our gathers under the same towers, in any order: ranks that differ in it wait for ever.
     """
-    import deepspeed.utils.groups
-
     deepspeed.utils.groups._WORLD_GROUP = communicator.group
 
 
-def skip_unused_kernel() -> None:
-    """Keep DeepSpeed from compiling, for the first run's first minute, a kernel of tensor-parallel inference."""
-    import deepspeed
-
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+def skip_unused_kernel(device: torch.device) -> None:
+    """Keep DeepSpeed from compiling, for the first CPU run's first minute, a kernel of tensor-parallel inference."""
+    if device.type == "cpu":  # looking it up on a GPU machine would start the CUDA compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def _wrapper_of(engine: Any) -> Wrapper:

@@ -8,7 +8,13 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.evaluation import Encode
+
+Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
+"""(images uint8 (b, 3, H, W) or None, tokens (b, T) or None) -> their float32 L2-normalized features (b, d) or None.
+
+It moves its input to the model's device, puts the model into evaluation mode and may run collectives of its own
+(ZeRO-3): evaluators call it equally often, with equal shapes, on every rank.
+"""
 
 
 def encoder_of(model: Any, device: torch.device) -> Encode:

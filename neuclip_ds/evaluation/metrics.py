@@ -1,12 +1,16 @@
-"""Metrics as pure functions of float64 counts: what scikit-learn and WILDS compute from lists of predictions.
+"""Metrics as pure functions of counts, their values by chance, and accumulators whose size does not grow with the data.
 
-The counts are (C,) by class or (G,) by group: samples that are predicted correctly (`hits`), that are predicted as the
-class (`predicted`), and all (`support`, `counts`). They may be fractions: of two classes with equal scores, each counts
-as predicted by a half.
+The counts are float64, (C,) by class or (G,) by group: samples that are predicted correctly (`hits`), that are
+predicted as the class (`predicted`), and all (`support`, `counts`). They may be fractions: if two classes have equal
+scores, each counts as predicted by a half. scikit-learn and WILDS compute the same from lists of predictions.
 """
+
+from math import comb
 
 import torch
 from torch import Tensor
+
+from neuclip_ds.distributed.communicator import Communicator
 
 
 def ratio(hits: Tensor, counts: Tensor) -> float:
@@ -62,3 +66,95 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
         share = (tied - place).clamp(min=0).double() / (tied + matches - place).clamp(min=1)
         missed = torch.where(free, missed * share, missed)
     return 1 - missed
+
+
+def chance_recall(k: int, candidates: int) -> float:
+    """Return the recall@k of a random ranking of one match among the candidates; also the top-k accuracy by chance."""
+    return min(1.0, k / candidates)
+
+
+def chance_macro_f1(support: Tensor) -> float:
+    """Return the macro F1 of random predictions, which predict each class equally often, from (C,) samples by class."""
+    share = support[support > 0] / support.sum()
+    return float((2 * share / (share * len(support) + 1)).mean())
+
+
+def chance_jaccard(candidates: int, right: int) -> float:
+    """Return the expected Jaccard index of a random choice of as many candidates as are right."""
+    overlaps = range(max(0, 2 * right - candidates), right + 1)
+    ways = {overlap: comb(right, overlap) * comb(candidates - right, right - overlap) for overlap in overlaps}
+    return sum(n * overlap / (2 * right - overlap) for overlap, n in ways.items()) / comb(candidates, right)
+
+
+class ClassAccumulator:
+    """Hits, predictions and support per class, each (C,) float64.
+
+    Attributes:
+        top1, top5: samples of the class whose first, or one of whose first five, predictions is right.
+        predicted: samples that are predicted as the class.
+        support: samples of the class.
+    """
+
+    def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
+        self._hold(torch.zeros((4, classes), dtype=torch.float64, device=device))
+
+    def _hold(self, sums: Tensor) -> None:
+        self._sums = sums
+        self.top1, self.top5, self.support, self.predicted = sums.unbind()  # views
+
+    def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """Add a batch; ties count by expectation, and a sample with a NaN score is predicted as no class.
+
+        Args:
+            scores: (n, C) of each sample for each class; equal ones are ties.
+            labels: (n,) int64.
+
+        Returns:
+            (n,) and (n,) float64: probability that each sample's label is predicted first, and among the first five.
+        """
+        label_score = scores.gather(1, labels[:, None])
+        ahead = (~(scores <= label_score)).sum(dim=1)
+        tied = (scores == label_score).sum(dim=1) - 1
+        top1, top5 = (hit_probability(ahead, tied.clamp(min=0), k) for k in (1, 5))
+        best = (scores == scores.amax(dim=1, keepdim=True)).double()
+        self._sums[:3].index_add_(1, labels, torch.stack([top1, top5, torch.ones_like(top1)]))
+        self.predicted += (best / best.sum(dim=1, keepdim=True).clamp(min=1)).sum(dim=0)
+        return top1, top5
+
+    def all_reduce(self, communicator: Communicator) -> None:
+        """Replace this rank's sums by those over all ranks."""
+        self._hold(communicator.all_reduce(self._sums, "evaluation"))
+
+
+class GroupAccumulator:
+    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G follows the largest one added."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self._sums = torch.zeros((2, 0), dtype=torch.float64, device=device)
+
+    @property
+    def hits(self) -> Tensor:
+        """Samples of each group that are predicted correctly."""
+        return self._sums[0]
+
+    @property
+    def counts(self) -> Tensor:
+        """Samples of each group."""
+        return self._sums[1]
+
+    def add(self, hits: Tensor, groups: Tensor) -> None:
+        """Add a batch: (n,) probability of a hit and, in host memory, (n,) int64 group of each sample."""
+        if len(groups):
+            self._grow(int(groups.max()) + 1)
+            places = groups.to(hits.device, non_blocking=True)
+            self._sums.index_add_(1, places, torch.stack([hits, torch.ones_like(hits)]))
+
+    def all_reduce(self, communicator: Communicator) -> None:
+        """Replace this rank's sums by those over all ranks."""
+        self._grow(max(communicator.gather_objects(self._sums.shape[1])))
+        self._sums = communicator.all_reduce(self._sums, "evaluation")
+
+    def _grow(self, size: int) -> None:
+        missing = size - self._sums.shape[1]
+        if missing > 0:
+            self._sums = torch.cat([self._sums, self._sums.new_zeros((2, missing))], dim=1)

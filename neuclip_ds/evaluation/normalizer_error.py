@@ -1,6 +1,6 @@
-"""Error of a method's normalisers against those over the whole training set (NeuCLIP Figures 2c and 4).
+"""Error of a method's normalizers against those over the whole training set (NeuCLIP Figures 2c and 4).
 
-With the current model and temperatures, an anchor's true normaliser is the mean over all n samples
+With the current model and temperatures, an anchor's true normalizer is the mean over all n samples
 
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
@@ -23,9 +23,8 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Encode
-from neuclip_ds.objectives.pair_loss import PairLoss
-from neuclip_ds.objectives.product_precision import products_exact_for
+from neuclip_ds.evaluation.encoding import Encode
+from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 """Image features (b, d), text features (b, d), and in host memory index (b,) and valid (b,) of this rank's rows of a

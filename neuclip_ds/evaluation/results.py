@@ -1,4 +1,4 @@
-"""Scores on disk in the layout of DataComp's evaluation, and their averages.
+"""Scores on disk in the layout of DataComp's evaluation, their averages, and their summary as Markdown.
 
 `eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
 grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed. Lines of
@@ -88,3 +88,27 @@ def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Avera
         missing = tuple(task for task, score in scores.items() if score is None)
         found[name] = Average(None if missing else partial, partial, missing, len(group))
     return found
+
+
+def summary_text(tasks: TaskList, metrics: Mapping[str, Metrics]) -> str:
+    """Return scores and averages in percent as Markdown tables, without averages of which no task is scored."""
+    lines = ["| task | metric | score | chance |", "|---|---|---|---|"]
+    for task in tasks.tasks:
+        if task.key in metrics:
+            score, chance = (_percent(metrics[task.key].get(name)) for name in ("main_metric", "chance"))
+            lines.append(f"| {task.name} | {task.metric} | {score} | {chance} |")
+    found = {name: one for name, one in averages(tasks, metrics).items() if len(one.missing) < one.tasks}
+    if found:
+        lines += ["", "| average | of | score |", "|---|---|---|"]
+    for name, average in found.items():
+        note = _percent(average.value)
+        if average.missing:
+            done = average.tasks - len(average.missing)
+            note = f"none: {done} of {average.tasks} tasks scored, mean of these {_percent(average.partial)}"
+        lines.append(f"| {name} | {tasks.averages[name]} | {note} |")
+    lines += [""] + [f"Missing from {name}: {', '.join(a.missing)}." for name, a in found.items() if a.missing]
+    return "\n".join(lines)
+
+
+def _percent(value: float | None) -> str:
+    return "-" if value is None else f"{100 * value:.2f}"

@@ -13,10 +13,10 @@ from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.folder import EvaluationSet, Sample
-from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
+from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 
 T = TypeVar("T")
 
@@ -35,7 +35,7 @@ def sharded_batches(
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,
-    loader: EvaluationLoader = IN_PROCESS,
+    loader: Loader = IN_PROCESS,
 ) -> Iterator[ShardedBatch[T]]:
     """Yield this rank's batches; the loader's workers prepare the next ones meanwhile.
 
@@ -48,7 +48,7 @@ def sharded_batches(
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
     """
-    copies = set(communicator.gather_objects(folder.contents))
+    copies = set(communicator.gather_objects(repr(folder.contents)))
     if len(copies) > 1:  # ranks with different copies would wait for each other forever
         raise UserError(f"The ranks see different files under {folder.path}; give all nodes the same copy of the set.")
     prepared = _prepared(folder, prepare, communicator, size, loader)
@@ -79,7 +79,7 @@ def _prepared(
     prepare: Callable[[Sample], T],
     communicator: Communicator,
     size: int,
-    loader: EvaluationLoader,
+    loader: Loader,
 ) -> Generator[ShardedBatch[T], None, None]:
     under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader has taken
 
@@ -90,7 +90,7 @@ def _prepared(
                 yield batch.rows[low : low + _AT_ONCE]
 
     rows: list[T] = []
-    with closing(loader.prepared(prepare, groups(), folder.path)) as parts:
+    with closing(loader.map(prepare, groups(), folder.path)) as parts:
         for part in parts:
             rows += part
             if len(rows) == len(under_way[0].rows):

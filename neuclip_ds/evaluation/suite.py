@@ -7,14 +7,19 @@ from typing import TypeVar
 
 from torch import Tensor
 
-from neuclip_ds.evaluation import chance
-from neuclip_ds.evaluation.accumulators import GroupAccumulator
-from neuclip_ds.evaluation.caption_retrieval import caption_retrieval
+from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder
-from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
-from neuclip_ds.evaluation.metrics import macro_f1, mean_recall, ratio, worst_group
-from neuclip_ds.evaluation.sets import open_captioned
+from neuclip_ds.evaluation.metrics import (
+    GroupAccumulator,
+    chance_macro_f1,
+    chance_recall,
+    macro_f1,
+    mean_recall,
+    ratio,
+    worst_group,
+)
+from neuclip_ds.evaluation.retrieval import caption_retrieval
+from neuclip_ds.evaluation.sets import WebdatasetFolder, open_captioned
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import ZeroShotSet, classify
@@ -29,7 +34,7 @@ class Suite:
 
     encoder: BatchEncoder
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
-    loader: EvaluationLoader = IN_PROCESS
+    loader: Loader = IN_PROCESS
 
     def measure(self, task: Task, folder: Path) -> Metrics:
         """Return the metrics of a task from its folder, equal on all ranks.
@@ -49,14 +54,14 @@ class Suite:
         elif task.kind == "retrieval":
             metrics = {**caption_retrieval(self.encoder, opened(open_captioned), self.transform, loader=self.loader)}
         else:
-            metrics = winogavil(self.encoder, opened(EvaluationFolder.read), self.transform, self.loader)
+            metrics = winogavil(self.encoder, opened(WebdatasetFolder.read), self.transform, self.loader)
         return {**metrics, "main_metric": metrics[task.metric]}
 
     def _classification(self, task: Task, image_set: ZeroShotSet) -> Metrics:
         counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.loader)
         top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
         metrics: Metrics = {
-            "chance": chance.recall(top, len(counts.support)),
+            "chance": chance_recall(top, len(counts.support)),
             "acc1": ratio(counts.top1, counts.support),
             "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
             "mean_per_class_recall": mean_recall(counts.top1, counts.support),
@@ -65,7 +70,7 @@ class Suite:
             metrics["acc_avg"] = metrics["acc1"]
             metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
             metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
-            metrics["chance"] = chance.macro_f1(counts.support)
+            metrics["chance"] = chance_macro_f1(counts.support)
         for rule, groups in zip(task.groups, by_group, strict=True):
             metrics.update(_group_accuracies(rule, groups))
         return metrics

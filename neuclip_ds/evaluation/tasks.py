@@ -1,4 +1,4 @@
-"""DataComp's tasks (datacomp.yaml) and sets of one's own on disk, and published scores (published.yaml)."""
+"""DataComp's tasks (datacomp.yaml), and sets of your own, on disk."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
 
@@ -131,6 +132,16 @@ class TaskList(BaseModel):
             log.warning("not found below %s, and skipped: %s", below, ", ".join(task.name for task in missing))
         return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]
 
+    def on_disk_of_all(
+        self, places: Sequence[Path], names: Sequence[str], communicator: Communicator
+    ) -> list[tuple[Task, Path]]:
+        """Return on all ranks what `on_disk` finds on rank 0."""
+
+        def find() -> list[Any]:
+            return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(places, names)]
+
+        return [(Task.model_validate(task), Path(path)) for task, path in communicator.on_rank_zero(find)]
+
     def in_average(self, average: str) -> list[Task]:
         """Return the tasks whose scores enter an average."""
         published = [task for task in self.tasks if task.source is not None]
@@ -150,11 +161,8 @@ def _own(path: Path) -> Task:
     kind = open_set(path).kind
     if kind not in ("classification", "retrieval"):
         raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
-    return Task.own(_name(path), "retrieval" if kind == "retrieval" else "classification")
-
-
-def _name(path: Path) -> str:
-    return path.stem if path.is_file() else path.name
+    name = path.stem if path.is_file() else path.name
+    return Task.own(name, "retrieval" if kind == "retrieval" else "classification")
 
 
 def _fits(task: Task, name: str) -> bool:
@@ -164,26 +172,3 @@ def _fits(task: Task, name: str) -> bool:
 def load_tasks() -> TaskList:
     """Read datacomp.yaml."""
     return TaskList.model_validate(yaml.safe_load((_FILES / "datacomp.yaml").read_text(encoding="utf-8")))
-
-
-class PublishedScores(BaseModel):
-    """Entry of published.yaml, which explains the fields: tables of one source."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    source: str
-    scores: tuple[str, ...]
-    percent: dict[str, dict[str, tuple[float | tuple[float, float], ...]]]
-
-    @model_validator(mode="after")
-    def _rows_are_full(self) -> PublishedScores:
-        for setting, rows in self.percent.items():
-            if short := [row for row, values in rows.items() if len(values) != len(self.scores)]:
-                raise ValueError(f"{self.source}, {setting}: {short} need {len(self.scores)} values each")
-        return self
-
-
-def published_scores() -> list[PublishedScores]:
-    """Read published.yaml."""
-    entries = yaml.safe_load((_FILES / "published.yaml").read_text(encoding="utf-8"))
-    return [PublishedScores.model_validate(entry) for entry in entries]

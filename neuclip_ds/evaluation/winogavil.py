@@ -17,14 +17,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import chance
-from neuclip_ds.evaluation.accumulators import GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationSet, Sample
-from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
-from neuclip_ds.evaluation.metrics import jaccard
+from neuclip_ds.evaluation.metrics import GroupAccumulator, chance_jaccard, jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
+from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
 _SIZES = {"5": (5, 5), "6": (6, 6), "10": (10, 10), "12": (12, 12), "5-6": (0, 6), "10-12": (10, 10**6)}
@@ -43,7 +41,7 @@ def winogavil(
     encoder: BatchEncoder,
     folder: EvaluationSet,
     transform: Callable[[bytes], Tensor],
-    loader: EvaluationLoader = IN_PROCESS,
+    loader: Loader = IN_PROCESS,
 ) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
@@ -69,7 +67,7 @@ def winogavil(
         indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
         hits = torch.tensor(indices, dtype=torch.float64, device=device)
         by_size.add(hits, torch.tensor(sizes[: batch.n_valid]))
-        random = [chance.jaccard(len(instance.images), sum(instance.associated)) for instance in valid]
+        random = [chance_jaccard(len(instance.images), sum(instance.associated)) for instance in valid]
         by_chance.add(torch.tensor(random, dtype=torch.float64, device=device), torch.tensor(sizes[: batch.n_valid]))
     by_size.all_reduce(communicator)
     by_chance.all_reduce(communicator)

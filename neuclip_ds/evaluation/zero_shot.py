@@ -18,15 +18,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.accumulators import ClassAccumulator, GroupAccumulator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import CLASS_NAMES, LAYOUT, TEMPLATES, EvaluationSet, Sample, read_lines
-from neuclip_ds.evaluation.image_folder import ImageFolder
-from neuclip_ds.evaluation.loading import IN_PROCESS, EvaluationLoader
-from neuclip_ds.evaluation.metrics import ratio
+from neuclip_ds.evaluation.metrics import ClassAccumulator, GroupAccumulator, ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.sets import open_set
+from neuclip_ds.evaluation.sets import (
+    CLASS_NAMES,
+    LAYOUT,
+    TEMPLATES,
+    EvaluationSet,
+    ImageFolder,
+    Sample,
+    open_set,
+    read_lines,
+)
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.evaluation.tasks import GroupRule
 
@@ -35,7 +41,7 @@ PLACEHOLDER = "{c}"
 
 @dataclass(frozen=True)
 class ZeroShotSet:
-    """Labelled image set with class names and prompt templates."""
+    """Labeled image set with class names and prompt templates."""
 
     class_names: tuple[str, ...]  # label -> name
     templates: tuple[str, ...]  # prompts with `{c}` for the class name
@@ -80,7 +86,7 @@ def classify(
     image_set: ZeroShotSet,
     transform: Callable[[bytes], Tensor],
     rules: Sequence[GroupRule] = (),
-    loader: EvaluationLoader = IN_PROCESS,
+    loader: Loader = IN_PROCESS,
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
@@ -120,7 +126,7 @@ def zero_shot(
     encoder: BatchEncoder,
     image_set: ZeroShotSet,
     transform: Callable[[bytes], Tensor],
-    loader: EvaluationLoader = IN_PROCESS,
+    loader: Loader = IN_PROCESS,
 ) -> dict[str, float]:
     """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
 
@@ -137,7 +143,7 @@ def zero_shot(
 
 @torch.no_grad()
 def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
-    """Return (C, d) float32: for each class the normalised mean of its prompts' normalised features.
+    """Return (C, d) float32: for each class the normalized mean of its prompts' normalized features.
 
     Prompts are sharded over ranks and summed in float64, so that the result does not depend on the number of ranks.
     """

@@ -14,65 +14,40 @@ def problem_with(
     """Return what is wrong with this rank's arguments, or None.
 
     Args:
-        image, text: features, which must be (b, dim) with unit rows where `valid`.
+        image, text: features, which must be floating (b, dim) with unit rows where `valid`.
         index: (b,) integers in [0, samples) in host memory, or None.
         valid: (b,) bool in host memory, or None where all rows count.
         dim: width d.
         samples: size n of the data set.
     """
-    rows = len(image)
-    for name, x in (("image_features", image), ("text_features", text)):
-        if x.shape != (rows, dim) or not x.is_floating_point():
-            return f"{name} is {x.dtype} {tuple(x.shape)}, but must be floating ({rows}, {dim}): (rows, dim)."
-    for name, vector in (("index", index), ("valid", valid)):
-        if vector is not None and vector.shape != (rows,):
-            return f"{name} has shape {tuple(vector.shape)}, but must have one entry per row: ({rows},)."
-    if valid is not None and valid.dtype != torch.bool:
-        return f"valid is {valid.dtype}, but must be bool: True where a row counts."
-    if index is not None and (index.is_floating_point() or index.dtype == torch.bool):
-        return f"index is {index.dtype}, but must be integers: the samples' places in the data set."
+    rows, features = len(image), {"image_features": image, "text_features": text}
+    given: list[tuple[str, Tensor, tuple[int, ...], bool, str]]
+    given = [(name, x, (rows, dim), x.is_floating_point(), "floating") for name, x in features.items()]
+    if index is not None:
+        whole = not index.is_floating_point() and index.dtype != torch.bool
+        given.append(("index", index, (rows,), whole, "one integer per row:"))
+    if valid is not None:
+        given.append(("valid", valid, (rows,), valid.dtype == torch.bool, "one bool per row:"))
+    for name, x, shape, fits, kind in given:
+        if x.shape != shape or not fits:
+            return f"{name} is {x.dtype} {tuple(x.shape)}, but must be {kind} {shape}."
     counts = torch.ones(rows, dtype=torch.bool) if valid is None else valid
-    return _norms(image, text, counts) or _range(index, counts, samples)
-
-
-def _norms(image: Tensor, text: Tensor, counts: Tensor) -> str | None:
-    for name, x in (("image_features", image), ("text_features", text)):
+    for name, x in features.items():
         error = (torch.linalg.vector_norm(x.float(), dim=1) - 1).abs().cpu()[counts]
         if not bool((error <= _TOLERANCE).all()):  # NaN fails as well
-            worst = float(error.nan_to_num(nan=float("inf")).max())
-            return (
-                f"{name} must have rows of norm 1, but a norm differs by {worst:.3g}. Apply "
-                f"torch.nn.functional.normalize({name}, dim=-1) to finite features."
-            )
-    return None
-
-
-def _range(index: Tensor | None, counts: Tensor, samples: int) -> str | None:
-    if index is None:
-        return None
-    outside = counts & ((index < 0) | (index >= samples))
-    if bool(outside.any()):
-        return (
-            f"index {int(index[outside][0])} is outside [0, {samples}): it must be the sample's place in the training "
-            "set of `samples` samples."
-        )
+            return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
+    outside = None if index is None else index[counts & ((index < 0) | (index >= samples))]
+    if outside is not None and len(outside):
+        return f"index {int(outside[0])} is outside [0, {samples}), the places in a training set of `samples` samples."
     return None
 
 
 def agree_on_rows(rows: int, problem: str | None, communicator: Communicator) -> int:
-    """Return the largest number of rows of any rank.
-
-    Raises:
-        ValueError: on all ranks, if any rank has a problem.
-    """
-    if communicator.world_size == 1:
-        found, failed = [rows], [problem is not None]
-    else:
-        state = torch.tensor([[rows, int(problem is not None)]])
-        gathered = communicator.begin_host_gather(state, "control").wait()
-        found, failed = gathered[:, 0].tolist(), [bool(x) for x in gathered[:, 1].tolist()]
+    """Return the largest number of rows of any rank; raise `ValueError` on all ranks if any rank has a problem."""
+    state = torch.tensor([[rows, int(problem is not None)]])
+    rows_of, failed = communicator.begin_host_gather(state, "control").wait().T
     if problem is not None:
         raise ValueError(problem)
-    if any(failed):
-        raise ValueError(f"rank {failed.index(True)} was given arguments that cannot be used; see its error.")
-    return int(max(found))
+    if bool(failed.any()):
+        raise ValueError(f"rank {int(failed.argmax())} was given arguments that cannot be used; see its error.")
+    return int(rows_of.max())

@@ -1,10 +1,10 @@
 """`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
@@ -14,41 +14,29 @@ from torch.nn.functional import pad
 
 from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
 from neuclip_ds.errors import UserError
-from neuclip_ds.loss.autograd import with_gradients
 from neuclip_ds.loss.checks import agree_on_rows, problem_with
-from neuclip_ds.loss.two_pass import TwoPass
-from neuclip_ds.objectives import compose_objective, find_method
+from neuclip_ds.loss.two_pass import TwoPass, with_gradients
 from neuclip_ds.objectives.base import Context, Objective, Step
-from neuclip_ds.objectives.config import ObjectiveConfig
+from neuclip_ds.objectives.compose import compose_objective
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
-from neuclip_ds.objectives.temperature_config import AdamSettings
 from neuclip_ds.state.partition import load_rows, save_rows
 
 _PER_SAMPLE = {"samples", "temperatures"}  # tables by sample index
 _META, _REPLICATED = "loss.json", "loss.safetensors"
 
 
-class _Target(NamedTuple):
-    """What an objective is built for."""
-
-    device: torch.device
-    dtype: torch.dtype
-    rank: int
-    world_size: int
-
-
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    The temperature and the method's networks (NPN, amortisation nets) are trained by their own optimizers inside each
+    The temperature and the method's networks (NPN, amortization nets) are trained by their own optimizers inside each
     call, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module, and
-    `loss.backward()` sets their gradients: of the whole batch, so do not average them over ranks. A network then
-    takes one update per step, and the prototypes of an NPN are this rank's columns only. Individual temperatures
-    (isogclr, fastclip_v2) always keep their own Adam. Do not wrap this module in DDP or FSDP.
+    `loss.backward()` sets their gradients, of the whole batch: do not average them over ranks, nor wrap this module in
+    DDP or FSDP. A network then takes one update per step, and the prototypes of an NPN are this rank's columns only.
+    Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
 
-    Under `eval()` or `torch.no_grad()` it reports the loss and learns nothing; `index=None` then stands for samples
-    that are not in the training set.
+    Under `eval()` or `torch.no_grad()` it learns nothing; `index=None` then stands for samples of no training set.
 
     Example:
         ```python
@@ -88,18 +76,17 @@ class ContrastiveLoss(nn.Module):
             samples: size n of the training set; needed by methods that keep statistics of each sample, and by
                 `temperature={"rule": "learned"}`.
             epochs: length of the run, for schedules.
-            steps_per_epoch: calls in training that count as an epoch, for schedules; None is a single epoch.
+            steps_per_epoch: calls in training that count as an epoch, for schedules.
             lr: peak learning rate of the encoders.
-            betas: of the temperature's Adam.
-            adam_eps: epsilon of the temperature's Adam.
+            betas: decays of the moments of the temperature's Adam.
+            adam_eps: its epsilon.
             reduction: `ddp_mean` if the encoders' gradients will be averaged over ranks (DDP, FSDP, DeepSpeed): the
                 features' gradients then hold the factor K; `sum` if they will be summed.
             group: ranks of the global batch; None is the default process group, or this process alone.
             own_optimizer: whether temperature and networks are trained inside; see above.
             validate: check the arguments of each call on all ranks, for one small collective and, on a GPU, a wait of
                 the host. Without it, ranks must have equally many rows.
-            device: of the state before the first call, after which it is that of the features. With
-                `own_optimizer=False` the two must be the same.
+            device: of the state before the first call, then that of the features; the same with `own_optimizer=False`.
             options: of the method, as below `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
@@ -121,8 +108,9 @@ class ContrastiveLoss(nn.Module):
         self._own_optimizer, self._validate = own_optimizer, validate
         self._calls = 0  # in training
         self._metrics: dict[str, Tensor] = {}
-        self._check_schedules()
-        self._build(torch.device(device), torch.float32)
+        if self._config.needs_epochs and steps_per_epoch is None:
+            raise UserError(f"Schedules of method {method} follow epochs: pass epochs and steps_per_epoch.")
+        self._build(Communicator(device, group), torch.float32)
 
     def forward(
         self,
@@ -149,13 +137,20 @@ class ContrastiveLoss(nn.Module):
         inputs = (image_features, text_features)
         index, valid = (None if x is None else x.cpu() for x in (index, valid))
         with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
-            self._follow(image_features)
-            rows = self._agreed_rows(image_features, text_features, index, valid, learns)
+            given, comm_dtype = image_features.dtype, self._config.comm_dtype
+            self._move(image_features.device, given if given == torch.float64 else torch.float32, keep=True)
+            self._objective.comm_dtype = given if comm_dtype == "auto" else getattr(torch, comm_dtype)
+            rows = len(image_features)
+            if self._validate:
+                problem = problem_with(image_features, text_features, index, valid, self._dim, self._samples)
+                if index is None and learns and self._needs_index:
+                    problem = problem or f"index is missing: {self._config.method} keeps statistics of each sample."
+                rows = agree_on_rows(rows, problem, self._communicator)
             features = self._padded(image_features, text_features, index, valid, rows)
             with self._handed_out() as computed:
                 result = self._objective(features, self._step(learns))
             factor = self._communicator.world_size if self._averages else 1
-            gradients = [result.image[: len(image_features)] * factor, result.text[: len(text_features)] * factor]
+            gradients = [gradient[: len(image_features)] * factor for gradient in (result.image, result.text)]
         self._metrics = result.metrics
         self._calls += learns
         return with_gradients(result.loss, [*inputs, *computed], [*gradients, *computed.values()])
@@ -168,9 +163,7 @@ class ContrastiveLoss(nn.Module):
     def temperature(self) -> float:
         """Present temperature tau; the mean of the last batch where samples have their own."""
         tau = trained_temperature(self._objective.replicated_state())
-        if tau is None:
-            tau = self._metrics.get("tau")
-        return float(tau) if tau is not None else float(self._config.temperature.initial or 0.07)
+        return float(self._metrics.get("tau", self._config.temperature.initial or 0.07) if tau is None else tau)
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
@@ -178,7 +171,7 @@ class ContrastiveLoss(nn.Module):
 
         Args:
             model: the encoders, in DDP or FSDP2 or by themselves; gradients are reduced over ranks in the last
-                micro-batch only, and running statistics of batch normalisation change in the second pass only.
+                micro-batch only, and running statistics of batch normalization change in the second pass only.
             scale: factor of all gradients, such as that of a `GradScaler`.
 
         Example:
@@ -204,8 +197,7 @@ class ContrastiveLoss(nn.Module):
         if self._communicator.rank == 0:
             state = self._objective.replicated_state()
             save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, folder / _REPLICATED)
-            meta = {**self._identity(), "calls": self._calls, "dtype": self._dtype_name()}
-            (folder / _META).write_text(json.dumps(meta), encoding="utf-8")
+            (folder / _META).write_text(json.dumps(self._facts()), encoding="utf-8")
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
@@ -217,112 +209,78 @@ class ContrastiveLoss(nn.Module):
         folder = Path(folder)
         if not (folder / _META).is_file():
             raise UserError(f"{folder} holds no saved loss: {_META} is missing.")
-        meta = json.loads((folder / _META).read_text(encoding="utf-8"))
-        self._check_identity(meta, str(folder))
-        self._prepare_for(meta["dtype"])
+        facts = json.loads((folder / _META).read_text(encoding="utf-8"))
+        self._prepare_for(facts, str(folder))
         for name, table in self._objective.row_tables().items():
             load_rows(folder, name, table)
         self._objective.load_replicated_state(load_file(folder / _REPLICATED))
-        self._calls = meta["calls"]
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
-        tables = {name: dict(table.tensors) for name, table in self._objective.row_tables().items()}
-        identity = {**self._identity(), **self._place(), "dtype": self._dtype_name()}
-        return {**identity, "calls": self._calls, "replicated": self._objective.replicated_state(), "tables": tables}
+        place = {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
+        return {**self._facts(), **place, **_state_of(self._objective)}
 
     def set_extra_state(self, state: dict[str, Any]) -> None:
         """Fill this rank's state, of `state_dict()` at the same rank and world size."""
-        self._check_identity(state, "The state_dict")
-        self._prepare_for(state["dtype"])
-        if {key: state[key] for key in self._place()} != self._place():
+        self._prepare_for(state, "The state_dict")
+        ranks = self._communicator
+        if (state["rank"], state["world_size"]) != (ranks.rank, ranks.world_size):
             raise UserError(
-                f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank "
-                f"{self._target.rank} of {self._target.world_size}. Use save() and load() for another world size."
+                f"The state_dict is that of rank {state['rank']} of {state['world_size']}, this is rank {ranks.rank} "
+                f"of {ranks.world_size}. Use save() and load() for another world size."
             )
-        _copy_state(state["replicated"], state["tables"], self._objective)
-        self._calls = state["calls"]
+        _fill(self._objective, state)
 
-    def _check_schedules(self) -> None:
-        sections = find_method(self._config.method).sections.values()
-        follows = any(kind.follows_epochs for kind in sections) or isinstance(self._config.temperature.rho, list)
-        if follows and self._steps_per_epoch is None:
-            raise UserError(
-                f"Schedules of method {self._config.method} follow epochs: pass epochs and steps_per_epoch."
-            )
-
-    def _build(self, device: torch.device, dtype: torch.dtype) -> None:
-        self._communicator = Communicator(device, self._group)
-        self._target = _Target(device, dtype, self._communicator.rank, self._communicator.world_size)
-        context = Context(
-            self._dim,
-            self._samples,
-            self._communicator,
-            dtype,
-            spare_rows=1,  # it stands for samples that are not in the training set
-            adam=self._adam,
-            own_optimizers=self._own_optimizer,
-        )
+    def _build(self, communicator: Communicator, dtype: torch.dtype) -> None:
+        self._communicator, self._dtype = communicator, dtype
+        own, adam = self._own_optimizer, self._adam
+        context = Context(self._dim, self._samples, communicator, dtype, adam=adam, own_optimizers=own)
+        context = context._replace(spare_rows=1)  # it stands for samples that are not in the training set
         self._objective: Objective = compose_objective(self._config, context)
         self._needs_index = bool(_PER_SAMPLE & self._objective.row_tables().keys())
         if not self._own_optimizer:
             for name, parameter in self._objective.parameters().items():
                 self.register_parameter(name, parameter)
 
-    def _follow(self, features: Tensor) -> None:
-        """Build the objective again, with its state, for features of another device or of double precision."""
-        comm_dtypes = {"auto": features.dtype, "float32": torch.float32, "bfloat16": torch.bfloat16}
-        dtype = torch.float64 if features.dtype == torch.float64 else torch.float32
-        ranks = Communicator(features.device, self._group)
-        target = _Target(features.device, dtype, ranks.rank, ranks.world_size)
-        if target != self._target:
-            before, was = self._objective, self._target
-            if not self._own_optimizer or (self._calls and was[2:] != target[2:]):
-                raise ValueError(
-                    f"The loss was built for {was}, but the features are those of {target}. Build it after the process "
-                    "group, and with own_optimizer=False on the device of the features (device=...) and in float32."
-                )
-            with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
-                self._build(features.device, dtype)
-                if self._calls:
-                    tables = {name: table.tensors for name, table in before.row_tables().items()}
-                    _copy_state(before.replicated_state(), tables, self._objective)
-        self._objective.comm_dtype = comm_dtypes[self._config.comm_dtype]
+    def _move(self, device: torch.device, dtype: torch.dtype, keep: bool) -> None:
+        """Build the objective again if device, dtype or ranks are others than before; `keep` its state."""
+        before, was, ranks = self._objective, self._communicator, Communicator(device, self._group)
+        same_ranks = (was.rank, was.world_size) == (ranks.rank, ranks.world_size)
+        if same_ranks and (was.device, self._dtype) == (device, dtype):
+            return
+        keeps = keep and self._calls > 0
+        if not self._own_optimizer or (keeps and not same_ranks):
+            raise ValueError(
+                f"The loss was built for {self._dtype} on {was.device} as rank {was.rank} of {was.world_size}; the "
+                f"features are {dtype} on {device}, of rank {ranks.rank} of {ranks.world_size}. Build it after the "
+                "process group, and with own_optimizer=False on the features' device (device=...), in float32."
+            )
+        with torch.inference_mode(False), torch.no_grad():  # the state must stay trainable after an evaluation
+            self._build(ranks, dtype)
+            if keeps:
+                _fill(self._objective, _state_of(before))
 
-    def _prepare_for(self, dtype_name: str) -> None:
-        """Build the objective again if state of another dtype, or of a process group that is new, is to be loaded."""
-        ranks = Communicator(self._target.device, self._group)
-        target = _Target(self._target.device, getattr(torch, dtype_name), ranks.rank, ranks.world_size)
-        if target != self._target and self._own_optimizer:
-            self._build(target.device, target.dtype)
+    def _facts(self) -> dict[str, Any]:
+        """Return what saved state says of itself."""
+        identity = {"method": self._config.method, "dim": self._dim, "samples": self._samples}
+        return {**identity, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
-    def _dtype_name(self) -> str:
-        return str(self._target.dtype).removeprefix("torch.")
-
-    def _agreed_rows(
-        self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, learns: bool
-    ) -> int:
-        if not self._validate:
-            return len(image)
-        problem = problem_with(image, text, index, valid, self._dim, self._samples)
-        if problem is None and index is None and learns and self._needs_index:
-            problem = f"index is missing: {self._config.method} keeps statistics of each sample."
-        return agree_on_rows(len(image), problem, self._communicator)
+    def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
+        """Take over the facts of saved state, whose tensors follow; raise `UserError` if it is of another loss."""
+        own = self._facts()
+        for key in ("method", "dim", "samples"):
+            if saved.get(key) != own[key]:
+                raise UserError(f"{where} was saved with {key}={saved.get(key)}, this loss has {key}={own[key]}.")
+        self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
+        self._calls = saved["calls"]
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
         """Return `rows` rows, of which the further ones do not count."""
-        count = len(image)
-        if index is None:
-            index = torch.full((count,), self._samples)
-        if valid is None:
-            valid = torch.ones(count, dtype=torch.bool)
-        more = rows - count
-        return Features(
-            pad(image.detach().to(self._target.dtype), (0, 0, 0, more)),
-            pad(text.detach().to(self._target.dtype), (0, 0, 0, more)),
-            pad(index.long(), (0, more)),
-            pad(valid, (0, more)),
-        )
+        count, more = len(image), rows - len(image)
+        index = torch.full((count,), self._samples) if index is None else index.long()
+        valid = torch.ones(count, dtype=torch.bool) if valid is None else valid
+        image, text = (pad(x.detach().to(self._dtype), (0, 0, 0, more)) for x in (image, text))
+        return Features(image, text, pad(index, (0, more)), pad(valid, (0, more)))
 
     def _step(self, learns: bool) -> Step:
         number, length = self._calls, self._steps_per_epoch
@@ -334,30 +292,21 @@ class ContrastiveLoss(nn.Module):
         """Yield what becomes the gradients that a call computes for parameters of the caller's optimizer."""
         computed: dict[nn.Parameter, Tensor] = {}
         before = {parameter: parameter.grad for parameter in self.parameters()}
-        for parameter in before:
-            parameter.grad = None
+        self.zero_grad(set_to_none=True)
         yield computed
         for parameter, gradient in before.items():
             if parameter.grad is not None:
                 computed[parameter] = parameter.grad
             parameter.grad = gradient
 
-    def _identity(self) -> dict[str, Any]:
-        return {"method": self._config.method, "dim": self._dim, "samples": self._samples}
 
-    def _place(self) -> dict[str, int]:
-        return {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
-
-    def _check_identity(self, found: dict[str, Any], where: str) -> None:
-        for key, wanted in self._identity().items():
-            if found.get(key) != wanted:
-                raise UserError(f"{where} was saved with {key}={found.get(key)}, this loss has {key}={wanted}.")
+def _state_of(objective: Objective) -> dict[str, Any]:
+    tables = {name: dict(table.tensors) for name, table in objective.row_tables().items()}
+    return {"replicated": objective.replicated_state(), "tables": tables}
 
 
-def _copy_state(
-    replicated: Mapping[str, Tensor], tables: Mapping[str, Mapping[str, Tensor]], objective: Objective
-) -> None:
-    objective.load_replicated_state({name: value.clone() for name, value in replicated.items()})
+def _fill(objective: Objective, state: dict[str, Any]) -> None:
+    objective.load_replicated_state({name: value.clone() for name, value in state["replicated"].items()})
     for name, table in objective.row_tables().items():
         for key, tensor in table.tensors.items():
-            tensor.copy_(tables[name][key])
+            tensor.copy_(state["tables"][name][key])

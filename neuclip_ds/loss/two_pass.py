@@ -1,8 +1,8 @@
-"""Exact contrastive gradients for a batch that goes through the model in micro-batches."""
+"""Gradients in closed form: joined to autograd, and back-propagated through a batch's micro-batches one by one."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,46 +14,130 @@ if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss
 
 
-class TwoPass:
+def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
+    """Return `loss` as a scalar whose backward pass gives these gradients to `inputs`.
+
+    Args:
+        loss: 0-dim.
+        inputs: tensors of any floating dtype; those that require no gradient get none.
+        gradients: of the loss, shaped like the inputs; the product with the incoming gradient is formed in their own
+            dtype, and returned in that of the input.
+    """
+    result: Tensor = _WithGradients.apply(loss, len(inputs), *inputs, *gradients)
+    return result
+
+
+class _WithGradients(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
+        ctx.dtypes = [x.dtype for x in tensors[:count]]
+        ctx.save_for_backward(*tensors[count:])
+        return loss.detach().clone()
+
+    @staticmethod
+    def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        gradients = ctx.saved_tensors
+        scaled = [(g * incoming[0].to(g.dtype)).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
+        return (None, None, *scaled, *[None] * len(gradients))
+
+
+class MicroBatches:
+    """The two passes of a batch whose micro-batches go through a model one after the other.
+
+    The first pass keeps features without a graph. Once the gradients of the whole batch's loss by them are known, the
+    second runs each micro-batch again and back-propagates its rows. Both passes draw the same random numbers, so
+    dropout agrees, and running statistics of batch normalization change in the second only: the result is that of one
+    large pass.
+    """
+
+    def __init__(self, layers: Sequence[_BatchNorm]) -> None:
+        """`layers` are the model's `batch_norms`."""
+        self._layers = layers
+        self._features: list[tuple[Tensor, Tensor]] = []
+        self._random: list[tuple[Tensor, Tensor | None]] = []  # before each micro-batch of the first pass
+        self._gradients: tuple[Tensor, Tensor] | None = None
+        self._micro, self._row = 0, 0  # of the second pass
+
+    @contextmanager
+    def features(self) -> Iterator[None]:
+        """Run a micro-batch of the first pass within this context; hand its features to `add`."""
+        self._random.append(_random_state())
+        with torch.no_grad(), kept_statistics(self._layers):
+            yield
+
+    def add(self, image_features: Tensor, text_features: Tensor) -> None:
+        """Keep the (m, d) features of a micro-batch."""
+        self._features.append((image_features.detach(), text_features.detach()))
+
+    def whole(self) -> tuple[Tensor, Tensor]:
+        """Return (b, d) image and text features of all micro-batches."""
+        if len(self._features) == 1:
+            return self._features.pop()
+        images, texts = zip(*self._features, strict=True)
+        self._features.clear()
+        return torch.cat(images), torch.cat(texts)
+
+    def differentiated(self, image: Tensor, text: Tensor) -> None:
+        """Take the (b, d) gradients of the whole batch's loss by its features, before the second pass."""
+        self._gradients = image, text
+
+    @contextmanager
+    def gradients(self) -> Iterator[None]:
+        """Run a micro-batch of the second pass within this context, in the order of the first."""
+        with _restored(self._random[self._micro]):
+            yield
+        self._micro += 1
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the present micro-batch of the second pass is the last."""
+        return self._micro + 1 == len(self._random)
+
+    def learning(self, image: Tensor | None, text: Tensor | None) -> tuple[list[Tensor], list[Tensor]]:
+        """Return those of a micro-batch's features that have a graph, and their rows of the gradients.
+
+        A frozen tower's features have none; they may be None if the tower has not run again.
+        """
+        if self._gradients is None:
+            raise RuntimeError("Compute the loss of the whole batch before the second pass.")
+        rows = slice(self._row, self._row + next(len(x) for x in (image, text) if x is not None))
+        self._row = rows.stop
+        pairs = zip((image, text), self._gradients, strict=True)
+        learning = [(x, gradient[rows]) for x, gradient in pairs if x is not None and x.requires_grad]
+        return [x for x, _ in learning], [gradient for _, gradient in learning]
+
+
+class TwoPass(MicroBatches):
     """Collect features without a graph, compute the loss of the whole batch, then back-propagate each micro-batch.
 
     Made by `ContrastiveLoss.accumulate`. Both passes draw the same random numbers, so dropout agrees.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
+        super().__init__([] if model is None else batch_norms(model))
         self._loss_fn, self._model, self._scale = loss_fn, model, scale
-        self._collected: list[tuple[Tensor, Tensor, Tensor | None, Tensor | None]] = []
-        self._random: list[Any] = []
-        self._gradients: tuple[Tensor, Tensor] | None = None
-        self._micro, self._row = 0, 0
-
-    @contextmanager
-    def features(self) -> Iterator[None]:
-        """Run a micro-batch of the first pass within this context; hand its features to `add`."""
-        self._random.append(_random_state())
-        with torch.no_grad(), kept_statistics(self._model):
-            yield
+        self._others: list[tuple[Tensor | None, Tensor | None]] = []  # index and valid
 
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
         """Keep the features of a micro-batch; arguments as those of the loss."""
-        self._collected.append((image_features.detach(), text_features.detach(), index, valid))
+        super().add(image_features, text_features)
+        self._others.append((index, valid))
 
     def loss(self) -> Tensor:
         """Return the loss of the whole batch, and compute its gradients; without a graph."""
-        if not self._collected:
+        if not self._others:
             raise RuntimeError("Add the features of all micro-batches before the loss.")
-        image, text, index, valid = (
-            None if column[0] is None else torch.cat(column) for column in zip(*self._collected, strict=True)
-        )
-        assert image is not None and text is not None
-        self._collected.clear()
+        columns = zip(*self._others, strict=True)
+        index, valid = (None if column[0] is None else torch.cat(column) for column in columns)
+        self._others.clear()
+        image, text = self.whole()
         with torch.enable_grad():
             loss = self._loss_fn(image.requires_grad_(), text.requires_grad_(), index, valid)
             (loss * self._scale).backward()
         assert image.grad is not None and text.grad is not None
-        self._gradients = image.grad, text.grad
+        self.differentiated(image.grad, text.grad)
         return loss.detach()
 
     @contextmanager
@@ -63,35 +147,22 @@ class TwoPass:
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).
         """
-        last = self._micro + 1 == len(self._random)
-        with _restored(self._random[self._micro]), _without_reduction(self._model, last):
+        with _without_reduction(self._model, self.is_last), super().gradients():
             yield
-        self._micro += 1
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
         """Back-propagate the gradient of this micro-batch's rows; the features of a frozen tower have no graph."""
-        if self._gradients is None:
-            raise RuntimeError("Call loss() before backward().")
-        rows = slice(self._row, self._row + len(image_features))
-        self._row = rows.stop
-        pairs = zip((image_features, text_features), self._gradients, strict=True)
-        features, gradients = zip(*((x, gradient[rows]) for x, gradient in pairs if x.requires_grad), strict=True)
-        torch.autograd.backward(features, gradients)
+        torch.autograd.backward(*self.learning(image_features, text_features))
 
 
-def _batch_norms(module: nn.Module) -> list[_BatchNorm]:
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the layers of batch normalization in a module."""
     return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
 
 
-def running_statistics(module: nn.Module) -> list[Tensor]:
-    """Return what batch-norm layers keep besides their weights."""
-    return [buffer for layer in _batch_norms(module) for buffer in layer.buffers()]
-
-
 @contextmanager
-def kept_statistics(module: nn.Module | None) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers, which normalise by the batch as in training."""
-    layers = [] if module is None else _batch_norms(module)
+def kept_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Freeze the running statistics of batch-norm layers, which normalize by the batch as in training."""
     momenta = [layer.momentum for layer in layers]
     for layer in layers:
         layer.momentum = 0.0
@@ -108,7 +179,7 @@ def _random_state() -> tuple[Tensor, Tensor | None]:
 
 @contextmanager
 def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
-    """Run with an earlier random state, and continue with the present one afterwards."""
+    """Run with an earlier random state, and continue with the present one afterward."""
     present = _random_state()
     _set_random_state(state)
     try:

@@ -1,4 +1,4 @@
-"""The dual encoder of CLIP: two towers and their L2-normalised features in the joint space.
+"""The dual encoder of CLIP: two towers and their L2-normalized features in the joint space.
 
 It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine.
 """
@@ -8,11 +8,10 @@ from collections.abc import Callable, Mapping
 from torch import Tensor, nn
 from torch.nn import functional
 
-from neuclip_ds.config import ModelConfig, TowerConfig
-from neuclip_ds.models.lora import add_adapters
+from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
-from neuclip_ds.models.trained_parts import TOWERS, freeze, lock_projection
+from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
 
 
 class DualEncoder(nn.Module):
@@ -86,8 +85,7 @@ def build_dual_encoder(
         text = text_tower()
     model = DualEncoder(vision, text)
     for name in TOWERS:
-        tower: TowerConfig = getattr(config, name)
-        if tower.pretrained and tower.trained == "frozen":
+        if getattr(config, name).pretrained and config.trained(name) == "frozen":
             lock_projection(model.get_submodule(name), name)
     return prepare(model, config)
 
@@ -101,10 +99,8 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     if config.activation_checkpointing:
         model.checkpoint_activations()
     freeze(model, config)
-    for name in TOWERS:
-        tower: TowerConfig = getattr(config, name)
-        if tower.lora.rank:
-            add_adapters(model.get_submodule(name), tower.lora, name)
+    if config.lora.rank:
+        add_adapters({name: model.get_submodule(name) for name in TOWERS if config.trained(name) != "all"}, config.lora)
     return model
 
 

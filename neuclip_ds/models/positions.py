@@ -25,13 +25,13 @@ class ForcedSizes(NamedTuple):
     stretch: str = "interpolate"  # a key of STRETCHES
 
 
-def check_patches(image_size: int, patch: int) -> None:
-    """Raise UserError if a forced image size is no whole number of patches, which would crop the image."""
-    if image_size % patch:
-        below = image_size // patch * patch
+def check_patches(size: int, patch: int, option: str = "model.force_image_size") -> None:
+    """Raise UserError if the image size of an option is no whole number of patches, which would crop the image."""
+    if size % patch:
+        below = size // patch * patch
         raise UserError(
-            f"model.force_image_size={image_size} is not divisible into patches of {patch} pixels; use "
-            f"{max(below, patch)} or {below + patch}."
+            f"{option}={size} is not divisible into patches of {patch} pixels; use {max(below, patch)} or "
+            f"{below + patch}."
         )
 
 

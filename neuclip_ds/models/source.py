@@ -1,21 +1,24 @@
-"""The source of a run's dual encoder: the config, with random or pretrained weights in each tower, or a checkpoint."""
+"""The source of a run's dual encoder: the config, with random or pretrained weights in each tower, or a checkpoint.
+
+What reads other libraries' models, and what writes them, is imported when it is used: most runs need neither.
+"""
+
+from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
 from copy import copy
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from neuclip_ds.config import ModelConfig
+from neuclip_ds.config import LoraConfig, ModelConfig
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
-from neuclip_ds.models.export.convert import clip_text_config, clip_vision_config
-from neuclip_ds.models.lora import has_adapters, merge_adapters, without_adapters
 from neuclip_ds.models.positions import ForcedSizes
-from neuclip_ds.models.pretrained import locate, open_checkpoint
 from neuclip_ds.models.pretrained.base import (
     Checkpoint,
     CheckpointRef,
@@ -23,21 +26,21 @@ from neuclip_ds.models.pretrained.base import (
     LogitParameters,
     Package,
     Preprocessing,
-    logit_tensors,
 )
 from neuclip_ds.models.pretrained.files import read_json, read_tensors
 from neuclip_ds.models.pretrained.image_weights import ImageWeights, locate_image_weights
-from neuclip_ds.models.pretrained.text_encoders import TextEncoder, locate_text_encoder
-from neuclip_ds.models.pretrained.transformers_models import LibraryTokenizer
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.models.trained_parts import merge_adapters
+
+if TYPE_CHECKING:
+    from neuclip_ds.models.pretrained.text_encoders import TextEncoder
 
 _LOGITS, _PIXELS = "logits.json", "pixels.json"
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
 class TowerRefs(NamedTuple):
-    """What single towers start from, as `locate_model` has found it; can be sent to other ranks."""
+    """What single towers start from, as `locate_model` has found it."""
 
     image: ImageWeights | None = None
     text: str = ""  # folder of the text encoder
@@ -54,7 +57,11 @@ class FromConfig:
         mean, std = config.vision.statistics() if towers.image is None else towers.image[1:]
         vision = config.vision.model_copy(update={"mean": mean, "std": std})
         self.config = config.model_copy(update={"vision": vision})
-        self._text = TextEncoder(towers.text, config.text, config.context_stretch) if towers.text else None
+        self._text: TextEncoder | None = None
+        if towers.text:
+            from neuclip_ds.models.pretrained.text_encoders import TextEncoder
+
+            self._text = TextEncoder(towers.text, config.text, config.context_stretch)
         self.name = config.vision.name  # for messages
         self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
         self.embed_dim = config.embed_dim  # width d of the joint space
@@ -91,29 +98,24 @@ class FromConfig:
             self._text.save(folder)
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build`, in the form of the family's files; without adapters."""
+        """Return trained weights, named as those of `build` without adapters, in the form of a library's files.
+
+        Raises:
+            UserError: no library has such a model.
+        """
+        from neuclip_ds.models.export import towers_to_clip
+
         with torch.device("meta"):
             model = self.build(tokenizer)
-        vision = cast(VisionTower, model.vision)
-        config = {
-            "embed_dim": self.embed_dim,
-            "vision": self.config.vision.model_dump(),
-            "clip_vision": clip_vision_config(vision, self.preprocessing.size),
-            "default_image_size": vision.trunk.pretrained_cfg["input_size"][-1],
-            "linear_projection": isinstance(vision.projection, nn.Linear),
-            "text": clip_text_config(model.text),
-            "text_encoder": self.config.text.pretrained,
-        }
-        return Package("timm", config, {**weights, **logit_tensors(logits, ())}, self.preprocessing, tokenizer)
+        return towers_to_clip(model, weights, logits, self.preprocessing, tokenizer)
 
     def _build(self, tokenizer: ModelTokenizer, pretrained: bool) -> DualEncoder:
         """Build the model, with pretrained weights where towers have them, or random ones alone."""
         image, encoder = self._towers.image, self._text
         tensors = read_tensors(Path(image.path)) if pretrained and image is not None else None
-        if encoder is None:  # the tokenizer is the one that `tokenizer` returned
-            return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors)
-        tower = partial(encoder.tower, cast(LibraryTokenizer, tokenizer), self.embed_dim, pretrained)
-        return build_dual_encoder(self.config, cast(CaptionTokenizer, tokenizer), tensors, tower)
+        captions = cast(CaptionTokenizer, tokenizer)  # which `tokenizer` returned
+        tower = None if encoder is None else partial(encoder.tower, captions, self.embed_dim, pretrained)
+        return build_dual_encoder(self.config, captions, tensors, tower)
 
 
 class Pretrained:
@@ -143,8 +145,6 @@ class Pretrained:
 
 
 ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
-
-
 ModelRef = CheckpointRef | TowerRefs
 
 
@@ -155,15 +155,32 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
         A reference for `model_source` on every rank; an empty one if all weights are random.
     """
     if config.pretrained:
+        from neuclip_ds.models.pretrained.locate import locate
+
         return locate(config.pretrained, weights)
     image = locate_image_weights(config.vision) if config.vision.pretrained and weights else None
-    return TowerRefs(image, locate_text_encoder(config.text.pretrained, weights) if config.text.pretrained else "")
+    if not config.text.pretrained:
+        return TowerRefs(image)
+    from neuclip_ds.models.pretrained.text_encoders import locate_text_encoder
+
+    return TowerRefs(image, locate_text_encoder(config.text.pretrained, weights))
+
+
+def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
+    """Return on all ranks what `locate_model` finds on rank 0, which downloads."""
+    found: list[Any] = json.loads(communicator.on_rank_zero(lambda: json.dumps(locate_model(config))))
+    if config.pretrained:
+        return CheckpointRef(*found)
+    image, text = found
+    return TowerRefs(None if image is None else ImageWeights(image[0], *map(tuple, image[1:])), text)
 
 
 def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
     """Open the source that `locate_model` found; raise UserError if the checkpoint's config lacks something."""
     if isinstance(ref, TowerRefs):
         return FromConfig(config, ref)
+    from neuclip_ds.models.pretrained.locate import open_checkpoint
+
     sizes = ForcedSizes(config.force_image_size, config.force_context_length, config.context_stretch)
     return Pretrained(config, open_checkpoint(ref, sizes))
 
@@ -172,13 +189,13 @@ def merged(
     source: ModelSource, tokenizer: ModelTokenizer, weights: dict[str, Tensor]
 ) -> tuple[ModelSource, dict[str, Tensor]]:
     """Return the source of the same model without LoRA adapters, and its weights, into which they are merged."""
-    if not has_adapters(source.config):
+    if not source.config.lora.rank:
         return source, weights
     model = source.build(tokenizer)
     model.load_state_dict(weights)
     merge_adapters(model)
     plain = copy(source)
-    plain.config = without_adapters(source.config)
+    plain.config = source.config.model_copy(update={"lora": LoraConfig()})
     return plain, model.state_dict()
 
 
@@ -188,7 +205,9 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
     The folder is the one that `save` wrote; raise UserError if files are missing.
     """
     if config.pretrained:
-        return model_source(config, locate(str(folder), weights=False)), LogitParameters(**read_json(folder / _LOGITS))
+        here = config.model_copy(update={"pretrained": str(folder)})
+        source = model_source(config, locate_model(here, weights=False))
+        return source, LogitParameters(**read_json(folder / _LOGITS))
     image = None
     if config.vision.pretrained:
         pixels = read_json(folder / _PIXELS)

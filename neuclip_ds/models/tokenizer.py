@@ -1,7 +1,6 @@
-"""ModelTokenizer captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
+"""Tokenize captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
 
-A row is BOS, the caption's tokens, EOS, padding. The text tower reads its feature at the first EOS, so there is exactly
-one before the padding: special tokens spelled in a caption are treated as plain text.
+Special tokens spelled in a caption are treated as plain text.
 """
 
 from __future__ import annotations
@@ -10,7 +9,7 @@ import os
 from collections.abc import Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -24,6 +23,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 BOS, EOS = "<|startoftext|>", "<|endoftext|>"
 _SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
+_FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
 class ModelTokenizer(Protocol):
@@ -39,25 +39,15 @@ class ModelTokenizer(Protocol):
         """Return (b, T) int64 ids."""
 
     def save(self, folder: Path | str) -> None:
-        """Save the tokenizer's files for `transformers.AutoTokenizer`."""
-
-    @property
-    def special_ids(self) -> dict[str, int | None]:
-        """Ids of BOS, EOS and padding under the names in transformers' configs."""
+        """Save the tokenizer's files for `transformers.AutoTokenizer`; raise OSError if that fails."""
 
 
 class CaptionTokenizer:
-    """A transformers tokenizer whose rows are BOS, caption, EOS, padding; can be pickled.
+    """A transformers tokenizer, with the special tokens that it adds, padded to one length; can be pickled.
 
-    Raises:
-        UserError: the tokenizer has neither an EOS nor a SEP token.
-
-    Attributes:
+    Args:
+        tokenizer: its `pad_token` becomes EOS where it has none.
         context_length: number T of tokens per row.
-        vocab_size: number of rows that an embedding of these ids needs.
-        bos_id: first token of a row; None if the tokenizer has none, or the same one as EOS (GPT-2).
-        eos_id: token after a caption.
-        pad_id: token that fills the row after EOS; EOS itself if the tokenizer has no padding token.
 
     Example:
         >>> tokenize = train_bpe(["a dog", "a cat"], vocab_size=300, context_length=8)
@@ -66,42 +56,51 @@ class CaptionTokenizer:
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context_length: int) -> None:
-        eos = _first_present(tokenizer.eos_token_id, tokenizer.sep_token_id)
-        if eos is None:
-            raise UserError(
-                f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
-                "reads its feature; add `eos_token` to its tokenizer_config.json or choose another."
-            )
-        bos = _first_present(tokenizer.bos_token_id, tokenizer.cls_token_id)
-        self.context_length = context_length
-        self.vocab_size: int = max(tokenizer.get_vocab().values()) + 1  # ids may have holes
-        self.eos_id: int = eos
-        self.bos_id: int | None = None if bos == eos else bos
-        self.pad_id: int = eos if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self._tokenizer = tokenizer
+        self.context_length, self.inner = context_length, tokenizer
+        if tokenizer.pad_token_id is None:
+            tokenizer.pad_token = tokenizer.eos_token or tokenizer.sep_token
 
     def __call__(self, captions: list[str]) -> Tensor:
-        """Return (b, context_length) int64 ids; long captions are truncated before EOS, an empty one is BOS and EOS."""
-        rows = torch.full((len(captions), self.context_length), self.pad_id, dtype=torch.int64)
-        start = [] if self.bos_id is None else [self.bos_id]
-        room = self.context_length - len(start) - 1
-        for row, ids in zip(rows, token_ids(self._tokenizer, captions, room, add_special_tokens=False), strict=True):
-            row[: len(start) + len(ids) + 1] = torch.tensor([*start, *ids, self.eos_id])
-        return rows
+        """Return (b, context_length) int64 ids; long captions are truncated, the special tokens are not."""
+        ids: list[list[int]] = []
+        if captions:  # without any, transformers raises IndexError
+            options = {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
+            ids = self.inner(captions, max_length=self.context_length, padding="max_length", **options)["input_ids"]
+        return torch.tensor(ids, dtype=torch.int64).reshape(len(captions), self.context_length)
+
+    @property
+    def bos_id(self) -> int | None:
+        """Id of the first token of a row, BOS or BERT's CLS; None if there is none but EOS (GPT-2)."""
+        bos = self.inner.bos_token_id
+        bos = self.inner.cls_token_id if bos is None else bos
+        return None if bos == self.eos_id else bos
+
+    @property
+    def eos_id(self) -> int | None:
+        """Id of the token that ends a caption, EOS or BERT's SEP."""
+        eos = self.inner.eos_token_id
+        return self.inner.sep_token_id if eos is None else eos
+
+    @property
+    def pad_id(self) -> int | None:
+        """Id of the token that fills a row."""
+        return self.inner.pad_token_id
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of rows that an embedding of these ids needs; ids may have holes."""
+        return max(self.inner.get_vocab().values()) + 1
 
     def of_length(self, context_length: int) -> CaptionTokenizer:
         """Return the same tokenizer with rows of another length."""
-        return CaptionTokenizer(self._tokenizer, context_length)
-
-    @property
-    def special_ids(self) -> dict[str, int | None]:
-        return {"bos_token_id": self.bos_id, "eos_token_id": self.eos_id, "pad_token_id": self.pad_id}
+        return CaptionTokenizer(self.inner, context_length)
 
     def save(self, folder: Path | str) -> None:
-        """Save the tokenizer's files for `load` and `transformers.AutoTokenizer`; raise OSError if that fails."""
-        self._tokenizer.model_max_length = self.context_length
+        self.inner.model_max_length = self.context_length
+        # text towers take no padding mask, and SigLIP's features would change with one
+        self.inner.model_input_names = self.inner.init_kwargs["model_input_names"] = ["input_ids"]
         try:
-            self._tokenizer.save_pretrained(folder)
+            self.inner.save_pretrained(folder)
         except Exception as error:
             if type(error) is Exception:  # what the tokenizers library raises for errors of the file system
                 raise OSError(str(error)) from error
@@ -109,12 +108,57 @@ class CaptionTokenizer:
 
     @classmethod
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
-        """Load a saved tokenizer, or one from the hub; raise UserError if there is none, or it has no EOS token."""
-        try:
-            tokenizer = AutoTokenizer.from_pretrained(str(name_or_folder))
-        except (OSError, ValueError, ImportError) as error:
-            raise UserError(_not_loaded(name_or_folder, error)) from error
-        return cls(tokenizer, context_length)
+        """Load a tokenizer from a folder or the hub, with rows of BOS, caption, EOS and padding.
+
+        The text tower reads its feature at the first EOS. Raises `UserError` if there is no such tokenizer, or it has
+        neither an EOS nor a SEP token.
+        """
+        return cls.closed(load_tokenizer(name_or_folder), context_length)
+
+    @classmethod
+    def closed(cls, tokenizer: PreTrainedTokenizerBase, context_length: int) -> CaptionTokenizer:
+        """Return a tokenizer as `load` does, also where the library's adds other special tokens, or none."""
+        found = cls(tokenizer, context_length)
+        if found.eos_id is None:
+            raise UserError(
+                f"Tokenizer {tokenizer.name_or_path!r} has neither an EOS nor a SEP token, at which the text tower "
+                "reads its feature; add `eos_token` to its tokenizer_config.json or choose another."
+            )
+        tokenizer.padding_side = "right"
+        ids = [token for token in (found.bos_id, found.eos_id) if token is not None]
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        if tokenizer("a")["input_ids"] != [*ids[:-1], *plain, ids[-1]]:
+            names = tokenizer.convert_ids_to_tokens(ids)
+            tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+                single=[*names[:-1], "$A", names[-1]], special_tokens=list(zip(names, ids, strict=True))
+            )
+        return found
+
+
+def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) -> PreTrainedTokenizerBase:
+    """Load a transformers tokenizer from a folder or the hub.
+
+    Raises `UserError` if it cannot be read, or has ids beyond the `vocab_size` embeddings of its model.
+    """
+    folder, name = Path(name_or_folder), str(name_or_folder)
+    try:
+        if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # it would create an empty one
+            raise FileNotFoundError("it has no tokenizer files")
+        tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
+    except (OSError, ValueError, TypeError, ImportError) as error:
+        reason = str(error).strip().partition("\n")[0].rstrip(".")
+        raise UserError(
+            f"{name} is no tokenizer that transformers can read from a folder or the hub ({reason}); name a folder "
+            "with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, "
+            "or spiece.model), or omit model.text.tokenizer to train a BPE on the captions."
+        ) from error
+    largest = max(tokenizer.get_vocab().values())
+    if vocab_size is not None and largest >= vocab_size:
+        raise UserError(
+            f"The tokenizer in {name} has ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1}; "
+            "put the model's tokenizer files there."
+        )
+    return tokenizer
 
 
 def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
@@ -131,18 +175,14 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     if vocab_size < _SMALLEST_BPE:
         raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
     with_text = (caption for caption in captions if caption.strip())
-    first = next(with_text, None)
-    if first is None:
-        raise UserError(
-            "There is no caption with text to train a BPE on; check data.train or name model.text.tokenizer."
-        )
+    if (first := next(with_text, None)) is None:
+        raise UserError("There is no caption with text to train a BPE on; check data.train or model.text.tokenizer.")
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
     )
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has one token at any position
     backend.decoder = decoders.ByteLevel()
-    # for other users of the saved tokenizer; here `CaptionTokenizer` assembles the rows
     backend.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
     )
@@ -155,34 +195,3 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
     backend.train_from_iterator(chain([first], with_text), trainer=trainer)
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
     return CaptionTokenizer(tokenizer, context_length)
-
-
-def token_ids(tokenizer: Any, captions: list[str], length: int, **options: Any) -> list[list[int]]:
-    """Return each caption's ids, `length` at most; special tokens spelled in a caption are treated as plain text."""
-    if not captions:  # transformers raises IndexError
-        return []
-    options |= {"truncation": True, "split_special_tokens": True, "return_attention_mask": False}
-    return tokenizer(captions, max_length=length, **options)["input_ids"]
-
-
-def special_ids(tokenizer: PreTrainedTokenizerBase) -> dict[str, int | None]:
-    """Return the ids of BOS, EOS and padding under the names in transformers' configs."""
-    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-
-
-def _first_present(*ids: int | None) -> int | None:
-    return next((token for token in ids if token is not None), None)
-
-
-def _not_loaded(name_or_folder: Path | str, error: Exception) -> str:
-    reason = str(error).strip().partition("\n")[0]
-    if Path(name_or_folder).is_dir():
-        return (
-            f"Folder {str(name_or_folder)!r} holds no tokenizer that transformers can read ({reason}); it needs the "
-            "files that `save_pretrained` writes, tokenizer.json and tokenizer_config.json."
-        )
-    return (
-        f"Tokenizer {str(name_or_folder)!r} was found neither as a local folder nor on the hub ({reason}). Give "
-        "model.text.tokenizer the folder of a tokenizer saved on a machine with network, or omit it to train a BPE "
-        "on the captions."
-    )

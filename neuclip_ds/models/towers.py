@@ -16,16 +16,17 @@ from transformers import CLIPTextConfig, CLIPTextModel
 
 from neuclip_ds.config import TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import check_patches
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 
 def normalize_pixels(image: Tensor, mean: Sequence[float], std: Sequence[float]) -> Tensor:
-    """Normalise (b, 3, H, W) uint8 pixels to float32: divide by 255, then by channel subtract mean, divide by std."""
+    """Normalize (b, 3, H, W) uint8 pixels to float32: divide by 255, then by channel subtract mean, divide by std."""
     if image.dtype != torch.uint8:
-        raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalises them itself")
+        raise TypeError(f"images are uint8 pixels, not {image.dtype}: the tower normalizes them itself")
     pixels = image.float()
-    for channel, (centre, width) in enumerate(zip(mean, std, strict=True)):
-        pixels[:, channel].sub_(255 * centre).div_(255 * width)
+    for channel, (center, width) in enumerate(zip(mean, std, strict=True)):
+        pixels[:, channel].sub_(255 * center).div_(255 * width)
     return pixels
 
 
@@ -39,12 +40,12 @@ class Encoder(nn.Module, ABC):
         return self.encode(self.normalize(x))
 
     def normalize(self, x: Tensor) -> Tensor:
-        """Return what `encode` takes: float32 normalised pixels of uint8 ones; ids as they are."""
+        """Return what `encode` takes: float32 normalized pixels of uint8 ones; ids as they are."""
         return x
 
     @abstractmethod
     def encode(self, x: Tensor) -> Tensor:
-        """Return (b, d) features of normalised pixels, or of ids."""
+        """Return (b, d) features of normalized pixels, or of ids."""
 
     def train(self, mode: bool = True) -> "Encoder":
         """Set training mode, in which modules of frozen weights stay in evaluation mode.
@@ -114,20 +115,19 @@ class TextTower(Encoder):
     """CLIP's causal text transformer: int64 (b, T) to (b, embed_dim), read at the first EOS, in the weights' dtype.
 
     Args:
+        tokenizer: of captions, with rows of at most `config.context_length` tokens.
         activation: activation of the MLPs; `quick_gelu` is OpenAI's x sigmoid(1.702 x).
-
-    Raises:
-        UserError: the tokenizer's ids or rows exceed the config's sizes.
     """
 
     def __init__(
         self, config: TextConfig, tokenizer: CaptionTokenizer, embed_dim: int, activation: str = "gelu"
     ) -> None:
         super().__init__()
-        self._context_length, self.eos_id = config.context_length, tokenizer.eos_id
+        assert tokenizer.eos_id is not None  # as `CaptionTokenizer.closed` makes sure
+        self.eos_id = tokenizer.eos_id
         self.trunk = CLIPTextModel(
             CLIPTextConfig(
-                vocab_size=_checked_vocab_size(config, tokenizer),
+                vocab_size=config.vocab_size if config.tokenizer is None else tokenizer.vocab_size,
                 hidden_size=config.width,
                 intermediate_size=4 * config.width,
                 num_hidden_layers=config.layers,
@@ -144,11 +144,6 @@ class TextTower(Encoder):
         self.projection = new_projection(config.width, embed_dim)
 
     def encode(self, x: Tensor) -> Tensor:
-        if x.shape[1] > self._context_length:
-            raise UserError(
-                f"Captions of {x.shape[1]} tokens do not fit model.text.context_length={self._context_length}; "
-                "tokenize with that context length."
-            )
         hidden = self.trunk(input_ids=x).last_hidden_state  # (b, T, width)
         # Not the trunk's pooled output, which is read at the largest id if EOS is 2, to support old files.
         first_eos = (x == self.eos_id).int().argmax(dim=1)
@@ -159,7 +154,7 @@ class TextTower(Encoder):
 
 
 def new_projection(width: int, embed_dim: int) -> nn.Linear:
-    """Return a projection to the joint space with random weights, as CLIP initialises it."""
+    """Return a projection to the joint space with random weights, as CLIP initializes it."""
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection
@@ -167,7 +162,7 @@ def new_projection(width: int, embed_dim: int) -> nn.Linear:
 
 @torch.no_grad()
 def _init_attention(model: Any) -> None:
-    """Initialise attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
+    """Initialize attention as CLIP does: std width^-1/2 for q, k, v and (2 layers width)^-1/2 for the output.
 
     Transformers exchanges the two, unlike OpenAI's code and open_clip.
     """
@@ -178,23 +173,6 @@ def _init_attention(model: Any) -> None:
         for projection in (attention.q_proj, attention.k_proj, attention.v_proj):
             nn.init.normal_(projection.weight, std=inwards)
         nn.init.normal_(attention.out_proj.weight, std=outwards)
-
-
-def _checked_vocab_size(config: TextConfig, tokenizer: CaptionTokenizer) -> int:
-    """Return the number of token embeddings: a named tokenizer's vocabulary, or the config's for a trained one."""
-    if tokenizer.context_length > config.context_length:
-        raise UserError(
-            f"The tokenizer makes rows of {tokenizer.context_length} tokens, more than "
-            f"model.text.context_length={config.context_length}; make them equal."
-        )
-    if config.tokenizer is not None:
-        return tokenizer.vocab_size
-    if tokenizer.vocab_size > config.vocab_size:
-        raise UserError(
-            f"model.text.vocab_size={config.vocab_size} is smaller than the tokenizer's {tokenizer.vocab_size}; "
-            f"set it to at least {tokenizer.vocab_size}."
-        )
-    return config.vocab_size
 
 
 def set_patch_drop(model: nn.Module, share: float) -> None:
@@ -238,7 +216,7 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
 
     timm loads what fits and keeps random values elsewhere, which is found out by comparing it with these.
     """
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(devices=[]):  # the weights are made on the CPU
         torch.manual_seed(0)
         random = dict(_create(config).named_parameters())
         torch.manual_seed(0)
@@ -269,24 +247,21 @@ def _checked_width(config: VisionConfig) -> int:
     _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
-    with torch.device("meta"):
-        try:
+    try:
+        with torch.device("meta"):
             trial = _create(config).eval()
-        except Exception as error:  # timm's constructors raise many types
-            raise UserError(
-                f"timm cannot build {attempt} ({type(error).__name__}: {error}); correct these options."
-            ) from error
-        _check_image_size(config, trial)
-        if any(parameter.ndim == 0 for parameter in trial.parameters()):
-            raise UserError(
-                f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."
-            )
-        try:
+            _check_image_size(config, trial)
             feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
-        except Exception as error:
-            raise UserError(
-                f"timm cannot run {attempt} ({type(error).__name__}: {error}); correct these options."
-            ) from error
+    except UserError:
+        raise
+    except Exception as error:  # timm's constructors raise many types
+        raise UserError(
+            f"timm cannot build {attempt} ({type(error).__name__}: {error}); correct these options."
+        ) from error
+    if any(parameter.ndim == 0 for parameter in trial.parameters()):
+        raise UserError(
+            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."
+        )
     if not isinstance(feature, Tensor) or feature.ndim != 2:
         raise UserError(
             f"{attempt} gives no pooled feature (batch, width); omit the options that change pooling or output."
@@ -322,10 +297,5 @@ def _check_image_size(config: VisionConfig, model: Any) -> None:
             f"model.vision.image_size={size} is smaller than the {reduction} pixels that {config.name!r} reduces to "
             f"one position; use {reduction} or more."
         )
-    patch = model.patch_embed.patch_size[0] if isinstance(getattr(model, "patch_embed", None), PatchEmbed) else 1
-    if size % patch:
-        below = size // patch * patch
-        raise UserError(
-            f"model.vision.image_size={size} is not divisible into patches of {patch} pixels ({config.name!r}); use "
-            f"{below} or {below + patch}."
-        )
+    if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
+        check_patches(size, model.patch_embed.patch_size[0], "model.vision.image_size")

@@ -1,14 +1,24 @@
-"""Which parameters of a dual encoder train, and at which share of the learning rate."""
+"""Which parameters of a dual encoder train, at which share of the learning rate, and LoRA adapters of the others.
 
-from typing import NamedTuple
+All count the layers of a tower, which are found in the structure of any library's model. Blocks are the elements of
+its outermost lists of equal modules: transformer blocks, residual blocks of a ResNet, stages of ConvNeXt or Swin. What
+is registered before them is the first layer (embeddings, stem), what follows them the last (norm, pooling, projection).
+
+LoRA (Hu et al. 2022) is peft's, which replaces a linear layer by one that adds `alpha / rank * B A x`. Adapters are
+ordinary parameters: they are trained, saved and resumed like others, and merged into the weights for an export.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Literal, NamedTuple
 
 from torch import nn
 
-from neuclip_ds.config import ModelConfig, OptimizerConfig, Trained
+from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig, Trained
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.layers import parameter_layers
 
-TOWERS = ("vision", "text")
+TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
+# projections that open_clip keeps as parameters of its towers, which come first in the order of registration
+_AFTER_BLOCKS = {"proj", "text_projection"}
 
 
 class Trainable(NamedTuple):
@@ -29,7 +39,7 @@ class Trainable(NamedTuple):
 
 
 def freeze(model: nn.Module, config: ModelConfig) -> None:
-    """Turn off the gradients of what `model.vision.train` and `model.text.train` leave out.
+    """Turn off the gradients of what `model.vision.trainable` and `model.text.trainable` leave out.
 
     Args:
         model: has the towers `vision` and `text`.
@@ -38,7 +48,7 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         UserError: a tower has fewer blocks than are to train.
     """
     for name in TOWERS:
-        _freeze(model.get_submodule(name), getattr(config, name).trained, name)
+        _freeze(model.get_submodule(name), config.trained(name), name)
 
 
 def lock_projection(tower: nn.Module, name: str) -> None:
@@ -51,8 +61,8 @@ def lock_projection(tower: nn.Module, name: str) -> None:
     if not isinstance(projection, nn.Linear) or projection.in_features != projection.out_features:
         width = f"={projection.in_features}" if isinstance(projection, nn.Linear) else " to the tower's width"
         raise UserError(
-            f"model.{name}.train=frozen would freeze the random projection of the {name} tower: set "
-            f"model.{name}.train=0 to train it, or model.embed_dim{width}."
+            f"model.{name}.trainable=frozen would freeze the random projection of the {name} tower: set "
+            f"model.{name}.trainable=0 to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
 
@@ -67,7 +77,7 @@ def _freeze(tower: nn.Module, trained: Trained, name: str) -> None:
     blocks = len(layers) - 2
     if trained > blocks:
         raise UserError(
-            f"model.{name}.train={trained}, but the tower has {blocks} blocks; use at most {blocks}, or all."
+            f"model.{name}.trainable={trained}, but the tower has {blocks} blocks; use at most {blocks}, or all."
         )
     for parameter in (parameter for layer in layers[: blocks + 1 - trained] for parameter in layer):
         tower.get_parameter(parameter).requires_grad_(False)
@@ -77,16 +87,126 @@ def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str,
     """Return factors on the schedule's learning rate by parameter; those that are absent have 1.
 
     Args:
-        model: has the towers `vision` and `text` where the config has rates of theirs.
+        model: has the towers `vision` and `text` where the config has rates of theirs, or decays by layers.
     """
     scales: dict[str, float] = {}
-    for name in TOWERS:
-        rates = getattr(config, name)
-        rate = rates.lr / config.lr if rates.lr else 1.0
-        if rates.layer_decay < 1:
-            layers = parameter_layers(model.get_submodule(name), name)
-            for distance, layer in enumerate(reversed(layers)):  # from the end of the tower
-                scales |= dict.fromkeys((f"{name}.{one}" for one in layer), rate * rates.layer_decay**distance)
-        elif rate != 1:
-            scales |= {f"{name}.{one}": rate for one, _ in model.get_submodule(name).named_parameters()}
+    for name, own in zip(TOWERS, (config.vision_lr, config.text_lr), strict=True):
+        rate = own / config.lr if own else 1.0
+        if rate == config.layer_decay == 1:
+            continue
+        tower = model.get_submodule(name)
+        trained = [parameter for parameter, weight in tower.named_parameters() if weight.requires_grad]
+        scales |= {f"{name}.{parameter}": rate for parameter in trained}
+        if trained and config.layer_decay < 1:
+            for distance, layer in enumerate(reversed(parameter_layers(tower, name))):  # from the end of the tower
+                scales |= dict.fromkeys((f"{name}.{one}" for one in layer), rate * config.layer_decay**distance)
     return scales
+
+
+def parameter_layers(tower: nn.Module, name: str) -> list[list[str]]:
+    """Return the names of a tower's parameters by layer: before the blocks, of each block, after the blocks.
+
+    Raises:
+        UserError: the tower, called `name` in the message, has no blocks.
+    """
+    blocks = list(block_names(tower))
+    if not blocks:
+        raise UserError(
+            f"The {name} tower has no list of blocks to count: set model.{name}.trainable to all or frozen, and "
+            f"optimizer.layer_decay to 1."
+        )
+    layers: list[list[str]] = [[] for _ in range(len(blocks) + 2)]
+    seen = 0
+    for parameter, _ in tower.named_parameters():
+        own = next((i for i, block in enumerate(blocks, 1) if parameter.startswith(f"{block}.")), None)
+        seen = own or seen
+        after = own is None and (seen == len(blocks) or parameter.rpartition(".")[2] in _AFTER_BLOCKS)
+        layers[-1 if after else seen].append(parameter)
+    return layers
+
+
+def block_names(module: nn.Module, prefix: str = "") -> Iterator[str]:
+    """Yield the names of a module's blocks in their order."""
+    for name, child in module.named_children():
+        if _is_list_of_blocks(child):
+            yield from (f"{prefix}{name}.{number}" for number, _ in child.named_children())
+        else:
+            yield from block_names(child, f"{prefix}{name}.")
+
+
+def _is_list_of_blocks(module: nn.Module) -> bool:
+    """Whether a container's elements are of one class, and more than single operations."""
+    children = list(module.children())
+    alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in children}) == 1
+    return alike and len(list(children[0].children())) > 1
+
+
+def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
+    """Insert adapters into frozen linear layers of towers, in place; what trains of them still does.
+
+    Args:
+        towers: by their names in messages; their weights have their values, and are frozen where adapters go.
+
+    Raises:
+        UserError: peft is not installed, or no tower has such layers.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise UserError("LoRA needs peft: pip install peft, or set model.lora.rank=0.") from error
+    for name, layers in _targets(towers, config.targets).items():
+        trained = [parameter for parameter in towers[name].parameters() if parameter.requires_grad]
+        adapters = peft.LoraConfig(
+            r=config.rank, lora_alpha=config.alpha, lora_dropout=config.dropout, target_modules=layers
+        )
+        peft.inject_adapter_in_model(adapters, towers[name])
+        for parameter in trained:  # peft freezes everything else
+            parameter.requires_grad_(True)
+
+
+def merge_adapters(module: nn.Module) -> None:
+    """Add all adapters to the weights that they adapt, and remove them, in place."""
+    from peft.tuners.lora import LoraLayer
+
+    for name, layer in list(module.named_modules()):
+        if isinstance(layer, LoraLayer):
+            layer.merge(safe_merge=True)
+            module.set_submodule(name, layer.get_base_layer())
+
+
+def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, list[str]]:
+    """Return the names of the layers that get adapters, by tower: all in frozen blocks, or those with wanted names."""
+    linear = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
+    if wanted:
+        ends = tuple(f".{one}" for one in wanted)
+        found = {name: [x for x in layers if f".{x}".endswith(ends)] for name, layers in linear.items()}
+        chosen = [f".{layer}" for layers in found.values() for layer in layers]
+        missing = [end[1:] for end in ends if not any(layer.endswith(end) for layer in chosen)]
+    else:
+        blocks = {name: tuple(f"{block}." for block in block_names(tower)) for name, tower in towers.items()}
+        found = {name: [x for x in layers if x.startswith(blocks[name])] for name, layers in linear.items()}
+        missing = [] if any(found.values()) else ["blocks with frozen linear layers"]
+    if missing:
+        endings = {layer.rpartition(".")[2] for layers in linear.values() for layer in layers}
+        raise UserError(
+            f"No tower has {', '.join(missing)} for adapters (model.lora.targets); frozen linear layers end in: "
+            f"{', '.join(sorted(endings)) or 'none'}."
+        )
+    return {name: layers for name, layers in found.items() if layers}
+
+
+def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
+    """Yield the names of layers that an adapter can replace."""
+    for name, layer in tower.named_modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
+            parent = tower.get_submodule(name.rpartition(".")[0])
+            if not _reads_weights(parent):
+                yield name
+
+
+def _reads_weights(parent: nn.Module) -> bool:
+    """Whether a module computes with the weights of its linear layers instead of calling them.
+
+    torch's attention does, which open_clip's transformers have, and that of timm's BEiT and EVA with separate biases.
+    """
+    return isinstance(parent, nn.MultiheadAttention) or getattr(parent, "q_bias", None) is not None

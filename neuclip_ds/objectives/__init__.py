@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from neuclip_ds.objectives.config import ObjectiveConfig
 from neuclip_ds.objectives.methods import METHODS, find_method
-from neuclip_ds.objectives.temperature_config import AdamSettings
+from neuclip_ds.objectives.options import AdamSettings
 
 if TYPE_CHECKING:
     import torch
 
     from neuclip_ds.objectives.base import Context, Objective
 
-__all__ = ["METHODS", "build_objective", "compose_objective", "find_method"]
+__all__ = ["METHODS", "build_objective", "find_method"]
 
 
 def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> Objective:
@@ -24,10 +23,7 @@ def build_objective(config: Any, context: Context, comm_dtype: torch.dtype) -> O
         context: width, size of the data set, ranks.
         comm_dtype: precision in which features travel.
     """
+    from neuclip_ds.objectives.compose import compose_objective  # imports torch
+
     adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
     return compose_objective(config.objective, context._replace(comm_dtype=comm_dtype, adam=adam))
-
-
-def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
-    """Build the objective that `config.method` names, for a training loop without a `Config`."""
-    return find_method(config.method).compose(config, context)

@@ -13,7 +13,7 @@ from torch.nn import Parameter
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
-from neuclip_ds.objectives.temperature_config import AdamSettings
+from neuclip_ds.objectives.options import AdamSettings
 from neuclip_ds.state.partition import RowTable
 
 
@@ -25,7 +25,7 @@ class Step(NamedTuple):
     lr: float  # the encoders' learning rate of this step
     peak_lr: float  # and its largest value
     progress: float = 0.0  # share of the run that is done, in [0, 1)
-    learn: bool = True  # False reports the loss, and leaves normaliser and temperature as they are
+    learn: bool = True  # False reports the loss, and leaves normalizer and temperature as they are
     logs: bool = True  # whether its metrics are read, for which the host waits for the device
 
 
@@ -106,7 +106,7 @@ def load_adam_state(
 
 
 class NormalizerOutput(NamedTuple):
-    """Estimates of a normaliser for one batch.
+    """Estimates of a normalizer for one batch.
 
     The feature gradient is that of `1/B sum_i exp(log_weight_i) g_i` over both directions with the weights held
     constant, plus `feature_grad` where the estimate itself moves with the features.
@@ -121,10 +121,10 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful):
-    """Estimator of the anchors' normalisers; each has a file in `objectives/normalizers/`."""
+    """Estimator of the anchors' normalizers; each has a file in `objectives/normalizers/`."""
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Estimate the normalisers of a batch, and update the estimator.
+        """Estimate the normalizers of a batch, and update the estimator.
 
         Args:
             batch: the gathered features.
@@ -173,7 +173,7 @@ class Objective(Stateful):
         raise NotImplementedError
 
     def prefetch(self, padded_index: Tensor) -> None:
-        for part in reversed(self._parts.values()):  # the temperature is needed before the normaliser
+        for part in reversed(self._parts.values()):  # the temperature is needed before the normalizer
             part.prefetch(padded_index)
 
     def replicated_state(self) -> dict[str, Tensor]:

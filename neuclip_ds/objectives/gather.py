@@ -83,7 +83,7 @@ class FeatureGather:
 
 @dataclass(frozen=True)
 class Features:
-    """One rank's share of the batch: L2-normalised float rows, their global sample index, and whether they count."""
+    """One rank's share of the batch: L2-normalized float rows, their global sample index, and whether they count."""
 
     image: Tensor  # (b, d)
     text: Tensor  # (b, d)
@@ -100,7 +100,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
-        comm_dtype: precision that the rows have travelled in; they are numbers of it.
+        comm_dtype: precision that the rows have traveled in; they are numbers of it.
     """
 
     def __init__(

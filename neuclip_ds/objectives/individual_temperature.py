@@ -18,8 +18,8 @@ from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.options import TemperatureConfig
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal, initial_within_bounds, lr_of, rho_of
-from neuclip_ds.objectives.temperature_config import TemperatureConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -29,7 +29,8 @@ _RELEASED_CLAMP = 5.0
 class IndividualTemperature(Temperature):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
-    def __init__(self, config: TemperatureConfig, context: Context) -> None:
+    def __init__(self, config: TemperatureConfig, context: Context, released: bool = False) -> None:
+        """`released` follows the released code in its Adam."""
         if config.schedule == "third_below_0.03":
             raise UserError(
                 "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
@@ -40,7 +41,7 @@ class IndividualTemperature(Temperature):
                 f"objective.temperature.optimizer={config.optimizer} is for one global temperature; individual ones "
                 "take adam."
             )
-        self._config = config
+        self._config, self._released = config, released
         self._betas, self._eps = context.adam
         initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
@@ -63,7 +64,7 @@ class IndividualTemperature(Temperature):
         gradient = batch.gather(own_gradient, "temperature")
         tau, moment, square, visits = self._store.local_rows(batch.index).T.split((2, 2, 2, 1))
         (beta1, beta2), (correction1, correction2) = self._betas, self._corrections(visits + 1, step)
-        if self._config.individual == "released_code":
+        if self._released:
             gradient = gradient.clamp(-_RELEASED_CLAMP, _RELEASED_CLAMP)
             if step.epoch == 0:
                 beta1, beta2 = 0.0, 0.0
@@ -75,10 +76,7 @@ class IndividualTemperature(Temperature):
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Return 1 - beta^t of both moments, t being the sample's visits, or the epoch in the released code."""
-        if self._config.individual == "paper":
-            times = visits
-        else:
-            times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf)
+        times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf) if self._released else visits
         beta1, beta2 = self._betas
         return 1 - beta1**times, 1 - beta2**times
 

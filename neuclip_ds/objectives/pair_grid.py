@@ -11,12 +11,14 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.product_precision import products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import products_exact_for
 
 IMAGE, TEXT = 0, 1
 
 _CPU_BLOCK = 1 << 20  # for each thread: what follows the product finds it in the core's cache
 _GPU_BLOCK = 1 << 26  # 4096 x 4096 float32 keep a GPU busy for longer than it takes to launch the next kernel
+KEPT_BYTES = 1_024_000_000
+"""Memory per rank for keeping similarities between the two visits to the pairs; larger ones are computed again."""
 
 
 def block_bytes(device_type: str) -> int:

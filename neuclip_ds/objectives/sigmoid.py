@@ -7,31 +7,24 @@ ranks' texts count for the loss; pairs of local texts with other ranks' images o
 count their loss.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 from torch.nn.functional import softplus
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import lowest_exponent, products_exact_for
 from neuclip_ds.objectives.pair_grid import IMAGE, Block, PairGrid
-from neuclip_ds.objectives.product_precision import products_exact_for
 from neuclip_ds.objectives.temperature import LearnableTemperature
-
-if TYPE_CHECKING:
-    from neuclip_ds.objectives.config import ObjectiveConfig
 
 
 class SigmoidObjective(Objective):
     """Feature gradient of one batch, and one Adam step of temperature and bias; without a bias, the encoders'."""
 
-    def __init__(self, config: ObjectiveConfig, bias: float | None, context: Context) -> None:
-        bias = context.bias if bias is None else bias
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        bias = context.bias if config.siglip.bias is None else config.siglip.bias
         if bias is None:
             raise UserError(
                 "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts with; give "
@@ -46,7 +39,7 @@ class SigmoidObjective(Objective):
         batch = GatheredFeatures(features, self._communicator, self.comm_dtype)
         batch.require_pairs(step.number)
         tau, bias = self._logit.of(batch), self._logit.scalar("bias")
-        grid = PairGrid(batch, self._config.chunk, budget=0)
+        grid = PairGrid(batch, self._config.chunk_size, budget=0)
         sums = grid.positive.new_zeros(2)  # of the loss and of the derivatives by the logits
 
         def grad_logit(block: Block) -> Tensor:

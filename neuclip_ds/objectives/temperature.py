@@ -7,7 +7,7 @@ float32, lives outside the DeepSpeed engine, and is the same on all ranks becaus
 import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Stateful, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.temperature_config import TemperatureConfig
+from neuclip_ds.objectives.options import TemperatureConfig
 
 
 class TemperatureSignal(NamedTuple):
@@ -183,25 +183,24 @@ class LogTemperature(LearnableTemperature):
 class RobustTemperature(LearnableTemperature):
     """The robust global contrastive loss with one temperature, RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12).
 
-    d/dtau = mean over anchors of both directions' log-normaliser terms + 2 rho - c * mean logit, with c = 1 in the
-    papers and 2 in FastCLIP's released code.
+    d/dtau = mean over anchors of both directions' log-normalizer terms + 2 rho - c * mean logit
     """
 
-    _data_coefficients: ClassVar = {"paper": 1.0, "released_code": 2.0}
+    def __init__(self, config: TemperatureConfig, context: Context, data_coefficient: float = 1.0) -> None:
+        """`data_coefficient` is c: 1 in the papers, 2 in FastCLIP's released code."""
+        super().__init__(config, context)
+        self._data_coefficient = data_coefficient
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        coefficient = self._data_coefficients[self._config.data_term]
-        grad_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
+        grad_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient * signal.mean_logit
         self.descend(step, theta=-self.tau * grad_tau)
 
 
 class RescaledTemperature(RobustTemperature):
     """AmorLIP's rescaled loss tau l + rho tau: as RGCL-g, but rho counts once and not for each direction."""
-
-    _data_coefficients: ClassVar = {"paper": 1.0, "released_code": 1.0}  # the doubled term is FastCLIP's code's
 
     def rho(self, step: Step) -> float:
         return rho_of(self._config, step) / 2

@@ -8,7 +8,7 @@ not counted.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,17 +19,11 @@ from torch.utils._pytree import tree_leaves
 from neuclip_ds.models.dual_encoder import DualEncoder
 
 
-class Activations(NamedTuple):
-    """Bytes at the peak of one micro-batch, beyond weights and inputs."""
+def count_activations(model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype) -> int:
+    """Return the bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs.
 
-    alone: int  # where the engine moves a gradient of weights as soon as it is made
-    with_gradients: int  # where the gradients stay; they grow while activations shrink
-
-
-def count_activations(
-    model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
-) -> Activations:
-    """Run forward and backward of one micro-batch, of a model on the meta device that is unusable afterwards."""
+    Gradients of weights are not in it. `model` is on the meta device, and unusable afterward.
+    """
     model = model.to(dtype).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
@@ -38,11 +32,15 @@ def count_activations(
         live = _LiveBytes()
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(live.take_gradient)
+                parameter.register_post_accumulate_grad_hook(_free_gradient)
         with live:
             features = model(image, tokens)
             torch.stack([part.sum() for part in features]).sum().backward()
-    return Activations(live.peak, live.peak_with_gradients)
+    return live.peak
+
+
+def _free_gradient(parameter: Tensor) -> None:
+    parameter.grad = None
 
 
 class _LiveBytes(TorchDispatchMode):
@@ -50,15 +48,8 @@ class _LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.peak = self.peak_with_gradients = 0
-        self._now = self._gradients = 0
+        self.peak = self._now = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
-
-    def take_gradient(self, parameter: Tensor) -> None:
-        """Act as an engine that keeps gradients elsewhere."""
-        assert parameter.grad is not None
-        self._gradients += parameter.grad.nbytes
-        parameter.grad = None
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -77,7 +68,6 @@ class _LiveBytes(TorchDispatchMode):
         size = storage.nbytes()
         self._now += size
         self.peak = max(self.peak, self._now)
-        self.peak_with_gradients = max(self.peak_with_gradients, self._now + self._gradients)
         weakref.finalize(storage, self._free, size)
 
     def _free(self, size: int) -> None:

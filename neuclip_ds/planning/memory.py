@@ -1,69 +1,47 @@
 """The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
-and the last reduction with the optimizer's step. What lies outside torch's allocator (CUDA's context, NCCL, libraries)
-is not in it; loaders have a separate account, of the host's memory (loader_memory.py).
+and the optimizer's step. Gradients count as a whole in all three, although a backward pass makes them one by one. What
+lies outside torch's allocator (CUDA's context, NCCL, libraries) is not in it; loaders have a separate account, of the
+host's memory (host_memory.py).
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import cached_property, reduce
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from neuclip_ds.config import Config, TextConfig
-from neuclip_ds.engine.config import load_engine_config, precision
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import accumulates_in_float32, load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
+from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.pair_grid import block_bytes
-from neuclip_ds.planning.activations import Activations, count_activations
-from neuclip_ds.planning.engine_memory import EngineMemory, Parameters, engine_memory
-from neuclip_ds.planning.objective_cost import SimulatedRank
+from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes
+from neuclip_ds.planning.activations import count_activations
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
-from neuclip_ds.training.phases import largest_model
+from neuclip_ds.training.plan import largest_model
 
+_MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
 _BLOCK_COPIES = 5  # of a block of similarities: itself, a product of the next, three buffers
 
 
-@dataclass(frozen=True)
-class MemoryAccount:
-    """Bytes on one rank's device, and on its host where parts are offloaded."""
+class MemoryAccount(NamedTuple):
+    """Bytes on one rank, by part."""
 
-    engine: EngineMemory
-    activations: Activations
-    batch: int  # pixels and tokens that are on the device at a time
-    features: int  # local and gathered, and their gradients
-    similarities: int  # of this rank's rows against the batch, kept and worked on
-    objective: int  # u, individual temperatures, NPN or amortisation nets, and the copies of a step that may be skipped
-    objective_host: int
-    two_passes: bool
-
-    @property
-    def standing(self) -> int:
-        """Bytes that are there all the time."""
-        return self.engine.weights + self.engine.gradients + self.engine.optimizer + self.objective + self.batch
-
-    @property
-    def moments(self) -> dict[str, int]:
-        """Bytes on the device at the three moments that can be the peak."""
-        engine, activations = self.engine, self.activations
-        always = self.standing + self.features
-        towers = activations.with_gradients if engine.growing else activations.alone
-        at_objective = self.similarities + activations.alone
-        if self.two_passes:  # the gradients of the first micro-batches are there
-            towers, at_objective = activations.alone + engine.growing, self.similarities
-        return {
-            "in the towers": always + engine.working + towers,
-            "in the objective": always + at_objective,
-            "in the update": always + engine.growing + engine.update,
-        }
+    device: Mapping[str, int]
+    host: Mapping[str, int]  # of offloaded parts
+    moments: Mapping[str, int]  # bytes on the device at the three moments that can be the peak
 
     @property
     def peak(self) -> int:
@@ -71,9 +49,9 @@ class MemoryAccount:
         return max(self.moments.values())
 
     @property
-    def host(self) -> int:
+    def on_host(self) -> int:
         """Bytes of offloaded parts at their peak."""
-        return self.engine.host + self.engine.host_update + self.objective_host
+        return sum(self.host.values())
 
     def fits(self, gigabytes: float) -> bool:
         """Return whether the peak leaves a tenth of a GPU of that size free."""
@@ -81,26 +59,13 @@ class MemoryAccount:
 
     def lines(self) -> list[str]:
         """Return a table of the parts, in MB."""
-        engine = self.engine
-        parts = {
-            "weights": (engine.weights, 0),
-            "gradients": (engine.gradients + engine.growing, 0),
-            "optimizer": (engine.optimizer, engine.host),
-            "buckets, gathered weights": (engine.working, 0),
-            "activations": (self.activations.alone, 0),
-            "pixels and tokens": (self.batch, 0),
-            "features": (self.features, 0),
-            "similarities": (self.similarities, 0),
-            "u, NPN, nets": (self.objective, self.objective_host),
-            "reduction, optimizer's step": (engine.update, engine.host_update),
-        }
-        rows = [f"  {name:<28}{device / 1e6:>12,.1f}" + _on_host(host) for name, (device, host) in parts.items()]
         moment = max(self.moments, key=self.moments.__getitem__)
-        return [*rows, f"  {'peak, ' + moment:<28}{self.peak / 1e6:>12,.1f}" + _on_host(self.host)]
-
-
-def _on_host(size: int) -> str:
-    return f"  and {size / 1e6:,.1f} on the host" if size else ""
+        rows = [(name, size, self.host.get(name, 0)) for name, size in self.device.items()]
+        rows.append((f"peak, {moment}", self.peak, self.on_host))
+        return [
+            f"  {name:<28}{size / 1e6:>12,.1f}" + (f"  and {host / 1e6:,.1f} on the host" if host else "")
+            for name, size, host in rows
+        ]
 
 
 class StandInTokenizer:
@@ -150,11 +115,24 @@ class MemoryQuery:
             return self.source.build(self.tokenizer)
 
 
+class Parameters(NamedTuple):
+    """Sizes of a module's parameters, in elements."""
+
+    sizes: tuple[int, ...]  # of those that train
+    frozen: int  # of all others
+
+    @staticmethod
+    def of(module: nn.Module) -> "Parameters":
+        parameters = list(module.parameters())
+        frozen = sum(p.numel() for p in parameters if not p.requires_grad)
+        return Parameters(tuple(p.numel() for p in parameters if p.requires_grad), frozen)
+
+
 class Towers(NamedTuple):
     """The part that depends on the model and the micro-batch, and takes seconds to count."""
 
     parameters: Parameters
-    activations: Activations
+    activations: int  # bytes
 
 
 def count_towers(query: MemoryQuery) -> Towers:
@@ -166,76 +144,97 @@ def count_towers(query: MemoryQuery) -> Towers:
     return Towers(parameters, count_activations(model, rows, query.image_size, length, dtype))
 
 
+class EngineMemory(NamedTuple):
+    """Bytes that DeepSpeed holds on one rank."""
+
+    weights: int
+    gradients: int
+    optimizer: int  # float32 masters and moments, and the moving average
+    working: int  # during forward and backward: a bucket of gradients, gathered weights
+    host: int  # optimizer and gradients where they are offloaded
+
+
+def engine_memory(
+    engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
+) -> EngineMemory:
+    """Return what DeepSpeed holds under its config, as ZeRO (arXiv:1910.02054, Figure 1) divides it.
+
+    Stage 1 divides the optimizer's states by the number of ranks, stage 2 gradients as well, and stage 3 weights as
+    well. `averages` counts the weights' moving average.
+    """
+    stage, width = zero_stage(engine), 4 if precision(engine) == "fp32" else 2
+    zero = engine.get("zero_optimization", {})
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    accumulated = 4 if accumulates_in_float32(engine) else width
+    trained = sum(parameters.sizes)
+    share = trained // ranks if stage else trained
+    whole, gathered = trained, 0  # weights that stay whole, and those that are gathered when modules run
+    if stage == 3 and ranks > 1:
+        threshold = zero.get("stage3_param_persistence_threshold", 100_000)
+        whole = share + sum(size for size in parameters.sizes if size < threshold)
+        gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
+    bucket = min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage else 0
+    masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
+    states = 4 * (masters + _MOMENTS[optimizer] + averages) * share
+    # DeepSpeed's BF16_Optimizer (stage 1) keeps float32 gradients of all weights next to those of the backward pass
+    gradient = accumulated + width if stage == 1 and accumulated > width and not offloads else accumulated
+    copies = 4 + (accumulated if stage == 3 else width)  # of the masters' gradients, and of gradients or weights
+    return EngineMemory(
+        weights=width * (whole + parameters.frozen),
+        gradients=0 if offloads and stage == 3 else gradient * (share if stage > 1 else trained),
+        optimizer=0 if offloads else states,
+        working=width * gathered + accumulated * bucket,
+        host=states + copies * share if offloads else 0,
+    )
+
+
 def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     """Return the memory account of a run.
 
     Raises:
         UserError: config or DeepSpeed JSON cannot work.
     """
-    config, world_size = query.config, query.world_size
-    rows, micro, batch = query.rank_batch, query.micro_batch, config.data.batch_size
-    engine = load_engine_config(config, world_size)
-    state = objective_state(query)
-    optimizer, averages = config.optimizer.name, config.ema.decay > 0
-    return MemoryAccount(
-        engine=engine_memory(engine, optimizer, towers.parameters, world_size, query.device, rows > micro, averages),
-        activations=towers.activations,
-        batch=_inputs(query),
+    config, rows, batch = query.config, query.rank_batch, query.config.data.batch_size
+    loaded, state = load_engine_config(config, query.world_size), objective_state(query)
+    parameters, averages = towers.parameters, config.ema.decay > 0
+    engine = engine_memory(loaded, config.optimizer.name, parameters, query.world_size, averages)
+    standing = {
+        "weights": engine.weights,
+        "gradients": engine.gradients,
+        "optimizer": engine.optimizer,
+        "pixels and tokens": _inputs(query),
         # local ones and gradients in float32, and gathered ones in float32 and as sent
-        features=2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, engine).itemsize) * batch),
-        similarities=_similarities(query),
-        objective=state.device + state.copies,
-        objective_host=state.host,
-        two_passes=rows > micro,
-    )
+        "features": 2 * query.source.embed_dim * (8 * rows + (4 + resolve_comm_dtype(config, loaded).itemsize) * batch),
+        "u, NPN, nets": state.device,
+    }
+    passing = {
+        "buckets, gathered weights": engine.working,
+        "activations": towers.activations,
+        "similarities": _similarities(query),
+        "optimizer's step": 0 if engine.host else engine.gradients,  # at most a copy of the gradients
+    }
+    kept = towers.activations if rows == query.micro_batch else 0  # of the towers, while the objective runs
+    moments = {
+        "in the towers": engine.working + towers.activations,
+        "in the objective": passing["similarities"] + kept,
+        "in the update": passing["optimizer's step"],
+    }
+    always = sum(standing.values())
+    peaks = {name: always + size for name, size in moments.items()}
+    return MemoryAccount({**standing, **passing}, {"optimizer": engine.host, "u, NPN, nets": state.host}, peaks)
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
     """Return the first of ds_configs/ in the run's precision, by stage, then with offload, that fits such GPUs."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(1 if kind == "fp16" else 0, 4)]
-    if kind == "bf16":
-        names += ["zero2_bf16_offload", "zero3_bf16_offload"]
+    names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
-        found = account(_changed(query, {"deepspeed": name}), towers)
-        if found.fits(gigabytes):
-            return name, found
+        with suppress(UserError):  # a stage that refuses so many micro-batches
+            found = account(replace(query, config=query.config.model_copy(update={"deepspeed": name})), towers)
+            if found.fits(gigabytes):
+                return name, found
     return None
-
-
-def advice(query: MemoryQuery, gigabytes: float) -> str:
-    """Return command-line options that make a run fit which fits with no stage."""
-    for remedy in _remedies(query):
-        changed = _changed(query, remedy)
-        found = smallest_that_fits(changed, count_towers(changed), gigabytes)
-        if found is not None:
-            options = " ".join(f"--{name}={value}" for name, value in {**remedy, "deepspeed": found[0]}.items())
-            return f"{options} would fit ({found[1].peak / 1e9:,.1f} GB)"
-    return "not even a micro-batch of 1 with activation checkpointing and offload would: take more or larger GPUs"
-
-
-def _remedies(query: MemoryQuery) -> Iterator[dict[str, Any]]:
-    """Yield options to change: checkpointing first, then ever smaller micro-batches without and with it.
-
-    Checkpointing and a second pass take a third more time each.
-    """
-    recompute = {} if query.config.model.activation_checkpointing else {"model.activation_checkpointing": True}
-    if recompute:
-        yield recompute
-    rows = query.micro_batch
-    while rows > 1:
-        rows = max(size for size in range(1, rows // 2 + 1) if rows % size == 0)
-        yield {"data.micro_batch": rows}
-        if recompute:
-            yield {**recompute, "data.micro_batch": rows}
-
-
-def _changed(query: MemoryQuery, options: Mapping[str, Any]) -> MemoryQuery:
-    config = query.config.model_copy(deep=True)
-    for name, value in options.items():
-        *sections, key = name.split(".")
-        setattr(reduce(getattr, sections, config), key, value)
-    return replace(query, config=config)
 
 
 def _inputs(query: MemoryQuery) -> int:
@@ -250,27 +249,30 @@ def _similarities(query: MemoryQuery) -> int:
     rows = batch // query.world_size
     kept = 4 * rows * (2 * batch - rows)
     visits_twice = find_method(objective.method).normalizer is not None
-    if kept > objective.similarity_budget_mb * 1e6 or not visits_twice:
+    if kept > KEPT_BYTES or not visits_twice:
         kept = 0  # computed again, or needed once
-    return kept + _BLOCK_COPIES * min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk or batch))
+    return kept + _BLOCK_COPIES * min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
 
 
 class ObjectiveState(NamedTuple):
-    """Bytes of an objective's state on one rank."""
+    """Bytes of an objective's state on one rank, with the copies on the device that undo a skipped step."""
 
     device: int
     host: int
-    copies: int  # on the device, of what a skipped step is undone from
 
 
 def objective_state(query: MemoryQuery) -> ObjectiveState:
     """Return the size of the objective's state, by building it without memory."""
+    one_of_all = Communicator()
+    one_of_all.world_size = query.world_size
     with FakeTensorMode():
-        context = Context(query.source.embed_dim, max(1, query.samples), SimulatedRank(query.world_size))
+        context = Context(query.source.embed_dim, max(1, query.samples), one_of_all)
         objective = build_objective(query.config, context, torch.float32)
-        tables = objective.row_tables().values()
-        sizes = [sum(tensor.nbytes for tensor in table.tensors.values()) for table in tables]
         replicated = sum(tensor.nbytes for tensor in objective.replicated_state().values())
-    copies = replicated + sum(size for size, table in zip(sizes, tables, strict=True) if not table.grows)
-    on_host = 0 if query.device == "cpu" else sum(size for size in sizes if size > MAX_DEVICE_BYTES)
-    return ObjectiveState(sum(sizes) - on_host + replicated, on_host, copies)
+        tables = [
+            (sum(tensor.nbytes for tensor in table.tensors.values()), table.grows)
+            for table in objective.row_tables().values()
+        ]
+    on_host = 0 if query.device == "cpu" else sum(size for size, _ in tables if size > MAX_DEVICE_BYTES)
+    copies = replicated + sum(size for size, grows in tables if not grows)
+    return ObjectiveState(sum(size for size, _ in tables) - on_host + replicated + copies, on_host)

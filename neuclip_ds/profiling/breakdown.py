@@ -1,4 +1,4 @@
-"""Breakdown of a training step's time as in FastCLIP's Tables 15-22, and of its traffic by purpose.
+"""Breakdown of a training step's time as in FastCLIP's Tables 15-22, and of its traffic by purpose, with its tables.
 
     total = computation + pure communication + others,    communication = pure communication + overlap
 
@@ -21,7 +21,7 @@ wait, so the shortest duration of a collective over ranks is its transfer time.
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from neuclip_ds.profiling.intervals import intersection, length, union
@@ -29,6 +29,9 @@ from neuclip_ds.profiling.trace import StepTrace
 
 COLUMNS = ("total", "computation", "communication", "pure_communication", "overlap", "others")
 Record = dict[str, Any]
+_LABELS = {"method": "method", "zero_stage": "ZeRO", "world_size": "ranks"}
+_TIMES = [*_LABELS.values(), "steps", *(column.replace("_", " ") for column in COLUMNS)]
+_TRAFFIC = [*_LABELS.values(), "purpose", "calls", "kB sent", "kB received", "ms", "without waiting", "hidden"]
 
 
 def step_seconds(step: StepTrace) -> dict[str, float]:
@@ -48,7 +51,7 @@ def rank_record(steps: Sequence[StepTrace]) -> Record:
         "phases": [step.phases for step in steps],
         "purposes": _by_purpose(steps),
         "collectives": [
-            [(one.purpose, one.op, one.size, length(union(one.intervals))) for one in step.collectives]
+            [[one.purpose, one.op, one.size, length(union(one.intervals))] for one in step.collectives]
             for step in steps
         ],
     }
@@ -96,12 +99,13 @@ def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 
-def _by_size(ranks: Sequence[Sequence[Sequence[tuple[str, str, int, float]]]]) -> list[Record]:
+def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]:
     """Return calls and transfer times by purpose, op and size; all ranks run the same collectives in the same order."""
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in zip(*ranks, strict=True):
         for collective in zip(*step, strict=False):  # of every rank
-            found = sums[collective[0][:3]]
+            purpose, op, size, _ = collective[0]
+            found = sums[purpose, op, size]
             found[0] += 1
             found[1] += min(duration for *_, duration in collective)
     steps = len(ranks[0])
@@ -109,3 +113,35 @@ def _by_size(ranks: Sequence[Sequence[Sequence[tuple[str, str, int, float]]]]) -
         {"purpose": purpose, "op": op, "size": size, "calls": calls / steps, "transfer_seconds": seconds / steps}
         for (purpose, op, size), (calls, seconds) in sums.items()
     ]
+
+
+def report(breakdowns: Sequence[Record]) -> str:
+    """Return the tables of times (as FastCLIP Tables 15-22) and of traffic, on the contents of breakdown.json files."""
+    return (
+        f"## Time of a step, ms (mean and deviation over steps)\n\n{_table(_TIMES, map(_time, breakdowns))}\n"
+        "## Collectives per step and rank by purpose\n\n"
+        + _table(_TRAFFIC, (row for found in breakdowns for row in _traffic(found)))
+    )
+
+
+def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(row)} |\n" for row in [header, ["---"] * len(header), *rows])
+
+
+def _time(found: Record) -> list[str]:
+    seconds = (found["seconds"][column] for column in COLUMNS)
+    cells = (f"{1e3 * of['mean']:.1f} ± {1e3 * of['deviation']:.1f}" for of in seconds)
+    return [*_labels(found), str(found["steps"]), *cells]
+
+
+def _traffic(found: Record) -> Iterator[list[str]]:
+    """Yield calls, bytes and times of each purpose."""
+    for purpose, values in found["purposes"].items():
+        kilobytes = (f"{values[key] / 1e3:,.3f}" for key in ("bytes_sent", "bytes_received"))
+        milliseconds = (f"{1e3 * values[key]:.2f}" for key in ("seconds", "transfer_seconds"))
+        hidden = f"{values['hidden_seconds'] / values['seconds']:.0%}" if values["seconds"] else "-"
+        yield [*_labels(found), purpose, f"{values['calls']:g}", *kilobytes, *milliseconds, hidden]
+
+
+def _labels(found: Record) -> list[str]:
+    return [str(found.get(label, "-")) for label in _LABELS]

@@ -2,9 +2,10 @@
 
 A launch is an operator `c10d::...`, whose shapes the profiler records. gloo executes it as a range `gloo:...` on one
 of its threads, in the order of the launches; NCCL as a kernel `nccl...`, which has the correlation number of the
-runtime call that started it, inside the operator. An execution without a launch is kept as a launch by itself.
+runtime call that started it, inside the operator.
 """
 
+import logging
 import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -12,6 +13,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from neuclip_ds.profiling.intervals import Interval, Timeline
+
+log = logging.getLogger(__name__)
 
 Event = Mapping[str, Any]
 Thread = tuple[Any, Any]
@@ -35,18 +38,22 @@ class Launch:
     op: str
     elements: int  # of the rank's input
     dtype: str  # as the profiler names it; empty while unknown
-    group: int  # size of the process group
     thread: Thread
     span: Interval  # of the operator
     executed: list[Interval] = field(default_factory=list)
 
 
-def find_launches(events: Sequence[Event], world_size: int) -> list[Launch]:
-    """Return all collectives in the order of their launch, with the intervals of their execution."""
+def find_launches(events: Sequence[Event]) -> list[Launch]:
+    """Return all collectives in the order of their launch, with the intervals of their execution.
+
+    An execution without a launch is not counted, and a warning says so.
+    """
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("c10d::")]
-    launches = [_launch(event, world_size) for event in sorted(operators, key=lambda event: event["ts"])]
-    unmatched = _match_gloo(launches, events, world_size) + _match_nccl(launches, events, world_size)
-    return sorted(launches + unmatched, key=lambda launch: launch.span)
+    launches = [_launch(event) for event in sorted(operators, key=lambda event: event["ts"])]
+    lost = _match_gloo(launches, events) + _match_nccl(launches, events)
+    if lost:
+        log.warning("the profile does not count %d collectives whose launch it does not show", lost)
+    return launches
 
 
 def span_of(event: Event) -> Interval:
@@ -74,16 +81,13 @@ def is_gloo(event: Event) -> bool:
     return bool(event["name"].startswith("gloo:"))
 
 
-def _launch(event: Event, world_size: int) -> Launch:
-    op, argument = _operation(event["name"].removeprefix("c10d::").strip("_"))
+def _launch(event: Event) -> Launch:
+    name = event["name"].removeprefix("c10d::").strip("_")
+    op, argument = next((found for begin, found in _OPERATORS.items() if name.startswith(begin)), (name, 0))
     shapes, types = (event["args"].get(key, []) for key in ("Input Dims", "Input type"))
     elements = _elements(shapes[argument]) if len(shapes) > argument and op != "barrier" else 0
     dtype = types[argument] if len(types) > argument and types[argument] not in ("TensorList", "GenericList") else ""
-    return Launch(op, elements, dtype, world_size, thread_of(event), span_of(event))
-
-
-def _operation(name: str) -> tuple[str, int]:
-    return next((found for begin, found in _OPERATORS.items() if name.startswith(begin)), (name, 0))
+    return Launch(op, elements, dtype, thread_of(event), span_of(event))
 
 
 def _elements(shape: Sequence[Any]) -> int:
@@ -93,55 +97,45 @@ def _elements(shape: Sequence[Any]) -> int:
     return sum(_elements(part) for part in shape)
 
 
-def _match_gloo(launches: Iterable[Launch], events: Iterable[Event], world_size: int) -> list[Launch]:
-    """Add the ranges `gloo:...` to their launches; return those without a launch."""
+def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
+    """Add the ranges `gloo:...` to their launches; return how many have none."""
     waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
-    unmatched = []
+    lost = 0
     for event in sorted(filter(is_gloo, events), key=lambda event: event["ts"]):
-        op = event["name"].removeprefix("gloo:")
-        arguments = event.get("args", {})
+        op, arguments = event["name"].removeprefix("gloo:"), event.get("args", {})
         elements = _elements(arguments.get("Input Dims", [[0]])[:1]) if op != "barrier" else 0
         queue = waiting[_GLOO_FAMILY.get(op, op), elements]
         if queue and queue[0].span[0] <= event["ts"]:
             launch = queue.popleft()
+            launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
+            launch.executed.append(span_of(event))
         else:
-            launch = Launch(op, elements, "", world_size, thread_of(event), span_of(event))
-            unmatched.append(launch)
-        launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
-        launch.executed.append(span_of(event))
-    return unmatched
+            lost += 1
+    return lost
 
 
-def _match_nccl(launches: Sequence[Launch], events: Sequence[Event], world_size: int) -> list[Launch]:
-    """Add the kernels to their launches, the kernel of grouped calls to the last; return those without a launch."""
+def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
+    """Add the kernels to their launches, the kernel of grouped calls to the last; return how many have none."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)
     timelines = {thread: Timeline((item.span, item) for item in items) for thread, items in by_thread.items()}
+
+    def launched_at(call: Event) -> Launch | None:
+        return timelines[thread_of(call)].at(call["ts"]) if thread_of(call) in timelines else None
+
     for event in events:
-        if event["name"] == "record_param_comms" and thread_of(event) in timelines:
-            described = timelines[thread_of(event)].at(event["ts"])
-            if described is not None:
-                described.dtype = described.dtype or event["args"].get("dtype", "")
-                described.group = int(event["args"].get("Group size", described.group))
-    started = launching_calls(events)
-    unmatched = []
+        if event["name"] == "record_param_comms" and (described := launched_at(event)) is not None:
+            described.dtype = described.dtype or event["args"].get("dtype", "")
+    started, lost = launching_calls(events), 0
     for kernel in sorted(filter(is_nccl_kernel, events), key=lambda event: event["ts"]):
         call = started.get(kernel.get("args", {}).get("correlation"), kernel)
-        found = timelines[thread_of(call)].at(call["ts"]) if thread_of(call) in timelines else None
+        earlier = [item for item in by_thread[thread_of(call)] if item.span[1] <= call["ts"] and not item.executed]
+        found = launched_at(call) or (earlier[-1] if earlier else None)
         if found is None:
-            earlier = [item for item in by_thread[thread_of(call)] if item.span[1] <= call["ts"] and not item.executed]
-            found = earlier[-1] if earlier else _unmatched_kernel(kernel, call, world_size)
-            unmatched += [] if earlier else [found]
-        found.executed.append(span_of(kernel))
-    return unmatched
-
-
-def _unmatched_kernel(kernel: Event, call: Event, world_size: int) -> Launch:
-    """Return a launch for a kernel without an operator, from the arguments in which newer profilers describe it."""
-    arguments = kernel.get("args", {})
-    op, _ = _operation(str(arguments.get("Collective name", "unknown")).strip("_"))
-    elements, group = int(arguments.get("In msg nelems", 0)), int(arguments.get("Group size", world_size))
-    return Launch(op, elements, str(arguments.get("dtype", "")), group, thread_of(call), span_of(call))
+            lost += 1
+        else:
+            found.executed.append(span_of(kernel))
+    return lost

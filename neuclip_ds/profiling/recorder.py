@@ -1,4 +1,4 @@
-"""Profiler of some steps of a run on all ranks, which writes tables, chart and trace to a folder."""
+"""Profiler of some steps of a run on all ranks, which writes tables and a trace to a folder."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import ProfilerActivity, profile, record_function
 
-from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.ranges import step_range
-from neuclip_ds.profiling.breakdown import breakdown, rank_record
+from neuclip_ds.distributed.communicator import STEP, Communicator
+from neuclip_ds.profiling.breakdown import breakdown, rank_record, report
 from neuclip_ds.profiling.trace import read_trace
 
 log = logging.getLogger(__name__)
 
-TRACE, BREAKDOWN = "trace.json.gz", "breakdown.json"
+TRACE, BREAKDOWN, REPORT = "trace.json.gz", "breakdown.json", "report.md"
 
 
 class Recorder:
     """Profiler of `steps` steps after the first `after` ones; with steps = 0 it does nothing.
 
     The profiler starts one step early, as its start slows down that step. On a GPU each profiled step begins and
-    ends with a synchronisation, so that its kernels, and no others, run within it.
+    ends with a synchronization, so that its kernels, and no others, run within it.
     """
 
     def __init__(
@@ -37,7 +36,7 @@ class Recorder:
     ) -> None:
         """
         Args:
-            folder: of breakdown.json, report.md, report.html, chart.png and rank 0's trace.json.gz; rank 0 creates it.
+            folder: of breakdown.json, report.md and rank 0's trace.json.gz; rank 0 creates it.
             communicator: the ranks, all of which must profile the same steps.
             steps: number of steps to profile.
             after: number of steps before them.
@@ -59,7 +58,7 @@ class Recorder:
             self._profiler.stop()
         if kind is None and self._done < self._end:
             log.warning(
-                "the run ended before step %d, so there is no profile; lower run.profile_after or run.profile_steps",
+                "the run ended before step %d, so there is no profile; train for more, or lower run.profile_steps",
                 self._end,
             )
 
@@ -77,7 +76,7 @@ class Recorder:
             yield
         else:
             self._synchronize()
-            with step_range():
+            with record_function(STEP):
                 yield
                 self._synchronize()
         self._done += 1
@@ -100,18 +99,14 @@ class Recorder:
             self._communicator.on_rank_zero(lambda: self._write({**self._labels, **found}, path))
 
     def _write(self, found: dict[str, Any], trace: Path) -> None:
-        from neuclip_ds.profiling.report import write  # imports matplotlib
-
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(trace, self._folder / TRACE)
             (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
-            write([found], self._folder, "Profile of a training step")
+            (self._folder / REPORT).write_text(report([found]), encoding="utf-8")
         except OSError as error:  # does not end the run
             log.warning("the profile could not be written to %s (%s); training continues", self._folder, error)
             return
-        seconds = found["seconds"]
-        log.info(
-            "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s",
-            found["steps"], 1e3 * seconds["total"]["mean"], 1e3 * seconds["pure_communication"]["mean"], self._folder,
-        )  # fmt: skip
+        total, pure = (1e3 * found["seconds"][name]["mean"] for name in ("total", "pure_communication"))
+        text = "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s"
+        log.info(text, found["steps"], total, pure, self._folder)

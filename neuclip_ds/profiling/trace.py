@@ -14,8 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.distributed.ranges import PURPOSE, STEP
-from neuclip_ds.distributed.ring import ring_bytes
+from neuclip_ds.distributed.communicator import PHASE, PURPOSE, STEP, ring_bytes
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.launches import (
     Event,
@@ -24,15 +23,18 @@ from neuclip_ds.profiling.launches import (
     find_launches,
     is_gloo,
     is_nccl_kernel,
+    launching_calls,
     span_of,
     thread_of,
 )
-from neuclip_ds.profiling.phases import executed_phases, host_phases
 
 log = logging.getLogger(__name__)
 
+Phase = tuple[Interval, str]
+
 _SCALARS = 64  # elements up to which a reduction in the optimizer is taken for norms and overflow flags
 _WRAPPERS = ("c10d", "autograd", "torch")  # operators that wait, or contain others and Python
+_WORK = ("kernel", "gpu_memset")  # of a phase; copies may belong to the next batch
 _TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: no computation
 _ITEM_SIZES = {
     **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
@@ -73,7 +75,8 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
     annotations = [event for event in events if event.get("cat") == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
-    timeline, purposes = Timeline(host_phases(events)), _timelines(annotations)  # a launch is a moment of the host
+    host = _annotated(events, "user_annotation")
+    timeline, purposes = Timeline(host), _timelines(annotations)  # a launch is a moment of the host
 
     def describe(launch: Launch) -> Collective:
         moment, named = launch.span[0], purposes.get(launch.thread)
@@ -81,10 +84,10 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
             timeline.at(moment), launch.op, launch.elements
         )
         size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
-        sent = ring_bytes(launch.op, size, launch.group)
+        sent = ring_bytes(launch.op, size, world_size)
         return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
 
-    launches, phases = find_launches(events, world_size), executed_phases(events)
+    launches, phases = find_launches(events), _executed(host, events)
     computation = union(map(_seconds, _computing(events)))
     steps = []
     for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
@@ -97,6 +100,36 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
         durations = {name: length(union(parts)) for name, parts in spans.items()}
         steps.append(StepTrace(_seconds(window), within, inside, durations))
     return steps
+
+
+def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
+    """Return the host's phases as their work is executed, in the trace's unit; those of a GPU may overlap.
+
+    A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
+    only from the work that the range's own thread launches directly: not what autograd's thread launches in the
+    backward pass (github.com/pytorch/kineto/issues/1022), nor what a nested range does. Such work is found by the
+    correlation number of the call that has launched it.
+    """
+    return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
+
+
+def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
+    ranges = (e for e in events if e.get("cat") == category and e["name"].startswith(PHASE))
+    return [(span_of(event), event["name"].removeprefix(PHASE)) for event in ranges]
+
+
+def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
+    """Return each phase from the first start to the last end of the GPU's work that any thread launches during it."""
+    calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
+    spans: dict[Phase, Interval] = {}
+    for event in events:
+        call = calls.get(event.get("args", {}).get("correlation")) if event.get("cat") in _WORK else None
+        phase = timeline.at(call["ts"]) if call is not None else None
+        if phase is not None:
+            start, end = span_of(event)
+            first, last = spans.get(phase, (start, end))
+            spans[phase] = min(first, start), max(last, end)
+    return [(span, name) for (_, name), span in spans.items()]
 
 
 def _timelines(annotations: Sequence[Event]) -> dict[Thread, Timeline[str]]:

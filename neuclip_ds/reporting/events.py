@@ -9,10 +9,10 @@ import json
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from neuclip_ds.data.disk import best_effort
-from neuclip_ds.reporting.step_lines import drop_from, step_records
+from neuclip_ds.files import best_effort
+from neuclip_ds.reporting.metrics import drop_from, step_records
 
 log = logging.getLogger(__name__)
 
@@ -30,15 +30,15 @@ class Event(NamedTuple):
 
 
 class EventLog:
-    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and those of the others in `merge`.
+    """One rank's events; rank 0 writes its own to FOLDER/events.jsonl at once, and those of the others in `merge`."""
 
-    Events after step `done`, from before the run was resumed, are dropped; 0 drops all.
-    """
-
-    def __init__(self, folder: Path, rank: int, done: int) -> None:
+    def __init__(self, folder: Path, rank: int) -> None:
         self._path, self._rank = folder / FILE, rank
         self._pending: list[Event] = []
-        if rank == 0 and self._path.exists():
+
+    def resume(self, done: int) -> None:
+        """Drop events after step `done`, from before the run was resumed; 0 drops all."""
+        if self._rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
     def add(
@@ -52,15 +52,15 @@ class EventLog:
         else:
             self._pending.append(event)
 
-    def merge(self, gather: Callable[[list[Event]], list[list[Event]]]) -> None:
+    def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
         """Write the other ranks' events to the file; all ranks call it before a checkpoint.
 
-        Later events belong to steps that a resumed run repeats, so none is lost.
+        Later events belong to steps that a resumed run repeats, so none is lost. `gather` is a communicator's.
         """
-        gathered = gather(self._pending)
+        gathered = gather([event._asdict() for event in self._pending])
         self._pending = []
         if self._rank == 0:
-            self._append([event for events in gathered for event in events])
+            self._append([Event(**event) for events in gathered for event in events])
 
     def _append(self, events: Sequence[Event]) -> None:
         if events:

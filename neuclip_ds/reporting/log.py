@@ -5,13 +5,9 @@ import sys
 from logging.handlers import MemoryHandler
 from pathlib import Path
 
-import rich
-from rich.logging import RichHandler
+from neuclip_ds.errors import redact
 
-from neuclip_ds.redaction import redact
-
-PLAIN = "%(asctime)s %(levelname)s %(message)s"
-IN_BAR = "in_bar"  # attribute of records that a terminal shows as a progress bar, and only files as lines
+_LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
@@ -24,13 +20,26 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
         rank: of this process.
         log_file: appended to, its folder created if absent; ignored on ranks other than 0.
     """
-    handlers: list[logging.Handler]
-    if rank == 0:
-        handlers = [_console_handler(), _held() if log_file is None else _file_handler(log_file)]
-    else:
-        handlers = [_plain(logging.StreamHandler(sys.stderr), f"[rank {rank}] {PLAIN}")]
-    _replace_handlers(handlers)
-    logging.getLogger().setLevel(logging.WARNING)
+    root = logging.getLogger()
+    former = [handler for handler in root.handlers if handler.name == __name__]
+    handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+    if rank == 0 and log_file is None:
+        handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))  # until there is a file
+    elif rank == 0 and log_file is not None:
+        log_file.parent.mkdir(parents=True, exist_ok=True)
+        handlers.append(_LogFile(log_file, encoding="utf-8"))
+    for handler in handlers:
+        handler.name = __name__
+        handler.setFormatter(_Redacting(_LAYOUT if rank == 0 else f"[rank {rank}] {_LAYOUT}"))
+    for handler in former:
+        if log_file is not None and isinstance(handler, MemoryHandler):
+            handler.setTarget(handlers[-1])
+            handler.flush()
+        root.removeHandler(handler)
+        handler.close()
+    for handler in handlers:
+        root.addHandler(handler)
+    root.setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)
     for name in ("DeepSpeed", "transformers"):  # their own handlers would print twice, and not to log.txt
@@ -41,43 +50,11 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     logging.captureWarnings(True)
 
 
-def _console_handler() -> logging.Handler:
-    """Return rich's handler on a terminal, whose console the progress bar shares so that messages appear above it."""
-    rich.reconfigure(stderr=True)
-    if not sys.stderr.isatty():
-        return _plain(logging.StreamHandler(sys.stderr), PLAIN)
-    handler = RichHandler(console=rich.get_console(), show_path=False, log_time_format="%H:%M:%S")
-    handler.setFormatter(_Redacting("%(message)s"))
-    handler.addFilter(lambda record: not getattr(record, IN_BAR, False))
-    return handler
-
-
-def _plain(handler: logging.Handler, layout: str) -> logging.Handler:
-    handler.setFormatter(_Redacting(layout))
-    return handler
-
-
 class _Redacting(logging.Formatter):
     """Formats messages, tracebacks included, without secrets."""
 
     def format(self, record: logging.LogRecord) -> str:
         return redact(super().format(record))
-
-
-def _held() -> MemoryHandler:
-    """Return a handler that keeps everything until there is a file."""
-    return MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False)
-
-
-def _file_handler(path: Path) -> logging.Handler:
-    """Return the handler of a file, after it has received what was kept for one."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    handler = _plain(_LogFile(path, encoding="utf-8"), PLAIN)
-    for held in logging.getLogger().handlers:
-        if held.name == __name__ and isinstance(held, MemoryHandler):
-            held.setTarget(handler)
-            held.flush()
-    return handler
 
 
 class _LogFile(logging.FileHandler):
@@ -89,17 +66,6 @@ class _LogFile(logging.FileHandler):
         if not self._failed:
             print(f"warning: {self.baseFilename} cannot be written; lines are missing there", file=sys.stderr)
         self._failed = True
-
-
-def _replace_handlers(handlers: list[logging.Handler]) -> None:
-    """Put `handlers` on the root logger in place of those of an earlier call, which are found by their name."""
-    root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if handler.name == __name__]:
-        root.removeHandler(handler)
-        handler.close()
-    for handler in handlers:
-        handler.name = __name__
-        root.addHandler(handler)
 
 
 def _is_warning(record: logging.LogRecord) -> bool:

@@ -1,4 +1,4 @@
-"""Metrics of a run: one JSON object per line in metrics.jsonl, the same in TensorBoard and other sinks.
+"""Metrics of a run: one JSON object per line in metrics.jsonl, and the same numbers in TensorBoard.
 
 Only rank 0 writes them; the other ranks have None:
 
@@ -11,98 +11,129 @@ Only rank 0 writes them; the other ranks have None:
 from __future__ import annotations
 
 import json
+import logging
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 from torch.utils.tensorboard import SummaryWriter
 
-from neuclip_ds.data.disk import best_effort
-from neuclip_ds.reporting.step_lines import drop_from, step_records
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import best_effort
 
+log = logging.getLogger(__name__)
 
-class MetricSink(Protocol):
-    """Destination of metrics."""
+AVERAGED = "ema/"  # before a metric's name: that of the averaged weights
+CHANCE = "chance/"  # before a score's name: what a random choice scores
+_SCORES = ("average/", "zero_shot_top", "image_to_text_recall@", "text_to_image_recall@", "task/")  # in their order
 
-    def write(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def close(self, failed: bool) -> None:
-        """Finish writing; `failed` tells whether the run ended with an exception."""
+Series = tuple[list[int], list[float]]
+"""Steps and values of a metric."""
 
 
 class MetricsLog:
-    """Writer of FOLDER/metrics.jsonl, FOLDER/tensorboard/ and other sinks.
+    """Writer of FOLDER/metrics.jsonl and FOLDER/tensorboard/.
 
-    The first two have reached the operating system once `write` returns, so a killed run loses at most the line it was
+    What is written has reached the operating system once `write` returns, so a killed run loses at most the line it was
     writing. Resuming at step s drops all later lines: the resumed run writes those of an uninterrupted one.
 
     Args:
         folder: the run's folder, created if absent.
         resume_step: the last step to keep, that of the loaded checkpoint; None starts empty files.
-        other_sinks: closed with this one.
     """
 
-    def __init__(self, folder: Path, resume_step: int | None = None, other_sinks: Sequence[MetricSink] = ()) -> None:
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         first_new_step = 0 if resume_step is None else resume_step + 1
-        lines = _JsonLines(folder / "metrics.jsonl", first_new_step)
-        self._sinks: list[MetricSink] = [lines, _TensorBoard(folder / "tensorboard", first_new_step), *other_sinks]
+        self._path, self._board_path = folder / "metrics.jsonl", folder / "tensorboard"
+        if self._path.exists():
+            drop_from(self._path, first_new_step)
+        self._lines = self._path.open("a", encoding="utf-8", newline="\n", buffering=1)
+        self._board = SummaryWriter(str(self._board_path), purge_step=first_new_step)  # hides the later points
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write a step's metrics to all sinks; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
-        for sink in self._sinks:
-            sink.write(step, metrics)
+        """Write a step's metrics; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
+        record = {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
+        with best_effort(self._path):  # what is left in its buffer is written with the next line
+            self._lines.write(json.dumps(record, allow_nan=False) + "\n")
+        with best_effort(self._board_path):
+            for name, value in metrics.items():
+                self._board.add_scalar(name, value, step)
+            self._board.flush()
 
     def __enter__(self) -> MetricsLog:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exception: object) -> None:
-        for sink in self._sinks:
-            sink.close(failed=kind is not None)
-
-
-class _JsonLines:
-    """Sink that writes metrics.jsonl."""
-
-    def __init__(self, path: Path, first_new_step: int) -> None:
-        if path.exists():
-            drop_from(path, first_new_step)
-        self._path = path
-        self._file = path.open("a", encoding="utf-8", newline="\n", buffering=1)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        record = {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
-        with best_effort(self._path):  # what is left in its buffer is written with the next line
-            self._file.write(json.dumps(record, allow_nan=False) + "\n")
-
-    def close(self, failed: bool) -> None:
+    def __exit__(self, *exception: object) -> None:
         with best_effort(self._path):
-            self._file.close()
-
-
-class _TensorBoard:
-    """Sink that writes TensorBoard scalars; earlier points from `first_new_step` on are hidden."""
-
-    def __init__(self, folder: Path, first_new_step: int) -> None:
-        self._folder = folder
-        self._writer = SummaryWriter(str(folder), purge_step=first_new_step)
-
-    def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        with best_effort(self._folder):
-            for name, value in metrics.items():
-                self._writer.add_scalar(name, value, step)
-            self._writer.flush()
-
-    def close(self, failed: bool) -> None:
-        with best_effort(self._folder):
-            self._writer.close()
+            self._lines.close()
+        with best_effort(self._board_path):
+            self._board.close()
 
 
 def read_metrics(path: Path) -> Iterator[dict[str, float]]:
     """Yield the records of a metrics.jsonl, with NaN and infinities restored and without a partial last line."""
     for _, record in step_records(path):
         yield {name: float(value) if isinstance(value, str) else value for name, value in record.items()}
+
+
+def read_series(run: Path) -> dict[str, Series]:
+    """Read steps and values of each metric of a run; raise UserError if its folder has no metrics."""
+    path = run / "metrics.jsonl"
+    if not path.is_file():
+        raise UserError(f"{run} has no metrics.jsonl; name the folder of a run.")
+    series: dict[str, Series] = {}
+    for record in read_metrics(path):
+        for name, value in record.items():
+            if name != "step":
+                steps, values = series.setdefault(name, ([], []))
+                steps.append(int(record["step"]))
+                values.append(value)
+    return series
+
+
+def scores_among(names: Iterable[str]) -> list[str]:
+    """Return the names of metrics that are shares of right answers: averages first, single tasks last."""
+    found = list(dict.fromkeys(names))
+    return [name for kind in _SCORES for name in found if name.removeprefix(AVERAGED).startswith(kind)]
+
+
+def score_lines(results: Mapping[str, float]) -> Iterator[str]:
+    """Yield a line of the log for each result of an evaluation, with what chance gives."""
+    for name, value in results.items():
+        if not name.startswith(CHANCE):
+            chance = results.get(CHANCE + name.removeprefix(AVERAGED))
+            yield f"{name}: {value:.4g}" + (f" (chance {chance:.3g})" if chance is not None else "")
+
+
+def step_records(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield (line, record) of every complete line of a file whose records have a `step`.
+
+    Lines that a crash has corrupted are skipped with a warning.
+    """
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                return  # the writer was killed while writing it
+            try:
+                record = json.loads(line)
+                record["step"]
+            except (ValueError, TypeError, KeyError):
+                log.warning("%s: line %d is not a record of a step and is skipped", path, number)
+                continue
+            yield line, record
+
+
+def drop_from(path: Path, first_step: int) -> None:
+    """Drop the records of step >= first_step, replacing the file atomically."""
+    partial = path.with_suffix(".jsonl.partial")
+    with partial.open("w", encoding="utf-8", newline="\n") as kept:
+        kept.writelines(line for line, record in step_records(path) if record["step"] < first_step)
+        kept.flush()
+        os.fsync(kept.fileno())
+    partial.replace(path)
 
 
 def _json_number(value: float) -> float | str:

@@ -1,9 +1,4 @@
-"""Host memory for a table of gigabytes that is read and written at random rows.
-
-It lies in huge pages where the kernel has them: with pages of 4 KB nearly every row misses the processor's cache of
-addresses. Forked processes do not inherit it: while one lives, such as a loader worker, the first write to each page
-would copy that page, which takes longer than the write and up to the table's size of memory again.
-"""
+"""Host memory of a rank: tables that are read and written at random rows, and copies of what a GPU computes."""
 
 import mmap
 from contextlib import suppress
@@ -13,11 +8,13 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 
-_ADVICE = ("MADV_HUGEPAGE", "MADV_DONTFORK")
-
 
 def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return zeros of (rows, columns), which only this process may use: a forked one is killed where it touches them.
+
+    The table lies in huge pages where the kernel has them: with pages of 4 KB nearly every row misses the processor's
+    cache of addresses. Forked processes do not inherit it: while one lives, such as a loader worker, the first write
+    to each page would copy that page, which takes longer than the write and up to the table's size of memory again.
 
     Raises:
         UserError: there is not as much memory.
@@ -32,7 +29,26 @@ def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             f"The {size / 1e9:,.1f} GB of this rank's per-sample statistics cannot be allocated ({error.strerror}); "
             "use more ranks, or a machine with more memory."
         ) from error
-    for name in _ADVICE:
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         with suppress(OSError, AttributeError):  # a kernel without huge pages, or without the advice
-            memory.madvise(getattr(mmap, name))
+            memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
+
+
+class HostCopy:
+    """A copy of a tensor in host memory, begun when it is made; of a tensor that is there already the tensor itself."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type != "cpu":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy alone, not for what the device was given after it, and return it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy

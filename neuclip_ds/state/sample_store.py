@@ -15,8 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.host_copy import HostCopy
-from neuclip_ds.state.host_memory import random_access_table
+from neuclip_ds.state.host_memory import HostCopy, random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -134,7 +133,7 @@ class SampleStore:
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
-    """Return (B,) for each row number the last place at which it occurs, without a synchronisation with the host."""
+    """Return (B,) for each row number the last place at which it occurs, without a synchronization with the host."""
     places = torch.arange(len(rows), device=rows.device)
     bits = len(rows).bit_length()
     keys = (rows << bits) + places  # in the order of row numbers, then of places

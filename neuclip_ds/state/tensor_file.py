@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.checksum import Checksum, ChecksumWriter
+from neuclip_ds.files import Checksum, ChecksumWriter
 
 CHUNK_BYTES = 64 << 20
 _DTYPES = {
@@ -49,8 +49,22 @@ class TensorFile(NamedTuple):
         return self._replace(tensors={key: value.detach().to("cpu", copy=True) for key, value in self.tensors.items()})
 
     def write(self, folder: Path) -> Checksum:
-        """Write the file with at most one chunk of 64 MB in extra memory."""
-        return save_tensors(folder / self.name, self.tensors, self.metadata)
+        """Write the file with at most one chunk of 64 MB in extra memory, and return its checksum."""
+        header: dict[str, object] = {"__metadata__": dict(self.metadata)}
+        end = 0
+        for name, tensor in self.tensors.items():
+            start, end = end, end + tensor.numel() * tensor.element_size()
+            header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
+        with (folder / self.name).open("wb") as file:
+            writer = ChecksumWriter(file)
+            writer.write(len(text).to_bytes(8, "little"))
+            writer.write(text)
+            for tensor in self.tensors.values():
+                for chunk in row_chunks(tensor.detach()):
+                    writer.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        return writer.checksum
 
 
 class BytesFile(NamedTuple):
@@ -76,25 +90,6 @@ class BytesFile(NamedTuple):
 
 
 StateFile = TensorFile | BytesFile
-
-
-def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Checksum:
-    """Save tensors of any device with at most one chunk of 64 MB in extra memory, and return the file's checksum."""
-    header: dict[str, object] = {"__metadata__": dict(metadata)}
-    end = 0
-    for name, tensor in tensors.items():
-        start, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
-    with path.open("wb") as file:
-        writer = ChecksumWriter(file)
-        writer.write(len(text).to_bytes(8, "little"))
-        writer.write(text)
-        for tensor in tensors.values():
-            for chunk in row_chunks(tensor.detach()):
-                writer.write(chunk.cpu().contiguous().flatten().view(torch.uint8).numpy().data)
-    return writer.checksum
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:

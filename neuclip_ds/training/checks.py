@@ -1,61 +1,27 @@
-"""Checks that a run and its dry run share: what cannot work is refused, what is likely a slip is reported."""
+"""Checks of a run before it starts: what cannot work, what is likely a slip, what a resumed run must not change."""
 
 from collections.abc import Sequence
-from pathlib import Path
-from typing import NamedTuple
+from typing import Any
 
-from neuclip_ds.config import Config, TowerConfig
-from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.repeats import check_separate
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.checkpoint.checkpoints import Fingerprint
+from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
-from neuclip_ds.evaluation.tasks import Task, load_tasks
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet
 from neuclip_ds.models.trained_parts import TOWERS
-from neuclip_ds.objectives.methods import find_method
-from neuclip_ds.reporting.weights_and_biases import require_wandb
-from neuclip_ds.training.data import find_split, open_data, resolve
-from neuclip_ds.training.phases import Phase
-from neuclip_ds.training.schedules import fitted_warmup
+from neuclip_ds.training.data_order import source_facts
+from neuclip_ds.training.plan import Phase, fitted_warmup
 
-
-class HeldOut(NamedTuple):
-    """The sets that a run is evaluated on."""
-
-    val: Manifest | None
-    zero_shot: ZeroShotSet | None
-    on_disk: list[tuple[Task, Path]]
+# options that may change between starts, and what the fingerprint lists by itself
+_NOT_ARCHITECTURE: Any = {
+    "vision": {"pretrained", "patch_drop", "trainable"},
+    "text": {"pretrained", "tokenizer", "trainable"},
+}
 
 
 def check_config(config: Config, world_size: int) -> None:
     """Raise `UserError` for what cannot work whatever the data are; needs no other rank."""
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
-    if config.run.wandb is not None:
-        require_wandb()
-
-
-def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
-    """Open the held-out sets of a run on all ranks.
-
-    Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
-    """
-    options = config.data
-    val = find_split(options.val, "val", options.train_paths)
-    images = find_split(options.zero_shot, "zero_shot", options.train_paths)
-    manifest = open_data(val, options, communicator, folder) if val else None
-    if train is not None and manifest is not None:
-        training, held_out = train, manifest
-        communicator.on_rank_zero(lambda: check_separate(training, held_out))
-    zero_shot, on_disk = None, []
-    if images:
-        folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-        zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
-    if options.evaluation_sets is not None:
-        root = options.evaluation_sets
-        on_disk = communicator.on_rank_zero(lambda: load_tasks().on_disk([root], options.evaluation_tasks))
-    return HeldOut(manifest, zero_shot, on_disk)
 
 
 def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
@@ -72,13 +38,43 @@ def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
             if warmup >= steps
         ]
     for name in TOWERS:
-        tower: TowerConfig = getattr(config.model, name)
-        if tower.trained == "frozen" and not (tower.pretrained or config.model.pretrained):
+        weights = config.model.pretrained or getattr(config.model, name).pretrained
+        if config.model.trained(name) == "frozen" and not weights:
             found.append(
-                f"model.{name}.train=frozen freezes random weights: name weights with model.{name}.pretrained."
+                f"model.{name}.trainable=frozen freezes random weights: name weights with model.{name}.pretrained."
             )
     if optimizer.min_lr > 0 and optimizer.schedule == "constant":
         found.append("optimizer.min_lr has no effect with optimizer.schedule=constant; cooldown comes down to it.")
     elif optimizer.min_lr > optimizer.lr:
         found.append(f"optimizer.min_lr={optimizer.min_lr:g} is above optimizer.lr={optimizer.lr:g}: exchange them.")
-    return found + find_method(config.objective.method).slips(config.objective)
+    return found + config.objective.slips()
+
+
+def fingerprint(config: Config) -> Fingerprint:
+    """Return what a resumed run must share with the one that wrote the checkpoint, as far as the config says."""
+    data = config.data
+    chosen = {name: getattr(data, name) for name in ("shard_streams", "shuffle_block_size")}
+    return {
+        "batch_size": data.batch_size,
+        **{name: value for name, value in chosen.items() if value is not None},
+        **source_facts(data),
+        "decoder": data.decoder,
+        "drop_last": data.drop_last,
+        "seed": config.run.seed,
+        "method": config.objective.method,
+        "optimizer": config.optimizer.name,
+        **_architecture(config.model),
+    }
+
+
+def _architecture(model: ModelConfig) -> Fingerprint:
+    """Return what trains, adapters, and the options of a model built from the config; names of files may change."""
+    trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
+    if model.lora.rank:
+        trains["model.lora"] = model.lora.model_dump()
+    if model.pretrained:
+        return trains
+    tree = model.model_dump(mode="json", include={"vision", "text", "embed_dim"}, exclude=_NOT_ARCHITECTURE)
+    tree["vision"] |= dict(zip(("mean", "std"), map(list, model.vision.statistics()), strict=True))
+    options = {f"{part}.{key}": value for part in ("vision", "text") for key, value in tree.pop(part).items()}
+    return {f"model.{name}": value for name, value in {**options, **tree}.items()} | trains

@@ -1,101 +1,151 @@
-"""The order of a run's samples: chosen when the run starts, kept by its checkpoints."""
+"""The training set of a run, one data set or a weighted mixture, and the order of its samples.
+
+The order is chosen when the run starts and kept by its checkpoints.
+"""
 
 import logging
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from neuclip_ds.config import Config, DataConfig
-from neuclip_ds.data.interleave import WINDOWS, DataSize, Interleave, choose_interleave, first_interleave
-from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.order import BatchOrder, GlobalOrder
+from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
+from neuclip_ds.data.manifest import Manifest, join
+from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
+from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data_sources import TrainingSet
 
 log = logging.getLogger(__name__)
 
-_UNSTAGGERED = 1  # version of the order in checkpoints that do not say
 
+class TrainingSet:
+    """The shards of a run's sources.
 
-class SavedOrder(NamedTuple):
-    """What a checkpoint tells about its order."""
+    Attributes:
+        manifest: of all sources, one after the other.
+        sources: options of each; empty for a data set that is no mixture.
+        parts: (n_shards,) number of samples in use of each shard, 0 for those of other sources, for each source.
+    """
 
-    facts: Mapping[str, Any]
-    shards: int  # of its manifest
+    def __init__(self, data: DataConfig, open_one: Callable[[str], Manifest]) -> None:
+        """`open_one` opens what a source names; raises `UserError` if there is none."""
+        if not data.train_paths:
+            raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
+        self.sources = data.sources
+        manifests = [open_one(path) for path in data.train_paths]
+        if not self.sources:
+            self.manifest = manifests[0]
+            self.parts = [self.manifest.sizes]
+            return
+        self.manifest = join(manifests)
+        source_of = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
+        self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
 
-    def interleave(self, batch_size: int) -> Interleave:
-        """Return the interleave of the run that wrote the checkpoint."""
-        streams, block = self.facts["shard_streams"], self.facts["shuffle_block"]
-        if self.facts.get("order", _UNSTAGGERED) == _UNSTAGGERED:
-            return first_interleave(self.shards, batch_size, streams, block)
-        return Interleave(streams, block)
+    def weights(self) -> dict[int, list[float]]:
+        """Return the weight of each source, by the step from which they hold."""
+        found = [
+            {0: float(part.sum())} if source.weight is None else _by_step(source.weight)
+            for source, part in zip(self.sources, self.parts, strict=True)
+        ]
+        steps = sorted({step for weights in found for step in weights})
+        return {step: [_at(weights, step) for weights in found] for step in steps}
+
+    def interleaves(self, interleave: Interleave) -> list[Interleave]:
+        """Return how each source is interleaved: blocks as long as its largest share of the window."""
+        if not self.sources:
+            return [interleave]
+        shares = np.array([np.array(weights) / max(sum(weights), 1e-300) for weights in self.weights().values()])
+        blocks = np.maximum(1, np.round(interleave.block * shares.max(axis=0))).astype(int)
+        return [interleave._replace(block=int(block)) for block in blocks]
+
+    def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
+        """Return the order of a mixture's samples; raise `UserError` if its weights cannot work."""
+        orders = [
+            GlobalOrder(self.manifest.starts, part, batch_size, seed, own)
+            for part, own in zip(self.parts, self.interleaves(interleave), strict=True)
+        ]
+        return MixtureOrder(orders, self.weights(), interleave)
+
+    def sizes(self) -> list[DataSize]:
+        """Return the size of each source, of the shards in use."""
+        in_use = np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in self.manifest.shards])
+        return [
+            DataSize(int(part.sum()), int(np.count_nonzero(part)), int(in_use[part > 0].sum())) for part in self.parts
+        ]
+
+    def resident_bytes(self, interleave: Interleave, nodes: int) -> int:
+        """Return the bytes of the shards that each of `nodes` nodes reads from at a time."""
+        sizes = zip(self.sizes(), self.interleaves(interleave), strict=True)
+        return sum(size.resident_bytes(own, nodes) for size, own in sizes if size.shards)
+
+    def describe(self) -> list[str]:
+        """Return a line for each source: its samples, and its share of the batches by step."""
+        lines = []
+        for number, (source, part) in enumerate(zip(self.sources, self.parts, strict=True)):
+            shares = [
+                f"{weights[number] / sum(weights):.1%}" + (f" from step {step:,}" if step else "")
+                for step, weights in self.weights().items()
+            ]
+            lines.append(f"  {source.path:<12} {int(part.sum()):,} samples, {', '.join(shares)} of each batch")
+        return lines
 
 
 def open_order(
-    config: Config, training_set: TrainingSet, nodes: int = 1, saved: SavedOrder | None = None
+    config: Config, training_set: TrainingSet, nodes: int = 1, saved: Interleave | None = None
 ) -> BatchOrder:
-    """Return the order of a run's samples, that of its checkpoint where there is one.
+    """Return the order of a run's samples, with the interleave of its checkpoint where there is one.
 
     Raises:
         UserError: the batch does not fit the data or streams, or a new run needs more shards at a time than the cache
             holds.
     """
-    data, manifest = config.data, training_set.manifest
-    need = _CacheDemand(training_set, nodes)
+    data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
-    if saved is None:
-        interleave = need.choose(data, cache)
-    else:
-        interleave = saved.interleave(data.batch_size)
-        _check_same(config, interleave)
-    if cache is not None:
-        _check_cache(data, need, interleave, cache, refuses=saved is None)
+    interleave = saved or _choose(data, training_set, nodes, cache)
+    _check_same(data, interleave)
+    if cache is not None and (needed := training_set.resident_bytes(interleave, nodes)) > cache:
+        problem = (
+            f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
+            f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
+            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: set "
+            f"data.cache_gb={needed / 1e9:.3g} or more"
+        )
+        if saved is None:
+            raise UserError(f"{problem}, or a smaller data.shuffle_block_size.")
+        log.warning("%s", problem)
     if training_set.sources:
-        return training_set.mixture(data.batch_size, config.run.seed, interleave, data.stratified)
-    order = GlobalOrder(
-        manifest.starts, manifest.sizes, data.batch_size, config.run.seed, interleave, tail=data.last_batch
-    )
+        return training_set.mixture(data.batch_size, seed, interleave)
+    order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
     if order.last_batch_size < 2:
         raise UserError(
             f"data.batch_size={data.batch_size} leaves one of {order.n} samples for the last batch of an epoch, "
-            "which has no negatives. Choose another batch size or data.last_batch=drop."
+            "which has no negatives. Choose another batch size or data.drop_last=true."
         )
     return order
 
 
-class _CacheDemand:
-    """What a node needs of a run's shards at a time."""
-
-    def __init__(self, training_set: TrainingSet, nodes: int) -> None:
-        in_use = bytes_in_use(training_set.manifest)
-        self.nodes, self._set = nodes, training_set
-        self._sizes = [
-            DataSize(int(part.sum()), int(np.count_nonzero(part)), int(in_use[part > 0].sum()))
-            for part in training_set.parts
-        ]
-        self.total = DataSize(*(sum(values) for values in zip(*self._sizes, strict=True)))
-
-    def bytes(self, interleave: Interleave) -> int:
-        parts = zip(self._sizes, self._set.interleaves(interleave), strict=True)
-        return sum(size.resident_bytes(own, self.nodes) for size, own in parts if size.shards)
-
-    def choose(self, data: DataConfig, cache: float | None, *, keeps: bool = True) -> Interleave:
-        """Choose an interleave; `keeps` tells whether what the user has chosen is kept."""
-        chosen = {"streams": data.shard_streams, "block": data.shuffle_block} if keeps else {}
-        for part in (1.0, 0.5, 0.25, 0.1):  # every source of a mixture has shards that only begin or end a block
-            planned = None if cache is None else part * cache
-            found = choose_interleave(self.total, data.batch_size, nodes=self.nodes, cache_bytes=planned, **chosen)
-            if cache is None or self.bytes(found) <= cache:
-                break
-        return found
+def _choose(data: DataConfig, training_set: TrainingSet, nodes: int, cache: float | None) -> Interleave:
+    """Choose the interleave of a new run, with what the user has chosen of it."""
+    total = DataSize(*(sum(values) for values in zip(*training_set.sizes(), strict=True)))
+    for part in (1.0, 0.5, 0.25, 0.1):  # every source of a mixture has shards that only begin or end a block
+        found = choose_interleave(
+            total,
+            data.batch_size,
+            nodes=nodes,
+            cache_bytes=None if cache is None else part * cache,
+            streams=data.shard_streams,
+            block=data.shuffle_block_size,
+        )
+        if cache is None or training_set.resident_bytes(found, nodes) <= cache:
+            break
+    return found
 
 
-def _check_same(config: Config, interleave: Interleave) -> None:
+def _check_same(data: DataConfig, interleave: Interleave) -> None:
     for name, found in order_facts(interleave).items():
-        wanted = getattr(config.data, name, None)
+        wanted = getattr(data, name)
         if wanted not in (None, found):
             raise UserError(
                 f"The run was started with data.{name}={found}, but this start has data.{name}={wanted}: set it back, "
@@ -103,50 +153,30 @@ def _check_same(config: Config, interleave: Interleave) -> None:
             )
 
 
-def bytes_in_use(manifest: Manifest) -> NDArray[np.int64]:
-    """Return the bytes of each shard, (n_shards,), 0 for those that hold no sample in use."""
-    return np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in manifest.shards], dtype=np.int64)
-
-
 def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
     """Return whether a node keeps copies of shards."""
     return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
 
 
-def _check_cache(data: DataConfig, need: _CacheDemand, interleave: Interleave, cache: float, refuses: bool) -> None:
-    """Raise `UserError`, or warn, if a node's cache cannot hold what it reads at a time."""
-    needed = need.bytes(interleave)
-    if needed > cache:
-        problem = (
-            f"Each of {need.nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
-            f"(data.shard_streams={interleave.streams}, data.shuffle_block={interleave.block}), but "
-            f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: "
-        )
-        if refuses:
-            fitting = need.choose(data, cache, keeps=False)
-            raise UserError(
-                f"{problem}set data.shard_streams={fitting.streams} and data.shuffle_block={fitting.block}, or "
-                f"data.cache_gb={needed / 1e9:.3g} or more."
-            )
-        log.warning("%sset data.cache_gb=%.3g or more", problem, needed / 1e9)
-    elif refuses and data.shuffle_block is None and interleave.window < min(WINDOWS[-1], need.total.samples):
-        wanted = need.bytes(interleave._replace(block=WINDOWS[-1] // interleave.streams))
-        log.warning(
-            "data.cache_gb=%g: only %s samples are shuffled together; %.3g GB would be enough for %s",
-            *(data.cache_gb, f"{interleave.window:,}", 1.25 * wanted / 1e9, f"{WINDOWS[-1]:,}"),
-        )
+def order_facts(interleave: Interleave) -> dict[str, int]:
+    """Return what a checkpoint keeps of the interleave, by the names of the options."""
+    return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
-def with_order(config: Config, interleave: Interleave) -> Config:
-    """Return the config with the interleave that was chosen."""
-    chosen = {"shard_streams": interleave.streams, "shuffle_block": interleave.block}
-    return config.model_copy(update={"data": config.data.model_copy(update=chosen)})
+def saved_interleave(facts: Mapping[str, Any]) -> Interleave:
+    """Return the interleave of the run that wrote a checkpoint."""
+    return Interleave(facts["shard_streams"], facts["shuffle_block_size"])
 
 
-def order_facts(interleave: Interleave) -> dict[str, Any]:
-    """Return what a checkpoint keeps of the interleave."""
-    return {
-        "shard_streams": interleave.streams,
-        "shuffle_block": interleave.block,
-        "order": _UNSTAGGERED + interleave.staggered,
-    }
+def source_facts(data: DataConfig) -> dict[str, object]:
+    """Return what a checkpoint keeps of a mixture: nothing of a single data set."""
+    described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
+    return {"sources": described} if described else {}
+
+
+def _by_step(weight: float | list[tuple[int, float]]) -> dict[int, float]:
+    return dict(weight) if isinstance(weight, list) else {0: weight}
+
+
+def _at(weights: dict[int, float], step: int) -> float:
+    return weights[max(begin for begin in weights if begin <= step)]

@@ -1,42 +1,46 @@
-"""Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalisers' error."""
+"""Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalizers' error."""
 
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuclip_ds.config import Config
-from neuclip_ds.data.dataset import Batch
-from neuclip_ds.data.decoders import find_decoder
-from neuclip_ds.data.loader import eval_jobs, pair_dataset, train_jobs
+from neuclip_ds.data.dataset import Batch, PairDataset
+from neuclip_ds.data.images import DECODERS, EvalTransform
+from neuclip_ds.data.loader import Loader, eval_jobs, part_count, train_jobs
 from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest_file import check_separate
 from neuclip_ds.data.order import GlobalOrder
-from neuclip_ds.data.rank_batch import part_count
-from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import Encode, chance
-from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-from neuclip_ds.evaluation.loading import EvaluationLoader
-from neuclip_ds.evaluation.nearest_captions import nearest_pairs, read_pairs, records
+from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
+from neuclip_ds.evaluation.metrics import chance_recall
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
-from neuclip_ds.evaluation.retrieval import EncodedPairs, encode_pairs, retrieval
+from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
 from neuclip_ds.evaluation.suite import Suite
-from neuclip_ds.evaluation.tasks import load_tasks
-from neuclip_ds.evaluation.zero_shot import zero_shot
+from neuclip_ds.evaluation.tasks import Task, load_tasks
+from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
 from neuclip_ds.models.pretrained.base import Preprocessing
+from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.objectives.composed import ContrastiveObjective
+from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.reporting.gallery import write_gallery
-from neuclip_ds.reporting.scores import CHANCE
-from neuclip_ds.training.checks import open_held_out
-from neuclip_ds.training.data import TrainingData, loader_options
+from neuclip_ds.reporting.metrics import CHANCE
+from neuclip_ds.training.batches import TrainingData
+from neuclip_ds.training.data import find_split, loader_options, open_data, resolve
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
-_GALLERY = 12, 5  # images, and captions of each
 _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # sources of pairs
+
+
+class HeldOut(NamedTuple):
+    """The sets that a run is evaluated on."""
+
+    val: Manifest | None
+    zero_shot: ZeroShotSet | None
+    on_disk: list[tuple[Task, Path]]
 
 
 class Evaluator:
@@ -54,10 +58,16 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
+        """Raise `UserError` where a set cannot be used, or a method without normalizers is to have their error."""
+        anchors, method = config.run.normalizer_anchors, config.objective.method
+        if anchors and find_method(method).normalizer is None:
+            raise UserError(
+                f"run.normalizer_anchors={anchors} measures normalizers, but objective.method={method} has none. "
+                "Set it to 0."
+            )
         self._config, self._communicator = config, communicator
-        self._folder = config.run.folder / str(config.run.name)
         self._manifest, self._tokenizer, self._interleave = data.manifest, data.tokenizer, data.order.interleave
-        decode = find_decoder(config.data.decoder)
+        decode = DECODERS[config.data.decoder]
         self._transform = EvalTransform(preprocessing.size, preprocessing.squash, decode)
         self._rank_batch = config.rank_batch(communicator.world_size)
         micro = config.micro_batch(communicator.world_size)
@@ -65,19 +75,8 @@ class Evaluator:
         self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
         self._loader = self._start_loader()
 
-    def check(self, objective: Objective) -> None:
-        """Raise `UserError` where the normalisers' error is requested for a method without normalisers."""
-        if self._config.run.normalizer_anchors and not isinstance(objective, ContrastiveObjective):
-            raise UserError(
-                f"run.normalizer_anchors={self._config.run.normalizer_anchors} measures normalisers, but "
-                f"objective.method={self._config.objective.method} has none. Set it to 0."
-            )
-
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Return results by name, equal on all ranks, and as `chance/NAME` what a random choice scores.
-
-        Also writes the gallery of the held-out pairs, where there are any.
-        """
+        """Return results by name, equal on all ranks, and as `chance/NAME` what a random choice scores."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows)
@@ -85,7 +84,6 @@ class Evaluator:
             pairs = encode_pairs(encode, self._every_sample(_VAL, self._val))
             results.update(retrieval(pairs, self._communicator))
             results.update(_chance(results, int(results["retrieval_pairs"])))
-            self._write_gallery(pairs)
         if self._zero_shot is not None:
             found = zero_shot(encoder, self._zero_shot, self._transform, self._loader)
             results.update({**found, **_chance(found, len(self._zero_shot.class_names))})
@@ -110,18 +108,8 @@ class Evaluator:
             scores |= {f"{prefix}average/{name}": found.value for name, found in means.items()}
         return {name: score for name, score in scores.items() if score is not None}
 
-    def _write_gallery(self, pairs: EncodedPairs) -> None:
-        """Keep the captions that are nearest to the first held-out images, for the report."""
-        found = nearest_pairs(pairs, self._communicator, *_GALLERY)
-
-        def write() -> None:
-            images = read_pairs(found, lambda samples: self._loader.originals(_VAL, samples))
-            write_gallery(self._folder, records(images))
-
-        self._communicator.on_rank_zero(write)
-
     def _normalizer_error(self, encode: Encode, objective: ContrastiveObjective) -> dict[str, float]:
-        """Compare the normalisers of a fixed sample of anchors with those over the whole training set."""
+        """Compare the normalizers of a fixed sample of anchors with those over the whole training set."""
         data, manifest = self._config.data, self._manifest
         order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, _ANCHOR_SEED, self._interleave)
         anchors = min(self._config.run.normalizer_anchors, manifest.n_used)
@@ -147,7 +135,7 @@ class Evaluator:
         """This rank, and the number of ranks."""
         return self._communicator.rank, self._communicator.world_size
 
-    def _start_loader(self) -> EvaluationLoader:
+    def _start_loader(self) -> Loader:
         sources: dict[str, tuple[Manifest, int]] = {}  # with the seeds of their captions
         if self._val is not None:
             sources[_VAL] = self._val, 0
@@ -157,12 +145,33 @@ class Evaluator:
         pairs = {}
         for name, (manifest, seed) in sources.items():
             own = loader_options(self._config.data, manifest, self._communicator)
-            pairs[name] = pair_dataset(manifest, self._transform, self._tokenizer, seed, own)
+            pairs[name] = PairDataset(manifest, self._transform, self._tokenizer, seed, own.captions, own.cache)
             options = own if own.cache is not None else options  # which the wait for remote shards needs
-        return EvaluationLoader(options, pairs)
+        return Loader(options, pairs)
 
 
 def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
     """Return the chance of the scores whose names end in k, the length of a list of so many candidates."""
     lengths = {name: re.search(r"(?:@|top)(\d+)$", name) for name in results}
-    return {f"{CHANCE}{name}": chance.recall(int(k[1]), candidates) for name, k in lengths.items() if k}
+    return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
+
+
+def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
+    """Open the held-out sets of a run on all ranks.
+
+    Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
+    """
+    options = config.data
+    val = find_split(options.val, "val", options.train_paths)
+    images = find_split(options.zero_shot, "zero_shot", options.train_paths)
+    manifest = open_data(val, options, communicator, folder) if val else None
+    if train is not None and manifest is not None:
+        training, held_out = train, manifest
+        communicator.on_rank_zero(lambda: check_separate(training, held_out))
+    zero_shot, on_disk = None, []
+    if images:
+        folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
+        zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
+    if options.evaluation_sets is not None:
+        on_disk = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
+    return HeldOut(manifest, zero_shot, on_disk)

@@ -7,6 +7,7 @@ checkpoints, metrics and logs.
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,22 +18,22 @@ from typing import Any, NamedTuple, NoReturn
 import torch
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
-from neuclip_ds.config import BudgetConfig, Config
-from neuclip_ds.data.disk import explain_disk
-from neuclip_ds.data.rank_batch import RankBatch
+from neuclip_ds.config import Config
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import discard_average
-from neuclip_ds.engine.loss_scale import loss_scale_of
+from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
+from neuclip_ds.files import explain_disk
 from neuclip_ds.models.towers import set_patch_drop
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
-from neuclip_ds.reporting.progress import SlidingRate
-from neuclip_ds.training.data import TrainingData
-from neuclip_ds.training.data_position import DataPosition, resume
-from neuclip_ds.training.device_batches import DeviceBatch
-from neuclip_ds.training.hooks import Evaluate, Hook, standard_hooks
-from neuclip_ds.training.hooks.replicas import compare_replicas
-from neuclip_ds.training.phases import Phase, phase_at
+from neuclip_ds.reporting.events import EventLog
+from neuclip_ds.reporting.metrics import MetricsLog
+from neuclip_ds.training.batches import DeviceBatch, TrainingData
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.hooks.standard import Evaluate, standard_hooks
+from neuclip_ds.training.plan import Budget, DataPosition, Phase, phase_at, resume
+from neuclip_ds.training.replicas import compare_replicas
 from neuclip_ds.training.step import TrainStep
 
 log = logging.getLogger(__name__)
@@ -93,6 +94,22 @@ class StepResult:
         return found | dict(zip(self.gradients.metrics, values, strict=True))
 
 
+class _SlidingRate:
+    """Units per second over the last 50 updates.
+
+    The first update only starts the clock, so what came before it (launch, compilation, the first step) does not count.
+    """
+
+    def __init__(self) -> None:
+        self._marks: deque[tuple[float, float]] = deque(maxlen=51)  # (seconds, position)
+
+    def update(self, position: float) -> float:
+        """Return the rate, given that `position` units (samples) are done now; NaN until the second update."""
+        self._marks.append((time.monotonic(), position))
+        (start, first), (now, last) = self._marks[0], self._marks[-1]
+        return (last - first) / (now - start) if now > start else math.nan
+
+
 class Loop:
     """Steps of one objective, with hooks around them.
 
@@ -110,14 +127,18 @@ class Loop:
         stop_requested: set it on all ranks to end the loop after this step, with a checkpoint.
         stop_signal: the signal that requested it, if one did; the loop then ends with `Interrupted`.
         resources: context managers that hooks enter as they start; they end with the loop, as does what `close` closes.
+        events: the log of what goes wrong.
+        metrics: metrics.jsonl and TensorBoard, open on rank 0 while the loop runs.
     """
+
+    metrics: MetricsLog | None
 
     def __init__(
         self,
         context: RunContext,
         objective: Objective,
         folder: Path,
-        budget: BudgetConfig,
+        budget: Budget,
         plan: Plan,
         fingerprint: Fingerprint,
         epochs_before: int = 0,
@@ -136,6 +157,7 @@ class Loop:
         self.checkpoints = Checkpoints(
             folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
         )
+        self.events = EventLog(folder, communicator.rank)
         self.position = DataPosition.start(context.data.order, context.data.manifest)
         self.done = self.saved = 0
         self.total = self.position.end(budget)
@@ -159,7 +181,7 @@ class Loop:
         self.total = self.position.end(self._budget)
         self.phases = self._plan(self.position, self.total)
         if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
-            log.warning("the run ends before it trains on the new shards; raise budget.epochs")
+            log.warning("the run ends before it trains on the new shards; raise epochs")
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
         if not self.context.config.ema.decay:
             discard_average(self.context.engine)
@@ -169,8 +191,8 @@ class Loop:
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
-        Measures what `evaluate` gives, if anything, and runs `hooks` besides the standard ones. After a `roll_back`
-        it resumes, and all hooks start anew. Raises `Interrupted` after a stop that a signal requested.
+        Measures what `evaluate` gives, if anything, and runs `hooks` around the standard ones. After a `roll_back` it
+        resumes, and all hooks start again. Raises `Interrupted` after a stop that a signal requested.
         """
         while True:
             try:
@@ -183,14 +205,14 @@ class Loop:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
         with self.resources:
-            self._hooks = every_hook = self._make_hooks(evaluate, hooks)
+            self._hooks = every_hook = [*hooks, *self._standard_hooks(evaluate)]
             for hook in every_hook:
                 if (state := self._hook_states.get(type(hook).__name__)) is not None:
                     hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self._step.copies.ahead(self._batches())
-            rate = SlidingRate()
+            rate = _SlidingRate()
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
                     hook.before_step(self)
@@ -221,9 +243,10 @@ class Loop:
     def save(self) -> bool:
         """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
 
-        The ranks are compared before. Raises `SaveFailed` on all ranks where any could not write.
+        The ranks are compared before. Raises `SaveFailed` on all ranks where any could not write, and
+        `TrainingDiverged` if any holds other bits of what is equal on all.
         """
-        self.compare_replicas()
+        compare_replicas(self.done, self.context.engine, self.objective, self.context.communicator)
         self._tried = self.done
         states = {type(hook).__name__: hook.state(self) for hook in self._hooks}
         data = {
@@ -234,25 +257,24 @@ class Loop:
         self.saved = self.done
         return not self.checkpoints.saving
 
-    def _make_hooks(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> list[Hook]:
+    def _standard_hooks(self, evaluate: Evaluate | None) -> list[Hook]:
+        communicator = self.context.communicator
+
         def make() -> list[Hook]:
             with explain_disk(self.folder):
-                return standard_hooks(self, evaluate, hooks)
+                self.events.resume(self.done)
+                return standard_hooks(self, evaluate)
 
-        return self.context.communicator.on_every_rank(make)
-
-    def compare_replicas(self) -> None:
-        """Raise `TrainingDiverged` on all ranks if any holds other bits of what is equal on all."""
-        compare_replicas(self.done, self.context.engine, self.objective, self.context.communicator)
+        return communicator.on_every_rank(make)
 
     def roll_back(self, problem: str) -> NoReturn:
-        """Return to the newest checkpoint, on all ranks, after `run.max_skipped` skipped steps.
+        """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` skipped steps.
 
         Raises:
             RollBack: ends these steps, for `run` to resume.
             TrainingDiverged: there is no checkpoint, or the steps have failed in the same place before.
         """
-        newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped
+        newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped_steps
         advice = "lower optimizer.lr, or objective.npn.lr if the log warned of the NPN, and start the run again."
         if newest is None:
             raise TrainingDiverged(f"{problem}, and there is no checkpoint to return to: {advice}")
@@ -261,7 +283,7 @@ class Loop:
         self._failed_at = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
-    def _train_on(self, batch: DeviceBatch, began: float, waited: float, rate: SlidingRate) -> StepResult:
+    def _train_on(self, batch: DeviceBatch, began: float, waited: float, rate: _SlidingRate) -> StepResult:
         config, number = self.context.config, self.done
         epoch = self.position.at(number).epoch
         phase = phase_at(self.phases, number)

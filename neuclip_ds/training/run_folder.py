@@ -6,19 +6,25 @@ refused and moved in when all ranks are ready to train.
 
 import json
 import os
+import platform
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import datetime, timezone
+from importlib.metadata import version
 from pathlib import Path
 
-from neuclip_ds.config import Config
-from neuclip_ds.data.atomic_write import atomic_write
-from neuclip_ds.data.disk import explain_disk
+import torch
+
+from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import check_shared
-from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import dump
+from neuclip_ds.errors import UserError, redact
+from neuclip_ds.files import atomic_write, best_effort, explain_disk
 
+_PACKAGES = ("torch", "deepspeed", "transformers", "timm", "webdataset", "numpy", "pillow")
 CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "model", "tokenizer", "complete.json"
 
 
@@ -39,7 +45,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
             shutil.rmtree(staged, ignore_errors=True)  # of a start that was killed
             staged.mkdir(parents=True)
             if (folder / MANIFESTS).is_dir():
-                shutil.copytree(folder / MANIFESTS, staged / MANIFESTS, copy_function=_link)
+                shutil.copytree(folder / MANIFESTS, staged / MANIFESTS, copy_function=link_or_copy)
 
     communicator.on_rank_zero(make)
     try:
@@ -87,9 +93,41 @@ def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]
     return content
 
 
-def _link(source: str, target: str) -> None:
+def link_or_copy(source: str, target: str) -> None:
     """Link a file to a second name, or copy it where the file system has no links."""
     try:
         os.link(source, target)
     except OSError:
         shutil.copy2(source, target)
+
+
+def record_environment(folder: Path, communicator: Communicator) -> None:
+    """Write FOLDER/environment.json; called on all ranks, at every start."""
+    nodes = communicator.gather_objects(f"{platform.node()} ({_device()})")
+    if communicator.rank > 0:
+        return
+    found = {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": redact(" ".join(sys.argv)),
+        "ranks": communicator.world_size,
+        "nodes": ", ".join(sorted(set(nodes))),
+        "python": platform.python_version(),
+        "system": platform.platform(),
+        "commit": _commit(),
+        **{package: version(package) for package in _PACKAGES},
+    }
+    with best_effort(folder / "environment.json") as path:
+        path.write_text(json.dumps(found, indent=1), encoding="utf-8")
+
+
+def _device() -> str:
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"CPU, {torch.get_num_threads()} threads per rank"
+
+
+def _commit() -> str:
+    """Return the program's git commit, if it runs from a checkout."""
+    call = ["git", "describe", "--always", "--dirty"]
+    found = subprocess.run(call, cwd=Path(__file__).parent, capture_output=True, text=True, check=False)
+    return found.stdout.strip() or "unknown"

@@ -3,37 +3,34 @@
 The engine does not know the objective. It back-propagates K times a scalar whose gradient the objective has computed
 in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
-A batch larger than the micro-batch takes two passes. The first keeps features only. After the objective has seen the
-whole batch, the second runs each micro-batch again and back-propagates its rows of the feature gradients; a frozen
-tower runs in the first only, except under ZeRO 3. Both passes draw the same dropout, and batch-norm statistics change
-in the second only, so the result is that of one large pass. The device holds the pixels of two micro-batches at a time
-(device_batches.py).
+A batch larger than the micro-batch takes two passes (loss/two_pass.py), with the objective between them. Dropout is
+fixed by (seed, step, rank, micro-batch). A frozen tower runs in the first pass only, except under ZeRO 3. The device
+holds the pixels of two micro-batches at a time (device_batches.py).
 
 A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
 finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
 by then, so its state, and the statistics of batch norm, are restored.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.profiler import record_function
 
 from neuclip_ds.data.dataset import Batch
-from neuclip_ds.data.rank_batch import RankBatch
-from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.ranges import phase_range
-from neuclip_ds.engine.optimizers import set_learning_rate
-from neuclip_ds.engine.update import update_weights
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import PHASE, Communicator
+from neuclip_ds.engine.update import set_learning_rate, update_weights
 from neuclip_ds.engine.zero import fetches_weights
-from neuclip_ds.loss.autograd import with_gradients
-from neuclip_ds.loss.two_pass import kept_statistics, running_statistics
+from neuclip_ds.loss.two_pass import MicroBatches, batch_norms, with_gradients
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
-from neuclip_ds.state.host_copy import HostCopy
-from neuclip_ds.training.device_batches import DeviceBatch, DeviceBatches
+from neuclip_ds.state.host_memory import HostCopy
+from neuclip_ds.training.batches import DeviceBatch, DeviceBatches
 
 
 class StepOutcome(NamedTuple):
@@ -66,13 +63,14 @@ class TrainStep:
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self.copies, self._seed = DeviceBatches(communicator.device, micro_batch), seed
-        self._statistics = running_statistics(engine.module)
+        self._batch_norms = batch_norms(engine.module)
+        self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
         every = fetches_weights(engine.module)
         towers = (getattr(engine.module, name, engine.module) for name in TOWERS)
         self._runs_twice = [every or any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
-        """Update encoders, temperature and normaliser by one global batch, or skip it where it is not finite."""
+        """Update encoders, temperature and normalizer by one global batch, or skip it where it is not finite."""
         if isinstance(batch, Batch):
             batch = self.copies.begin(RankBatch([batch]))
         if not self._engine.module.training:  # train() visits every module
@@ -83,23 +81,26 @@ class TrainStep:
         gather = self._objective.begin_gather(index, valid)
         rows = batch.rows
         micro_batches = batch.micro_batches(passes=1 if len(rows) == 1 else 2)
-        features: tuple[Tensor | None, Tensor | None]
-        if len(rows) == 1:
-            self._fix_dropout(step, 0)
-            features = image, text = self._forward(*next(micro_batches), gather)
-            collected = image.detach(), text.detach()
-        else:
-            collected = self._first_pass(micro_batches, len(rows), step, gather)
-        with phase_range("objective"):
+        passes = MicroBatches(self._batch_norms)
+        for number in range(len(rows)):
+            self._fix_dropout(step, number)
+            with passes.features() if len(rows) > 1 else nullcontext():
+                features = self._forward(*next(micro_batches), gather)
+            passes.add(*features)
+        collected = passes.whole()
+        with record_function(f"{PHASE}objective"):
             gradients = self._objective(Features(*collected, index, valid, gather), step)
+        passes.differentiated(gradients.image, gradients.text)
         scalars = HostCopy(torch.stack([gradients.loss, gradients.metrics["tau"]]))  # arrive during the backward pass
         one_or_nan = 1 + 0 * (gradients.loss + gradients.metrics["feature_grad_norm"])
-        for number, part in enumerate(rows):
-            if len(rows) > 1:
-                self._fix_dropout(step, number)
-                features = self._second_pass(*next(micro_batches))
-            self._backward(features, gradients, part, one_or_nan, last=part is rows[-1])
-        with phase_range("optimizer"):
+        if len(rows) == 1:
+            self._backward(gradients.loss, passes.learning(*features), one_or_nan, last=True)
+        else:
+            for _ in rows:
+                with passes.gradients():
+                    learning = passes.learning(*self._second_pass(*next(micro_batches)))
+                    self._backward(gradients.loss, learning, one_or_nan, passes.is_last)
+        with record_function(f"{PHASE}optimizer"):
             norm, applied = update_weights(self._engine)
         loss, tau = scalars.wait().tolist()
         if applied:
@@ -121,46 +122,26 @@ class TrainStep:
 
     def _forward(self, image: Tensor, tokens: Tensor, gather: FeatureGather | None = None) -> tuple[Tensor, Tensor]:
         """Return (b, d) image and text features; `gather` receives each as soon as it is computed."""
-        with phase_range("forward"):
+        with record_function(f"{PHASE}forward"):
             text_ready = gather.add_text if gather is not None else None
             features: tuple[Tensor, Tensor] = self._engine(image, tokens, text_ready)
             if gather is not None:
                 gather.add_image(features[0])
         return features
 
-    def _first_pass(
-        self, micro_batches: Iterator[tuple[Tensor, Tensor]], count: int, step: Step, gather: FeatureGather | None
-    ) -> tuple[Tensor, Tensor]:
-        """Return (b, d) image and text features of `count` micro-batches, the whole batch, without a graph."""
-        features = []
-        with torch.no_grad(), kept_statistics(self._engine.module):
-            for number in range(count):
-                self._fix_dropout(step, number)
-                features.append(self._forward(*next(micro_batches), gather))
-        images, texts = zip(*features, strict=True)
-        return torch.cat(images), torch.cat(texts)
-
     def _second_pass(self, image: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Return features with a graph; None of a frozen tower that need not run again."""
         inputs = [x if again else None for x, again in zip((image, tokens), self._runs_twice, strict=True)]
-        with phase_range("forward"):
+        with record_function(f"{PHASE}forward"):
             features: tuple[Tensor | None, Tensor | None] = self._engine(*inputs, None)
         return features
 
-    def _backward(
-        self,
-        features: tuple[Tensor | None, Tensor | None],
-        gradients: FeatureGradients,
-        rows: slice,
-        factor: Tensor,
-        last: bool,
-    ) -> None:
-        sides = zip(features, (gradients.image, gradients.text), strict=True)
-        learning = [(x, gradient[rows]) for x, gradient in sides if x is not None and x.requires_grad]
-        loss = with_gradients(gradients.loss, *zip(*learning, strict=True))
+    def _backward(self, loss: Tensor, learning: tuple[list[Tensor], list[Tensor]], factor: Tensor, last: bool) -> None:
+        """Back-propagate features with their gradients, times a factor; `last` of the step."""
+        scalar = with_gradients(loss, *learning)
         self._engine.set_gradient_accumulation_boundary(last)
-        with phase_range("backward"):
-            self._engine.backward(loss * (self._communicator.world_size * factor))
+        with record_function(f"{PHASE}backward"):
+            self._engine.backward(scalar * (self._communicator.world_size * factor))
 
     def _fix_dropout(self, step: Step, micro: int) -> None:
         """Seed dropout by (seed, step, rank, micro-batch): equal in both passes and after a resume."""

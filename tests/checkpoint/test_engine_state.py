@@ -12,9 +12,10 @@ import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
+from small_checkpoints import save_engine
 from torch import Tensor, nn
 
-from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
+from neuclip_ds.checkpoint.engine_state import load_engine
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -188,7 +189,7 @@ def complete(folder: Path, case: Case) -> None:
 def test_another_world_size_and_stage_keep_every_bit(tmp_path: Path) -> None:
     said = hand_over([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
     for missing, foreign in said:
-        assert re.match(r"rank 1 on \S+: There is no ", missing)
+        assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
         assert "nowhere/engine.json" in missing
         assert foreign.startswith("rank 0 on ")
         assert "has the parameter 0.weight in the shape [5, 3], this run's model in [6, 3]: set model.* back" in foreign
@@ -209,10 +210,12 @@ def load_from_few_files(communicator: Communicator, folder: Path, engines: list[
     for name in engines:
         source, copy = folder / name, folder / f"{name}-{communicator.world_size}-{communicator.rank}"
         engine = build(("adamw", name), communicator, seed=1, freeze=False)
-        shards, needed = json.loads((source / "engine.json").read_text())["shards"], {0}
-        for part in placements(engine, communicator.rank):
-            for file, start, stop in shards[part.name]["places"]:
-                needed |= {file} if max(start, part.start) < min(stop, part.stop) else set()
+        parts, needed = {part.name: part for part in placements(engine, communicator.rank)}, {0}
+        for file, keys in enumerate(json.loads((source / "engine.json").read_text())["keys"]):
+            for name, place in (key.split("/")[1:] for key in keys if not key.endswith("/scalar")):
+                part, (start, stop) = parts.get(name), map(int, place.split("-"))
+                if part is not None and max(start, part.start) < min(stop, part.stop):
+                    needed.add(file)
         shutil.copytree(source, copy)
         for path in copy.glob("fragments.*"):
             if int(path.name.split(".")[1].split("-")[0]) not in needed:

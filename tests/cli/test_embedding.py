@@ -1,10 +1,11 @@
-"""embed, filter and nearest as a user calls them: with a pretrained model, on two ranks, killed and started again."""
+"""embed and filter as a user calls them: with a pretrained model, on two ranks, killed and started again."""
 
 from __future__ import annotations
 
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from small_runs import call, start
 from tars import write_tar
 
 from neuclip_ds.cli.main import main
-from neuclip_ds.data.manifest import load_manifest
-from neuclip_ds.embedding.parts import Parts
+from neuclip_ds.data.manifest_file import load_manifest
+from neuclip_ds.embedding.select import feature_tables
 
 
 @pytest.fixture(scope="module")
@@ -31,6 +32,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+def embed(place: Path, out: Path, *options: str, ranks: int = 1, run: Any = call) -> Any:
+    command = ("neuclip_ds/__main__.py", "embed", "model", "shards", f"--out={out}", *options)
+    return run(*command, folder=place, ranks=ranks)
+
+
 def contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.glob("part-*")}
 
@@ -38,10 +44,10 @@ def contents(folder: Path) -> dict[str, bytes]:
 @pytest.mark.slow
 def test_killed_and_started_again_on_two_ranks_the_files_are_the_same(place: Path, tmp_path: Path) -> None:
     options = ["--batch-size=8", "--workers=1"]
-    whole = call("tools/embed.py", "model", "shards", f"--out={tmp_path}/whole", *options, folder=place)
+    whole = embed(place, tmp_path / "whole", *options)
     assert whole.returncode == 0, whole.stderr
     assert "600 samples of 40 shards" in whole.stdout and "samples/s" in whole.stdout
-    killed = start("tools/embed.py", "model", "shards", f"--out={tmp_path}/out", *options, folder=place, ranks=2)
+    killed = embed(place, tmp_path / "out", *options, ranks=2, run=start)
     deadline = time.monotonic() + 120
     while len(contents(tmp_path / "out")) < 4 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -49,34 +55,27 @@ def test_killed_and_started_again_on_two_ranks_the_files_are_the_same(place: Pat
         program.kill()
         program.wait()
     assert 4 <= len(contents(tmp_path / "out")) < 40
-    again = call("tools/embed.py", "model", "shards", f"--out={tmp_path}/out", *options, folder=place, ranks=2)
+    again = embed(place, tmp_path / "out", *options, ranks=2)
     assert again.returncode == 0, again.stderr
     assert contents(tmp_path / "out") == contents(tmp_path / "whole")
-    other = call("tools/embed.py", "model", "shards", f"--out={tmp_path}/out", "--dtype=float32", folder=place)
+    other = embed(place, tmp_path / "out", "--dtype=float32")
     assert other.returncode == 2 and "choose another --out" in other.stderr
 
 
 @pytest.mark.slow
-def test_from_features_to_a_data_set_and_a_search(
+def test_from_features_to_a_data_set(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     monkeypatch.chdir(place)
-    done = call("tools/embed.py", "model", "shards", f"--out={tmp_path}/out", "--format=npy", folder=place)
+    done = embed(place, tmp_path / "out", "--format=npy")
     assert done.returncode == 0, done.stderr
     main(["filter", f"{tmp_path}/out", "--top=0.1", f"--out={tmp_path}/kept.npy"])
     assert "60 uids of 600 samples" in capsys.readouterr().out
     assert len(np.load(tmp_path / "kept.npy")) == 60
     main(["build-manifest", f"{tmp_path}/manifest", "shards", "--uids", f"{tmp_path}/kept.npy", "--processes=1"])
     assert load_manifest(tmp_path / "manifest").n == 60
-    capsys.readouterr()
-    (tmp_path / "picture.jpg").write_bytes(members(123)["jpg"])
-    for index in ([], ["--faiss=Flat"]):
-        main(["nearest", f"{tmp_path}/out", f"--image={tmp_path}/picture.jpg", "--count=3", *index])
-        _, head, first, *rest = capsys.readouterr().out.splitlines()
-        assert head.split("\t") == ["similarity", "index", "key", "uid"]
-        assert first.split("\t")[:3] == ["1.0000", "123", "00123"] and len(rest) == 2
     assert json.loads((tmp_path / "out" / "embedding.json").read_text())["model"] == "model"
-    assert Parts(tmp_path / "out").numbers == list(range(40))
+    assert len(feature_tables(tmp_path / "out")) == 40
 
 
 @pytest.mark.parametrize(
@@ -85,8 +84,6 @@ def test_from_features_to_a_data_set_and_a_search(
         (["filter", "x", "--out=y"], "Nothing says what to keep: set --min, --max or --top."),
         (["filter", "x", "--out=y", "--top=20"], "--top=20 is no share of the samples"),
         (["filter", "x", "--out=y", "--min=1"], "x is no parquet file"),
-        (["nearest", "x"], "Nothing to search for: give --text or --image."),
-        (["nearest", "x", "--text=a"], "x holds no features"),
     ],
 )
 def test_mistakes(

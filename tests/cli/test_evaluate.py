@@ -22,10 +22,10 @@ CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
 
 def write_sets(root: Path, images: int = 23) -> Path:
     """CIFAR-10 and Flickr, made of noise."""
-    labelled, captioned = root / "wds_cifar10_test", root / "wds_flickr30k"
-    write_shards(labelled, [{"jpg": jpeg(n), "cls": str(n * 5 % 6).encode()} for n in range(images)])
-    (labelled / "classnames.txt").write_text("\n".join(CLASSES))
-    (labelled / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
+    labeled, captioned = root / "wds_cifar10_test", root / "wds_flickr30k"
+    write_shards(labeled, [{"jpg": jpeg(n), "cls": str(n * 5 % 6).encode()} for n in range(images)])
+    (labeled / "classnames.txt").write_text("\n".join(CLASSES))
+    (labeled / "zeroshot_classification_templates.txt").write_text("a photo of a {c}.\n{c}\n")
     lines = [f"{CLASSES[n % 6]} {n}\n{CLASSES[n // 6]}" for n in range(images)]
     write_shards(captioned, [{"jpg": jpeg(n), "txt": line.encode()} for n, line in enumerate(lines)])
     (captioned / "dataset_type.txt").write_text("retrieval\n")
@@ -56,7 +56,7 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     done = {"key": "cifar10", "dataset": "CIFAR-10", "metrics": {"acc1": 0.125, "main_metric": 0.125}}
     other = {"key": "own/pets", "dataset": "pets", "metrics": {"acc1": 9.0}, "data": "/elsewhere/pets: 1"}
     (out / "eval_results.jsonl").write_text(f"{json.dumps(done)}\n{json.dumps(other)}\n")
-    options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2", "--setting=cc3m"]
+    options = ["--data", "data", "pets", "pairs.tsv", "--out=scores", "--batch-size=8", "--workers=2"]
     write_sets(tmp_path / "data")
     write_own(tmp_path)
     run = call("tools/evaluate.py", "model", *options, folder=tmp_path)
@@ -76,7 +76,6 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
     )
     assert "Missing from retrieval: MSCOCO." in run.stdout
     assert "| pets | acc1 | " in run.stdout and "| pairs | mean_recall@1 | " in run.stdout
-    assert "21.84" in run.stdout
     averages = json.loads((out / "averages.json").read_text())
     assert averages["datacomp"]["value"] is None
     assert len(averages["datacomp"]["missing"]) == 36

@@ -10,7 +10,7 @@ import pytest
 import torch
 from miniatures import save_clip, save_open_clip
 from safetensors.torch import load_file
-from small_runs import call, demo_shards
+from small_runs import TRAIN, call, demo_shards
 from test_image_weights import saved_timm
 from test_text_encoders import xlm_roberta
 from transformers import AutoModel, AutoProcessor
@@ -27,7 +27,7 @@ OPTIONS = [
     "--objective.temperature.initial=null",
     "--optimizer.warmup_steps=0",
     "--run.name=fine",
-    "--budget.steps=2",
+    "--max_steps=2",
 ]
 
 
@@ -40,7 +40,7 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     before = save_clip(tmp_path / "clip").state_dict()
     options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]
-    done = call("train.py", "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
+    done = call(TRAIN, "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
     assert metrics[0]["tau"] == pytest.approx(0.018315638)
@@ -58,7 +58,7 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     AutoModel.from_pretrained(tmp_path / "exported")
     AutoProcessor.from_pretrained(tmp_path / "exported")
     card = (tmp_path / "exported/README.md").read_text()
-    assert "fine-tuned from" in card
+    assert "trained from `clip` (model)" in card
     assert "tuneclip" in card
     checkpoint = max((tmp_path / "runs/fine/checkpoints").glob("step_*"))
     assert export_run(checkpoint, "open_clip", tmp_path / "other") == checkpoint
@@ -67,7 +67,7 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path: Path) -> None:
-    """A timm tower at another resolution and XLM-R beyond its positions, on two ranks under ZeRO-3, as ONNX."""
+    """A timm tower at another resolution and XLM-R beyond its positions, on two ranks under ZeRO-3, as towers."""
     saved_timm(tmp_path / "image.safetensors")
     xlm_roberta(tmp_path / "text", max_position_embeddings=34)
     options = [*OPTIONS[:2], "--data.micro_batch=4", "--model.activation_checkpointing=true", f"--data.train={shards}"]
@@ -75,18 +75,18 @@ def test_pretrained_towers_train_resume_and_are_exported(shards: Path, tmp_path:
         "model: {vision: {name: test_vit, image_size: 64}, text: {context_length: 40}, embed_dim: 16}"
     )
     options += [f"--model.vision.pretrained={tmp_path}/image.safetensors", f"--model.text.pretrained={tmp_path}/text"]
-    options += ["--run.name=towers", "--run.report=false", "--data.zero_shot=", "--deepspeed=zero3_fp32"]
+    options += ["--run.name=towers", "--data.zero_shot=", "--deepspeed=zero3_fp32"]
     options += ["--objective.method=openclip"]
     for steps in (2, 4):
-        done = call("train.py", "recipe.yaml", *options, f"--budget.steps={steps}", folder=tmp_path, ranks=2)
+        done = call(TRAIN, "recipe.yaml", *options, f"--max_steps={steps}", folder=tmp_path, ranks=2)
         assert done.returncode == 0, done.stdout + done.stderr
     (tmp_path / "text").rename(tmp_path / "moved")  # the run keeps what it needs
-    done = call("tools/export.py", "runs/towers", "--out=onnx", "--format=onnx", "--license=mit", folder=tmp_path)
+    done = call("tools/export.py", "runs/towers", "--out=out", "--format=towers", "--license=mit", folder=tmp_path)
     assert done.returncode == 0, done.stderr
-    card = (tmp_path / "onnx/README.md").read_text()
-    assert "license: mit" in card and "its image tower from `test_vit (image.safetensors)` and its text tower" in card
+    card = (tmp_path / "out/README.md").read_text()
+    assert "license: mit" in card and "`image.safetensors` (image tower)" in card
     assert "image_to_text_recall@1" in card
-    assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "onnx").glob("*.[jm][sd]*"))
+    assert not any(str(tmp_path) in path.read_text() for path in (tmp_path / "out").rglob("*.[jm][sd]*"))
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
     save_open_clip(tmp_path / "ours")
     options = [*OPTIONS, f"--data.train={shards}", f"--deepspeed={engine}", f"--objective.method={method}"]
     options += [f"--model.pretrained={tmp_path}/ours", *["--objective.siglip.bias=-10"] * (method == "siglip")]
-    done = call("train.py", "demo", *options, folder=tmp_path)
+    done = call(TRAIN, "demo", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     done = call("tools/export.py", "runs/fine", "--out=exported", "--format=open_clip", folder=tmp_path)
     assert done.returncode == 0, done.stderr

@@ -15,7 +15,7 @@ BIN = Path(sys.executable).parent
 
 
 def check(options: list[str], ranks: int, folder: Path, *words: str) -> None:
-    done = call("train.py", *options, f"--run.folder={folder}/runs", folder=folder, ranks=ranks)
+    done = call("train.py", *options, f"--run.output_dir={folder}/runs", folder=folder, ranks=ranks)
     says(done, *words)
 
 
@@ -31,7 +31,7 @@ def says(done: subprocess.CompletedProcess[str], *words: str) -> None:
 def as_process(*command: str, folder: Path) -> subprocess.CompletedProcess[str]:
     """Its end in an interpreter of its own, as a shell starts it."""
     variables = {**environment(), "PATH": f"{BIN}:{os.environ['PATH']}"}
-    command = (*command, f"--run.folder={folder}/runs")
+    command = (*command, f"--run.output_dir={folder}/runs")
     return subprocess.run(command, env=variables, cwd=folder, capture_output=True, text=True, timeout=90)
 
 
@@ -41,21 +41,26 @@ def test_a_process_of_its_own(tmp_path: Path) -> None:
     says(done, "did you mean --data.batch-size")
 
 
-CONFIG = [
+MISTAKES = [
     (["dem"], "did you mean demo"),
     (["demo", "--optimizer.lr=fast"], "optimizer.lr='fast'"),
     (["demo", "--objective.method=neuclp"], "did you mean neuclip"),
     (["demo", "--data.micro_batch=100"], "use 128"),
     (["demo", "--deepspeed=zero9"], "zero1_bf16"),
     (["demo", "--data.train="], "--data.train"),
-    (["demo", "--data.train=/no/such/folder"], "/no/such/folder"),
     (["demo", "--model.text.vocab_size=100"], "300"),
+]
+OF_TWO_RANKS = [
+    (["demo", "--data.batch_size=255"], "not divisible by the 2 ranks"),
+    (["demo", "--data.train=/no/such/folder"], "/no/such/folder"),
 ]
 
 
-@pytest.mark.parametrize(("options", "word"), CONFIG)
-def test_config(options: list[str], word: str, tmp_path: Path) -> None:
-    check(options, 1, tmp_path, word)
+@pytest.mark.parametrize(
+    ("ranks", "options", "word"), [*((1, *one) for one in MISTAKES), *((2, *one) for one in OF_TWO_RANKS)]
+)
+def test_config(ranks: int, options: list[str], word: str, tmp_path: Path) -> None:
+    check(options, ranks, tmp_path, word)
 
 
 def test_image_size_that_does_not_fit_the_patch(tmp_path: Path) -> None:
@@ -72,17 +77,6 @@ def test_contradicting_engine_config(tmp_path: Path) -> None:
     check(["demo", f"--deepspeed={path}"], 1, tmp_path, "train_batch_size", "256")
     path.write_text(json.dumps({"optimizer": {"type": "Adam"}}))
     check(["demo", f"--deepspeed={path}"], 1, tmp_path, "optimizer")
-
-
-@pytest.mark.parametrize(
-    ("options", "word"),
-    [
-        (["demo", "--data.batch_size=255"], "not divisible by the 2 ranks"),
-        (["demo", "--data.train=/no/such/folder"], "/no/such/folder"),
-    ],
-)
-def test_two_ranks(options: list[str], word: str, tmp_path: Path) -> None:
-    check(options, 2, tmp_path, word)
 
 
 def test_shards_without_captions(tmp_path: Path) -> None:
@@ -112,7 +106,7 @@ def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
     with wds.TarWriter(str(tar)) as out:
         for sample in samples:
             out.write(sample)
-    options = ["demo", *SMALL, f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--budget.steps=1"]
+    options = ["demo", *SMALL, f"--data.train={tmp_path}/data/train", "--data.batch_size=16", "--max_steps=1"]
     launcher = ["deepspeed", "--num_accelerators", "2", "--master_port", str(29600 + os.getpid() % 300)]
     done = as_process(str(BIN / launcher[0]), *launcher[1:], str(ROOT / "train.py"), *options, folder=tmp_path)
     says(done, "rank 1 on ", "0.tar", samples[1]["__key__"], "cannot be decoded")

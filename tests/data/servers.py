@@ -1,4 +1,4 @@
-"""Test servers with injected faults: HTTP, and a proxy that cuts or stalls TCP connections."""
+"""An HTTP server with injected faults."""
 
 from __future__ import annotations
 
@@ -6,9 +6,18 @@ import socket
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import parse_qs
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    """Wait until a condition holds, or raise AssertionError."""
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.01)
 
 
 class Files(ThreadingHTTPServer):
@@ -18,13 +27,11 @@ class Files(ThreadingHTTPServer):
         gets: GET requests of each path; those of a range count as one where they begin at byte 0.
         heads: HEAD requests of each path.
         authorizations: header of this name of each GET request that has one.
-        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`, `drip`; then all is
-            well.
+        faults: path -> what its next requests meet, one each: a status, `cut`, `stall`, `short`; then all is well.
         gate: bodies are sent while it is set.
         delay: seconds that a body takes.
         refuses: status of every answer, if set.
         most: requests at a time beyond which the answer is 503 SlowDown, if set.
-        ranges: whether it serves ranges.
     """
 
     daemon_threads = True
@@ -41,8 +48,7 @@ class Files(ThreadingHTTPServer):
         self.delay = 0.0
         self.refuses: int | None = None
         self.most: int | None = None
-        self.ranges = True
-        self.active = self.refused = self.ranged = 0
+        self.active = self.refused = 0
         self.counting = threading.Lock()
         self.over = threading.Event()
 
@@ -81,7 +87,8 @@ class _Handler(BaseHTTPRequestHandler):
     def _answer(self, refusal: int | None) -> None:
         name = self.path.strip("/")
         if listing := "list-type=2" in name:
-            name = name.partition("?")[0]
+            name, _, query = name.partition("?")
+            prefix = parse_qs(query).get("prefix", [""])[0]
         if refusal is not None:
             self.server.refused += 1
             self.send_error(refusal, "SlowDown" if refusal == 503 else None)
@@ -96,6 +103,7 @@ class _Handler(BaseHTTPRequestHandler):
             self._send(self.server.files[name], fault)
         elif listing:  # of a bucket with one folder
             keys = ((path.partition("/")[2], len(data)) for path, data in sorted(self.server.files.items()))
+            keys = ((key, size) for key, size in keys if key.startswith(prefix))
             listed = "".join(f"<Contents><Key>{key}</Key><Size>{size}</Size></Contents>" for key, size in keys)
             self._send(f"<ListBucketResult><IsTruncated>false</IsTruncated>{listed}</ListBucketResult>".encode(), None)
         elif found := [path for path in self.server.files if path.startswith(name)]:
@@ -106,17 +114,11 @@ class _Handler(BaseHTTPRequestHandler):
     def _send(self, data: bytes, fault: str | None) -> None:
         start, end = self._range(len(data))
         partial = (start, end) != (0, len(data))
-        self.server.ranged += partial
         data = data[start:end]
         data = data[: len(data) // 3] if fault == "short" else data
         self.send_response(206 if partial else 200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        if fault == "drip":
-            for number in range(len(data)):
-                self.wfile.write(data[number : number + 1])
-                if self.server.over.wait(0.05):
-                    return
         half = len(data) // 2
         self.wfile.write(data[:half])
         if fault == "cut":
@@ -131,11 +133,11 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _range(self, size: int) -> tuple[int, int]:
         """Return begin and end of what is requested of a body of `size` bytes."""
-        header = self.headers["Range"] if self.server.ranges else None
+        header = self.headers["Range"]
         if header is None:
             return 0, size
         first, last = header.removeprefix("bytes=").split("-")
-        return int(first), min(int(last) + 1, size)
+        return int(first), min(int(last) + 1, size) if last else size
 
     def log_message(self, *arguments) -> None:
         pass
@@ -154,53 +156,3 @@ def files_server() -> Iterator[Files]:
         server.shutdown()
         thread.join()
         server.server_close()
-
-
-class Proxy:
-    """Forward TCP connections to a port of this machine.
-
-    Attributes:
-        port: where it listens.
-        faults: what its next connections that answer with more than `limit` bytes meet after them: `cut` or `stall`.
-    """
-
-    def __init__(self, upstream: int, limit: int = 20_000) -> None:
-        self._upstream, self._limit = upstream, limit
-        self.faults: list[str] = []
-        self.met: list[str] = []
-        self._over = threading.Event()
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, daemon=True).start()
-
-    def close(self) -> None:
-        self._over.set()
-        self._listener.shutdown(socket.SHUT_RDWR)  # wakes `accept`
-        self._listener.close()
-
-    def _accept(self) -> None:
-        while not self._over.is_set():
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(("127.0.0.1", self._upstream))
-            threading.Thread(target=self._pump, args=(client, server, False), daemon=True).start()
-            threading.Thread(target=self._pump, args=(server, client, True), daemon=True).start()
-
-    def _pump(self, source: socket.socket, sink: socket.socket, is_answer: bool) -> None:
-        passed = 0
-        try:
-            while data := source.recv(4096):
-                sink.sendall(data)
-                passed += len(data)
-                if is_answer and passed > self._limit and self.faults:
-                    self.met.append(self.faults.pop(0))
-                    if self.met[-1] == "stall":
-                        self._over.wait()
-                    break
-        except OSError:
-            pass
-        for end in (source, sink):
-            with suppress(OSError):
-                end.shutdown(socket.SHUT_RDWR)

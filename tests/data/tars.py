@@ -1,15 +1,24 @@
-"""Write small shards for the tests of data loading."""
+"""Write and load small shards for the tests of data loading."""
 
 from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
+
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.dataset import Batch, PairDataset
+from neuclip_ds.data.images import ImageTransform
+from neuclip_ds.data.loader import Jobs, Loader, LoaderOptions, eval_jobs, train_jobs
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.shards import resolve_shards
 
 
 def write_tar(path: Path, members: Iterable[tuple[str, bytes]], tar_format: int = tarfile.USTAR_FORMAT) -> Path:
@@ -45,7 +54,50 @@ def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str,
     return folder
 
 
+def manifest_of(folder: Path) -> Manifest:
+    """Return the manifest of a folder's shards, without sample tables."""
+    return build_manifest(resolve_shards(str(folder)), processes=1)
+
+
 def tokenize(captions: list[str]) -> torch.Tensor:
     """Return code points, truncated or padded to 12."""
     rows = [[ord(letter) for letter in caption[:12].ljust(12, "\0")] for caption in captions]
     return torch.tensor(rows, dtype=torch.int64).reshape(len(captions), 12)
+
+
+def load_training(
+    manifest: Manifest,
+    order: GlobalOrder,
+    transform: ImageTransform,
+    options: LoaderOptions,
+    steps: int,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    epoch: int = 0,
+    step: int = 0,
+    parts: int = 1,
+) -> Iterator[Batch]:
+    """A rank's batches, as training loads them."""
+    jobs = train_jobs(order, rank, world_size, epoch, step, steps, parts)
+    return _load(manifest, transform, options, order.seed, jobs)
+
+
+def load_evaluation(
+    manifest: Manifest,
+    transform: ImageTransform,
+    options: LoaderOptions,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+) -> Iterator[Batch]:
+    """A rank's batches of a held-out set."""
+    return _load(manifest, transform, options, 0, eval_jobs(manifest, rank, world_size, batch_size))
+
+
+def _load(
+    manifest: Manifest, transform: ImageTransform, options: LoaderOptions, seed: int, jobs: Jobs
+) -> Iterator[Batch]:
+    pairs = PairDataset(manifest, transform, tokenize, seed, options.captions, options.cache)
+    with closing(Loader(options, {"pairs": pairs})) as loader:
+        yield from loader.batches("pairs", jobs)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 
-from neuclip_ds.data.bad_samples import BadSampleLog, SampleCounts
+from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.dataset import BadSample, Batch
 from neuclip_ds.errors import UserError
 
@@ -55,9 +56,9 @@ def test_ranks_settle_together(tmp_path):
     ours, theirs = BadSampleLog(tmp_path, 0.5), BadSampleLog(tmp_path, 0.5, writes=False)
     ours.record(bad_batch([1]))
     theirs.record(bad_batch([7, 8], reason="read failed: lost"))
-    shares: list[SampleCounts] = []
+    shares: list[list] = []
 
-    def gathers(share: SampleCounts) -> list[SampleCounts]:
+    def gathers(share: list) -> list[list]:
         shares.append(share)
         return shares
 
@@ -94,31 +95,27 @@ def test_bad_fraction_stops_the_run(tmp_path):
 
 
 def test_a_node_that_reads_nothing_stops_a_long_run(tmp_path):
-    """One of two nodes, after so many good samples that the limit of the whole run is far away."""
-    logs = {host: BadSampleLog(tmp_path, 0.01, writes=False, host=host) for host in ("node1", "node2")}
-    checking = logs["node1"]
+    """One of two ranks, after so many good samples that the limit of the whole run is far away."""
+    logs = [BadSampleLog(tmp_path, 0.01, writes=False) for _ in range(2)]
+    logs[0].restore(10**6, {})
 
     def ten_steps(bad: bool) -> None:
-        shares: list[SampleCounts] = []
-        for host, log in logs.items():
+        for number, log in enumerate(logs):
             for _ in range(10):
-                indices = list(range(10)) if bad and host == "node2" else []
+                indices = list(range(10)) if bad and number == 1 else []
                 log.record(bad_batch(indices, reason="read failed: [Errno 5] Input/output error"))
-        logs["node2"].merge(lambda share: shares.append(share) or [])
-        checking.merge(lambda share: [share, *shares])
+        shares: list[list] = []
+        with suppress(UserError):
+            logs[1].merge(lambda share: shares.append(share) or shares)
+        logs[0].merge(lambda share: [share, *shares])
 
-    checking.restore(10**6, {})
     for _ in range(110):
         ten_steps(bad=False)
-    for _ in range(10):
-        ten_steps(bad=True)
-    message = (
-        r"^1100 of the 10000 samples that node2 has read in its last 1000 steps .* 10 times data.max_bad_fraction=0.01 "
-        r"\(most often, 1100 times: read failed, such as .*Errno 5"
-    )
+    message = r"^\d+ of the \d+ samples that a rank on .* 10 times data.max_bad_fraction=0.01 .*the latest: .*Errno 5"
     with pytest.raises(UserError, match=message):
-        ten_steps(bad=True)
-    assert checking.bad / checking.seen < 0.002
+        for _ in range(30):
+            ten_steps(bad=True)
+    assert logs[0].bad / logs[0].seen < 0.002
 
 
 def test_the_window_forgets(tmp_path):
@@ -132,7 +129,7 @@ def test_the_window_forgets(tmp_path):
         for _ in range(1000):
             log.record(bad_batch([]))
         log.merge()
-    with pytest.raises(UserError, match="such as no image"):
+    with pytest.raises(UserError, match="the latest: no image"):
         for _ in range(200):
             log.record(bad_batch(list(range(10))))
             log.merge()

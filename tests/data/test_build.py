@@ -6,19 +6,24 @@ import json
 import os
 import uuid
 import zlib
-from concurrent.futures import Executor, Future, ProcessPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 from tars import jpeg, write_pairs, write_tar
 
-from neuclip_ds.data.build import build_manifest, find_changes, open_manifest, write_manifest
+from neuclip_ds.data import resumable_scan
+from neuclip_ds.data.build import build_manifest, open_manifest, write_manifest
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.readers import TarReader, WebdatasetReader
+from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
+
+CHECKED = ScanOptions(checksum=True)
 
 
 @pytest.fixture
@@ -27,19 +32,24 @@ def folder(tmp_path: Path) -> Path:
     return write_pairs(tmp_path / "shards", [4, 3, 2], replace=incomplete)
 
 
-class Here(Executor):
-    """Run the work in this process up to a number of groups, then fail as a killed build would."""
+class Worker(ThreadPoolExecutor):
+    """One thread, which counts the groups of shards that it scans."""
 
-    def __init__(self, pieces: int = 1_000_000) -> None:
-        self.pieces, self.done = pieces, 0
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.groups = 0
 
-    def submit(self, fn, /, *args, **kwargs):
-        if self.done == self.pieces:
+    def submit(self, fn: Any, /, *args: Any, **kwargs: Any) -> Future[Any]:
+        self.groups += 1
+        return super().submit(fn, *args, **kwargs)
+
+
+def interrupt_after(shards: int) -> Callable[[int, int], None]:
+    def on_progress(done: int, total: int) -> None:
+        if done == shards:
             raise KeyboardInterrupt
-        self.done += 1
-        future: Future = Future()
-        future.set_result(fn(*args, **kwargs))
-        return future
+
+    return on_progress
 
 
 def paths_of(folder: Path) -> list[str]:
@@ -47,19 +57,15 @@ def paths_of(folder: Path) -> list[str]:
 
 
 def test_counts_starts_and_bad_samples(folder):
-    manifest = build_manifest(paths_of(folder), processes=2)
+    paths, seen = paths_of(folder), []
+    manifest = build_manifest(paths, processes=1, on_progress=lambda done, total: seen.append((done, total)))
+    assert seen == [(1, 3), (2, 3), (3, 3)]
     assert (manifest.n, manifest.n_shards, manifest.n_bad) == (9, 3, 3)
     assert manifest.starts.tolist() == [0, 4, 7]
     assert manifest.sizes.tolist() == [4, 3, 2]
     assert [shard.n_bad for shard in manifest.shards] == [1, 2, 0]
-    assert [shard.bytes for shard in manifest.shards] == [Path(s.path).stat().st_size for s in manifest.shards]
-
-
-def test_progress_and_processes_do_not_change_the_result(folder):
-    paths, seen = paths_of(folder), []
-    alone = build_manifest(paths, processes=1, on_progress=lambda done, total: seen.append((done, total)))
-    assert seen == [(1, 3), (2, 3), (3, 3)]
-    assert alone.shards == build_manifest(paths, processes=3).shards
+    assert [shard.bytes for shard in manifest.shards] == [Path(path).stat().st_size for path in paths]
+    assert build_manifest(paths, processes=2).shards == manifest.shards
 
 
 @pytest.mark.parametrize(
@@ -76,7 +82,7 @@ def test_shards_that_cannot_be_trained_on(tmp_path, members, message):
     with pytest.raises(UserError, match=message):
         build_manifest([str(path)])
     with pytest.raises(UserError, match=message):
-        write_manifest(tmp_path / "m", [str(path)], Here())
+        write_manifest(tmp_path / "m", [str(path)], Worker())
 
 
 def test_damage_is_logged_and_counted_out(folder, caplog):
@@ -109,25 +115,15 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path):
 
 
 def test_open_manifest_takes_a_manifest_folder_and_no_remote_shards(folder, tmp_path):
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here())
+    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker())
     assert open_manifest(str(tmp_path / "m"), tmp_path / "cache").shards == manifest.shards
     with pytest.raises(UserError, match=r"s3://b/0.tar is remote: build .*neuclip-ds build-manifest"):
         open_manifest("s3://b/{0..3}.tar", tmp_path / "cache")
     assert not (tmp_path / "cache").exists()
 
 
-def test_on_disk_equals_in_memory_whoever_does_the_work(folder, tmp_path):
-    paths, seen = paths_of(folder), []
-    with ProcessPoolExecutor(2) as pool:
-        by_two = write_manifest(tmp_path / "two", paths, pool, on_progress=lambda *at: seen.append(at))
-    assert by_two.shards == build_manifest(paths, processes=1).shards
-    assert seen == [(0, 3), (1, 3), (2, 3), (3, 3)]
-    assert [path.name for path in (tmp_path / "two").iterdir()] == ["shards.parquet"]
-
-
 def test_checksums_and_sample_tables(folder, tmp_path):
-    options = ScanOptions(checksum=True)
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here(), options, samples=True)
+    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker(), CHECKED)
     assert [shard.crc32 for shard in manifest.shards] == [
         zlib.crc32(Path(s.path).read_bytes()) for s in manifest.shards
     ]
@@ -137,41 +133,39 @@ def test_checksums_and_sample_tables(folder, tmp_path):
         assert with_tables.key(index) == by_walk.key(index)
 
 
-def test_a_changed_shard_is_refused_also_with_sample_tables(folder, tmp_path):
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here(), samples=True)
-    write_pairs(folder, [5, 3, 2])
-    with pytest.raises(UserError, match=r"00000.tar has \d+ bytes where the manifest has \d+"):
-        TarReader(manifest).read(0)
-
-
-def test_an_interrupted_build_goes_on_where_it_was(folder, tmp_path):
-    paths, target = paths_of(folder), tmp_path / "m"
+@pytest.mark.parametrize("change", ["nothing", "shards", "options"])
+def test_an_interrupted_build_continues_with_what_it_knows(folder, tmp_path, change):
+    paths, target, options = paths_of(folder), tmp_path / "m", CHECKED
     with pytest.raises(KeyboardInterrupt):
-        write_manifest(target, paths, Here(2), samples=True)
+        write_manifest(target, paths, Worker(), options, on_progress=interrupt_after(2))
     assert not (target / "shards.parquet").exists()
-    second, seen = Here(), []
-    manifest = write_manifest(target, paths, second, samples=True, on_progress=lambda *at: seen.append(at))
-    assert (second.done, seen) == (1 + 3, [(2, 3), (3, 3)]), "a shard, and the files of tables"
-    assert manifest.shards == build_manifest(paths, processes=1).shards
-    assert {path.name for path in target.iterdir()} == {"shards.parquet", "samples"}
+    if change == "shards":
+        write_pairs(folder / "other", [6])
+        (folder / "other" / "00000.tar").replace(paths[0])  # of another size than the one that was scanned
+        paths = paths[::-1]
+    options = options._replace(verify=change == "options")
+    again, seen = Worker(), []
+    manifest = write_manifest(target, paths, again, options, on_progress=lambda *at: seen.append(at))
+    known = {"nothing": 2, "shards": 1, "options": 0}[change]
+    assert (again.groups, seen) == (3 - known, [(done, 3) for done in range(known, 4)])
+    assert manifest.shards == build_manifest(paths, processes=1, options=options).shards
+    expected = TarReader(build_manifest(paths, processes=1))
+    assert [TarReader(manifest).key(row) for row in range(manifest.n)] == [expected.key(n) for n in range(manifest.n)]
+    kept = {path.name for path in target.iterdir()} - {"bad_samples.jsonl"}
+    assert kept == {"shards.parquet", "samples"} and len(list((target / "samples").iterdir())) == 3
 
 
-def test_other_shards_keep_what_is_known_and_other_options_do_not(folder, tmp_path):
-    paths, target = paths_of(folder), tmp_path / "m"
+def test_a_group_of_shards_shares_a_file_of_tables(tmp_path, monkeypatch):
+    """One that cannot be read does not move the tables of the others in its group."""
+    monkeypatch.setattr(resumable_scan, "GROUPS", 4)
+    paths = paths_of(write_pairs(tmp_path / "shards", [1, 2, 3, 0, 1, 2, 3, 1]))
+    unreadable(Path(paths[4]))
     with pytest.raises(KeyboardInterrupt):
-        write_manifest(target, paths, Here(2), samples=True)
-    write_pairs(folder / "other", [6])
-    (folder / "other" / "00000.tar").replace(paths[0])  # of another size than the one in the journal
-    again = Here()
-    manifest = write_manifest(target, paths[::-1], again, samples=True)
-    assert again.done == 2 + 3, "the changed shard, the missing one, and the files of tables"
-    assert [Path(shard.path).name for shard in manifest.shards] == ["00002.tar", "00001.tar", "00000.tar"]
-    assert [TarReader(manifest).key(row) for row in (0, 2, 5, 10)] == ["000007", "000004", "000000", "000005"]
-    with pytest.raises(KeyboardInterrupt):
-        write_manifest(tmp_path / "n", paths, Here(2))
-    again = Here()
-    write_manifest(tmp_path / "n", paths, again, ScanOptions(verify=True))
-    assert again.done == 3
+        write_manifest(tmp_path / "m", paths, Worker(), CHECKED, on_progress=interrupt_after(6))
+    manifest = write_manifest(tmp_path / "m", paths, Worker(), CHECKED, skip_unreadable=True)
+    assert len(list((tmp_path / "m" / "samples").iterdir())) == 4, "of three shards, of two, and of one each"
+    reader = TarReader(manifest)
+    assert [reader.key(index) for index in range(manifest.n)] == [f"{n:06d}" for n in range(13) if n != 6]
 
 
 def unreadable(path: Path) -> Path:
@@ -182,87 +176,61 @@ def unreadable(path: Path) -> Path:
     return moved
 
 
-@pytest.mark.parametrize("remedy", ["fix", "omit"])
-@pytest.mark.parametrize("samples", [False, True])
-def test_an_unreadable_shard_is_named_and_costs_no_other(folder, tmp_path, samples, remedy):
+def test_an_unreadable_shard_costs_no_other_and_may_be_omitted(folder, tmp_path, caplog):
     paths, target = paths_of(folder), tmp_path / "m"
     moved = unreadable(folder / "00001.tar")
+    with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
+        write_manifest(tmp_path / "n", paths[1:2], Worker(), skip_unreadable=True)
     with pytest.raises(UserError, match=r"1 of 3 shards cannot be used.*00001.tar cannot be read: Is a directory"):
-        write_manifest(target, paths, Here(), samples=samples)
-    for name in ("00000", "00002"):  # bytes that would not be found again
-        path = folder / f"{name}.tar"
-        (tmp_path / name).write_bytes(path.read_bytes())
-        path.write_bytes(bytes(path.stat().st_size))
-    if remedy == "fix":
-        (folder / "00001.tar").rmdir()
-        moved.rename(folder / "00001.tar")
-    else:
-        del paths[1]
-    manifest = write_manifest(target, paths, Here(), samples=samples)
-    for name in ("00000", "00002"):
-        (folder / f"{name}.tar").write_bytes((tmp_path / name).read_bytes())
-    assert manifest.shards == build_manifest(paths, processes=1).shards
-    reader, expected = TarReader(manifest), TarReader(build_manifest(paths, processes=1))
-    assert [reader.read(index) for index in range(manifest.n)] == [expected.read(index) for index in range(manifest.n)]
-    assert not (target / "unreadable_shards.jsonl").exists()
-
-
-def test_unreadable_shards_may_be_omitted_and_come_back(folder, tmp_path, caplog):
-    paths, target = paths_of(folder), tmp_path / "m"
-    moved = unreadable(folder / "00001.tar")
-    manifest = write_manifest(target, paths, Here(), samples=True, skip_unreadable=True)
-    assert [Path(shard.path).name for shard in manifest.shards] == ["00000.tar", "00002.tar"]
-    listed = [json.loads(line) for line in (target / "unreadable_shards.jsonl").read_text().splitlines()]
-    assert [entry["shard"] for entry in listed] == [paths[1]]
-    assert "Is a directory" in listed[0]["reason"]
+        write_manifest(target, paths, Worker(), CHECKED)
+    again = Worker()
+    manifest = write_manifest(target, paths, again, CHECKED, skip_unreadable=True)
+    assert again.groups == 1
+    assert [shard.path for shard in manifest.shards] == [paths[0], paths[2]]
+    (listed,) = (target / "unreadable_shards.jsonl").read_text().splitlines()
+    assert json.loads(listed)["shard"] == paths[1] and "Is a directory" in json.loads(listed)["reason"]
     assert f"1 shards cannot be used and are omitted; {target}/unreadable_shards.jsonl lists them" in caplog.text
     (folder / "00001.tar").rmdir()
     moved.rename(folder / "00001.tar")
-    grown = write_manifest(target, paths, Here(), update=True, skip_unreadable=True)
-    assert [Path(shard.path).name for shard in grown.shards] == ["00000.tar", "00002.tar", "00001.tar"]
+    grown = write_manifest(target, paths, Worker(), update=True, skip_unreadable=True)
+    assert [shard.path for shard in grown.shards] == [paths[0], paths[2], paths[1]]
     assert TarReader(grown).key(6) == "000004"
     assert not (target / "unreadable_shards.jsonl").exists()
 
 
 def test_a_shard_that_changes_while_it_is_scanned_is_not_lost(folder, tmp_path):
-    class Grows(Here):
-        def submit(self, fn, /, *args, **kwargs):
-            if args[1].endswith("00001.tar"):
-                with Path(args[1]).open("ab") as file:
-                    file.write(bytes(512))
-            return super().submit(fn, *args, **kwargs)
+    def grow(done: int, total: int) -> None:  # before any is scanned
+        if done == 0:
+            with (folder / "00001.tar").open("ab") as file:
+                file.write(bytes(512))
 
     with pytest.raises(UserError, match=r"00001.tar has changed while it was scanned; run the same command again"):
-        write_manifest(tmp_path / "m", paths_of(folder), Grows())
-    assert write_manifest(tmp_path / "m", paths_of(folder), Here(0)).n == 9
-
-
-def test_a_build_of_nothing_but_unreadable_shards_fails(folder, tmp_path):
-    unreadable(folder / "00001.tar")
-    with pytest.raises(UserError, match="1 of 1 shards cannot be used"):
-        write_manifest(tmp_path / "m", [str(folder / "00001.tar")], Here(), skip_unreadable=True)
+        write_manifest(tmp_path / "m", paths_of(folder), Worker(), on_progress=grow)
+    again = Worker()
+    assert write_manifest(tmp_path / "m", paths_of(folder), again).n == 9
+    assert again.groups == 0
 
 
 def test_a_manifest_is_not_overwritten(folder, tmp_path):
-    write_manifest(tmp_path / "m", paths_of(folder), Here())
+    write_manifest(tmp_path / "m", paths_of(folder), Worker())
     with pytest.raises(UserError, match="--update"):
-        write_manifest(tmp_path / "m", paths_of(folder), Here())
+        write_manifest(tmp_path / "m", paths_of(folder), Worker())
     with pytest.raises(UserError, match="holds no manifest"):
-        write_manifest(tmp_path / "other", paths_of(folder), Here(), update=True)
+        write_manifest(tmp_path / "other", paths_of(folder), Worker(), update=True)
     with pytest.raises(UserError, match="has no sample tables"):
-        write_manifest(tmp_path / "m", paths_of(folder), Here(), update=True, samples=True)
+        write_manifest(tmp_path / "m", paths_of(folder), Worker(), ScanOptions(uids=("a.npy",)), update=True)
     with pytest.raises(UserError, match=r"00000\.tar is listed more than once"):
-        write_manifest(tmp_path / "n", paths_of(folder)[:1] * 2, Here())
+        write_manifest(tmp_path / "n", paths_of(folder)[:1] * 2, Worker())
 
 
-@pytest.mark.parametrize("samples", [False, True])
-def test_updates_never_move_an_index(folder, tmp_path, samples):
+@pytest.mark.parametrize("options", [ScanOptions(), CHECKED])
+def test_updates_never_move_an_index(folder, tmp_path, options):
     target, paths = tmp_path / "m", paths_of(folder)
 
     def update(paths: list[str]) -> Manifest:
-        return write_manifest(target, paths, Here(), samples=samples, update=True)
+        return write_manifest(target, paths, Worker(), options, update=True)
 
-    first = write_manifest(target, paths, Here(), samples=samples)
+    first = write_manifest(target, paths, Worker(), options)
     keys = [TarReader(first).key(index) for index in range(9)]
 
     gone = update([paths[0], paths[2]])
@@ -272,7 +240,6 @@ def test_updates_never_move_an_index(folder, tmp_path, samples):
     write_tar(folder / "00000.tar", [("new/a.jpg", jpeg(1)), ("new/a.txt", b"changed")])
     write_pairs(tmp_path / "more", [2])
     wanted = [*paths_of(tmp_path / "more"), *paths]
-    assert list(find_changes(first, wanted).new) == wanted[:2]
     grown = update(wanted)
     assert grown.hash_of_first(3) == first.content_hash
     assert [shard.removed for shard in grown.shards] == [True, False, False, False, False]
@@ -286,8 +253,8 @@ def test_updates_never_move_an_index(folder, tmp_path, samples):
 def test_verify_decodes_everything(tmp_path):
     bad = {1: {"jpg": jpeg(1)[:-100], "txt": b"cut"}, 2: {"jpg": jpeg(2), "txt": b" "}, 4: {"txt": b"alone"}}
     folder = write_pairs(tmp_path / "shards", [3, 3], replace=bad)
-    assert write_manifest(tmp_path / "quick", paths_of(folder), Here()).n_bad == 1
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here(), ScanOptions(verify=True))
+    assert write_manifest(tmp_path / "quick", paths_of(folder), Worker()).n_bad == 1
+    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker(), ScanOptions(verify=True))
     assert [shard.n_bad for shard in manifest.shards] == [2, 1]
     lines = [json.loads(line) for line in (tmp_path / "m" / "bad_samples.jsonl").read_text().splitlines()]
     assert [(line["index"], line["key"], line["reason"].split(":")[0]) for line in lines] == [
@@ -298,9 +265,12 @@ def test_verify_decodes_everything(tmp_path):
     assert lines[0]["shard"] == manifest.shards[0].path
     write_pairs(tmp_path / "more", [1], replace={0: {"txt": b"alone"}})
     wanted = [*paths_of(folder), *paths_of(tmp_path / "more")]
-    write_manifest(tmp_path / "m", wanted, Here(), ScanOptions(verify=True), update=True)
+    write_manifest(tmp_path / "m", wanted, Worker(), ScanOptions(verify=True), update=True)
     lines = [json.loads(line) for line in (tmp_path / "m" / "bad_samples.jsonl").read_text().splitlines()]
     assert [line["index"] for line in lines] == [1, 2, 4, 6]
+    (tmp_path / "m" / "bad_samples.jsonl").write_text("[1]\n{")
+    with pytest.raises(UserError, match=r"bad_samples\.jsonl.*damaged"):
+        write_manifest(tmp_path / "m", wanted, Worker(), ScanOptions(verify=True), update=True)
 
 
 def uid_shards(folder: Path, sizes: list[int]) -> tuple[Path, list[str]]:
@@ -319,37 +289,27 @@ def write_uids(path: Path, uids: list[str]) -> str:
 
 
 def test_a_subset_by_uids_has_dense_indices(tmp_path):
+    """A uid that is listed twice is kept twice: DataComp's own resharder repeats such samples."""
     folder, uids = uid_shards(tmp_path / "pool", [5, 4, 6])
-    chosen = [1, 3, 10, 12, 14]
+    chosen = [1, 3, 10, 12, 12, 14]
     files = (
         write_uids(tmp_path / "a.npy", [uids[i] for i in chosen[:3]]),
         write_uids(tmp_path / "b.npy", [uids[i] for i in chosen[3:]] + ["f" * 32]),
     )
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here(), ScanOptions(uids=files))
-    assert manifest.n == 5
-    assert manifest.sizes.tolist() == [2, 0, 3]
-    for reader in (TarReader(manifest), WebdatasetReader(manifest)):
-        assert [reader.read(i).texts["txt"] for i in range(5)] == [f"caption {i}".encode() for i in chosen]
-        assert [reader.key(i) for i in range(5)] == [f"{i:06d}" for i in chosen]
-    other = (write_uids(tmp_path / "c.npy", [uids[i] for i in (0, 3, 10, 12, 14)]),)
-    assert (
-        write_manifest(tmp_path / "o", paths_of(folder), Here(), ScanOptions(uids=other)).content_hash
-        != manifest.content_hash
-    )
-
-
-def test_a_uid_listed_twice_is_kept_twice(tmp_path):
-    """DataComp's own resharder repeats such samples."""
-    folder, uids = uid_shards(tmp_path / "pool", [3])
-    files = (write_uids(tmp_path / "a.npy", [uids[2], uids[0], uids[2]]),)
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Here(), ScanOptions(uids=files))
-    assert [TarReader(manifest).key(i) for i in range(manifest.n)] == ["000000", "000002", "000002"]
+    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker(), ScanOptions(uids=files))
+    assert (manifest.n, manifest.sizes.tolist()) == (6, [2, 0, 4])
+    reader = TarReader(manifest)
+    assert [reader.read(i).texts["txt"] for i in range(6)] == [f"caption {i}".encode() for i in chosen]
+    assert [reader.key(i) for i in range(6)] == [f"{i:06d}" for i in chosen]
+    other = (write_uids(tmp_path / "c.npy", [uids[i] for i in (0, 3, 10, 12, 12, 14)]),)
+    others = write_manifest(tmp_path / "o", paths_of(folder), Worker(), ScanOptions(uids=other))
+    assert others.content_hash != manifest.content_hash
 
 
 def test_uids_that_fit_nothing(folder, tmp_path):
     uids = (write_uids(tmp_path / "a.npy", ["0" * 31 + "1"]),)
     with pytest.raises(UserError, match=r"has a uid under the key 'uid'.*--uid-key"):
-        write_manifest(tmp_path / "m", paths_of(folder), Here(), ScanOptions(uids=uids))
+        write_manifest(tmp_path / "m", paths_of(folder), Worker(), ScanOptions(uids=uids))
     pool, _ = uid_shards(tmp_path / "pool", [3])
     with pytest.raises(UserError, match="None of the uids is in"):
-        write_manifest(tmp_path / "n", paths_of(pool), Here(), ScanOptions(uids=uids))
+        write_manifest(tmp_path / "n", paths_of(pool), Worker(), ScanOptions(uids=uids))

@@ -7,8 +7,8 @@ from collections import Counter
 import pytest
 
 from neuclip_ds.config import DataConfig
-from neuclip_ds.data.captions import Captions
-from neuclip_ds.data.hashing import hash64
+from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.order import hash64
 from neuclip_ds.errors import UserError
 
 MEMBERS = {

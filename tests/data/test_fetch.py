@@ -1,22 +1,21 @@
-"""Fetching from real servers and commands with injected faults."""
+"""Fetching from real servers and commands with injected faults, and what their failures mean."""
 
 from __future__ import annotations
 
-import json
+import errno
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
-import time
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
 import pytest
-from servers import Proxy, files_server
+from servers import Files, files_server, wait_for
 
-from neuclip_ds.data.failures import FailureKind
-from neuclip_ds.data.fetch import FetchError, Request, fetch
+from neuclip_ds.data.fetch import AttemptFailed, FetchError, Kind, Retries, attempt, explain
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
 
@@ -24,250 +23,161 @@ DATA = os.urandom(300_000)
 
 
 @pytest.fixture(scope="module")
-def http():
+def http() -> Iterator[Files]:
     with files_server() as server:
         yield server
 
 
 @pytest.fixture
-def shard(http):
+def shard(http: Files) -> tuple[str, str]:
     """Return the URL and name of a separate file of this test on the HTTP server."""
     name = f"{len(http.files)}/00000.tar"
     http.files[name] = DATA
     return http.url(name), name
 
 
-@pytest.fixture(scope="module")
-def s3():
-    """Start an S3 server with the bucket `pairs` behind a proxy, and configure fsspec for it."""
-    boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
-    pytest.importorskip("s3fs")
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("AWS_ACCESS_KEY_ID", "key")
-        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
-        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
-        server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
-        server.start()
-        direct = f"http://127.0.0.1:{server.get_host_and_port()[1]}"
-        client = boto3.client("s3", endpoint_url=direct)
-        client.create_bucket(Bucket="pairs")
-        for number in range(3):
-            client.put_object(Bucket="pairs", Key=f"train/{number:05d}.tar", Body=DATA)
-        proxy = Proxy(server.get_host_and_port()[1])
-        config = {"endpoint_url": f"http://127.0.0.1:{proxy.port}", "config_kwargs": {"read_timeout": 30}}
-        patch.setitem(fsspec.config.conf, "s3", config)  # of this process
-        patch.setenv("FSSPEC_S3", json.dumps(config))  # of those that download
-        yield proxy
-        proxy.close()
-        server.stop()
-
-
-def fetch_here(url: str, folder: Path, **options) -> bytes:
-    """Return the fetched bytes; check that nothing but the target is left, or nothing at all."""
-    target = folder / "shard.tar"
-    request = Request(url, **{"bytes": len(DATA), "timeout": 5, "retries": 2, "backoff": 0.01, **options})
-    try:
-        fetch(request, target)
-    except BaseException:
-        assert list(folder.iterdir()) == []
-        raise
-    assert list(folder.iterdir()) == [target]
-    return target.read_bytes()
-
-
-def test_http(shard, http, tmp_path):
-    assert fetch_here(shard[0], tmp_path) == DATA
-    assert http.gets[shard[1]] == 1
-
-
-@pytest.mark.parametrize("expected_bytes", [len(DATA), None])
-@pytest.mark.parametrize("fault", ["cut", 500, 503, 429])
-def test_http_faults_are_tried_again(shard, http, tmp_path, fault, expected_bytes):
-    http.faults[shard[1]] = [fault, fault]
-    assert fetch_here(shard[0], tmp_path, bytes=expected_bytes) == DATA
-    assert http.gets[shard[1]] == 3
-
-
-@pytest.mark.parametrize(
-    ("fault", "message"),
-    [("cut", "ClientPayloadError"), (500, "500"), ("short", "100000 bytes arrived, expected 300000")],
-)
-def test_http_faults_that_stay(shard, http, tmp_path, fault, message):
-    http.faults[shard[1]] = [fault] * 9
-    with pytest.raises(FetchError, match=rf"^{shard[0]} cannot be fetched: .*{message}.* \(3 attempts\)\.$"):
-        fetch_here(shard[0], tmp_path)
-    assert http.gets[shard[1]] == 3
-
-
-def test_a_stalled_transfer_is_given_up_and_tried_again(shard, http, tmp_path):
-    http.faults[shard[1]] = ["stall"]
-    assert fetch_here(shard[0], tmp_path, timeout=0.4) == DATA
-    assert http.gets[shard[1]] == 2
-
-
-def test_a_server_that_always_stalls(shard, http, tmp_path):
-    http.faults[shard[1]] = ["stall"] * 2
-    with pytest.raises(FetchError, match=r"no byte arrived for 0.3 s \(after \d+ bytes\) \(2 attempts\)"):
-        fetch_here(shard[0], tmp_path, timeout=0.3, retries=1)
-
-
-LARGE = os.urandom(9_000_001)
-
-
 @pytest.fixture
-def large(http):
-    """Return the URL and name of a file that is fetched in ranges."""
-    name = f"{len(http.files)}/large.tar"
-    http.files[name] = LARGE
-    return http.url(name), name
+def s3(http: Files, monkeypatch: pytest.MonkeyPatch) -> Files:
+    """Configure fsspec for the HTTP server as an S3 server with the bucket `pairs`."""
+    pytest.importorskip("s3fs")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "key")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+    monkeypatch.setitem(fsspec.config.conf, "s3", {"endpoint_url": http.url("").rstrip("/")})
+    http.files |= {f"pairs/train/{number:05d}.tar": DATA for number in range(3)}
+    return http
 
 
-def test_a_large_file_arrives_in_ranges(large, http, tmp_path):
-    before = http.ranged
-    assert fetch_here(large[0], tmp_path, bytes=len(LARGE)) == LARGE
-    assert http.ranged - before >= 3
-    assert http.gets[large[1]] == 1
+def fetch(url: str, folder: Path, size: int | None = len(DATA), timeout: float = 5) -> bytes:
+    return attempt(url, folder, timeout, size).read_bytes()
 
 
-def test_a_server_without_ranges_sends_one_stream(large, http, tmp_path, monkeypatch):
-    monkeypatch.setattr(http, "ranges", False)
-    assert fetch_here(large[0], tmp_path, bytes=len(LARGE)) == LARGE
-    assert http.gets[large[1]] == 1
+def failure(url: str, folder: Path, size: int | None = len(DATA), timeout: float = 5) -> tuple[Kind, str]:
+    with pytest.raises(AttemptFailed) as caught:
+        attempt(url, folder, timeout, size)
+    return caught.value.kind, str(caught.value)
 
 
-@pytest.mark.parametrize("fault", ["cut", "short", 503])
-def test_a_range_that_fails_is_tried_again(large, http, tmp_path, fault):
-    http.faults[large[1]] = [None, None, fault]
-    assert fetch_here(large[0], tmp_path, bytes=len(LARGE)) == LARGE
-    assert http.gets[large[1]] == 2
-
-
-def test_a_large_file_of_another_size(large, http, tmp_path):
-    for size in (len(LARGE) - 1, len(LARGE) + 1):
-        with pytest.raises(FetchError, match=r"bytes .*arrived|416") as caught:
-            fetch_here(large[0], tmp_path, bytes=size, retries=0)
-        assert caught.value.kind is FailureKind.DAMAGED
-
-
-def test_a_transfer_below_the_minimum_rate_is_tried_again(shard, http, tmp_path):
-    http.faults[shard[1]] = ["drip"]
-    assert fetch_here(shard[0], tmp_path, timeout=1.5, min_rate=1000) == DATA
-    assert http.gets[shard[1]] == 2
-
-
-def test_a_slow_transfer_that_goes_on_is_not_given_up(tmp_path):
-    command = "for i in 1 2 3 4 5 6; do head -c 1000 /dev/zero; sleep 0.2; done"
-    assert len(fetch_here(f"pipe:{command}", tmp_path, bytes=6000, timeout=0.6, retries=0)) == 6000
-
-
-@pytest.mark.parametrize("status", [404, 410])
-def test_what_cannot_change_is_not_tried_again(shard, http, tmp_path, status):
-    http.faults[shard[1]] = [status] * 9
-    with pytest.raises(FetchError, match=r"\(1 attempt\)\.$"):
-        fetch_here(shard[0], tmp_path)
+@pytest.mark.parametrize("size", [len(DATA), None])
+def test_http(shard: tuple[str, str], http: Files, tmp_path: Path, size: int | None) -> None:
+    assert fetch(shard[0], tmp_path, size) == DATA
     assert http.gets[shard[1]] == 1
 
 
 @pytest.mark.parametrize(
-    ("url", "message"),
-    [
-        ("nosuch://bucket/x.tar", "Protocol not known: nosuch"),
-        ("file:///nowhere/x.tar", "the file does not exist"),
-        ("oci://bucket/x.tar", "Install ocifs .*pip install"),
-        ("pipe:nosuchcommand", "code 127: .*nosuchcommand: command not found"),
-        ("pipe:cat /nowhere/x.tar", "No such file or directory"),
-    ],
+    ("faults", "kind"),
+    [(["cut", 500, 503, 429], "outage"), (["short"], "damaged"), ([404, 410], "missing"), ([401, 403], "refused")],
 )
-def test_hopeless_urls(tmp_path, url, message):
-    with pytest.raises(FetchError, match=rf"{message}.* \(1 attempt\)\.$"):
-        fetch_here(url, tmp_path)
+def test_http_faults(shard: tuple[str, str], http: Files, tmp_path: Path, faults: list[int | str], kind: Kind) -> None:
+    http.faults[shard[1]] = faults.copy()
+    assert [failure(shard[0], tmp_path)[0] for _ in faults] == [kind] * len(faults)
 
 
-def test_a_dead_host_is_tried_again(tmp_path):
-    with pytest.raises(FetchError, match=r"127.0.0.1:9.*\(3 attempts\)"):
-        fetch_here("http://127.0.0.1:9/x.tar", tmp_path)
+def test_a_download_that_stalls_is_abandoned(shard: tuple[str, str], http: Files, tmp_path: Path) -> None:
+    http.faults[shard[1]] = ["stall"]
+    kind, reason = failure(shard[0], tmp_path, timeout=0.4)
+    assert kind == "outage" and "no byte arrived for 0.4 s" in reason
+    assert fetch(shard[0], tmp_path) == DATA, "the one that hangs is in nobody's way"
 
 
-def test_pipe(tmp_path):
-    source = tmp_path / "source.tar"
-    source.write_bytes(DATA)
-    (folder := tmp_path / "cache").mkdir()
-    assert fetch_here(f"pipe:cat {source}", folder) == DATA
-    assert fetch_here(f"pipe:cat {source} | cat", folder, bytes=None) == DATA
+def test_an_abandoned_download_writes_nowhere_and_ends(shard: tuple[str, str], http: Files, tmp_path: Path) -> None:
+    """It goes on when its folder has been removed and another download has the same place."""
+    before, folder = threading.active_count(), tmp_path / "folder"
+    folder.mkdir()
+    http.gate.clear()
+    failure(shard[0], folder, timeout=0.3)
+    for part in folder.iterdir():
+        part.unlink()
+    folder.rmdir()
+    folder.mkdir()
+    http.gate.set()
+    wait_for(lambda: threading.active_count() <= before + 1)  # fsspec's own thread
+    assert not list(folder.iterdir())
+
+
+def test_credentials_are_read_anew(s3: Files, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    credentials = tmp_path / "credentials"
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(credentials))
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(name, raising=False)
+    for key in ("OLDKEY", "NEWKEY"):
+        credentials.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+        s3.authorizations.clear()
+        assert fetch("s3://pairs/train/00000.tar", tmp_path) == DATA
+        assert s3.authorizations
+        assert all(f"Credential={key}/" in authorization for authorization in s3.authorizations)
 
 
 @pytest.mark.parametrize(
-    ("command", "message"),
+    ("url", "kind", "message"),
     [
-        ("false", "the command exited with code 1"),
-        ("false | cat", "the command exited with code 1"),
-        ("echo first >&2; echo no route >&2; echo >&2; exit 3", "exited with code 3: no route"),
-        ("true", "the command wrote nothing"),
-        ("head -c 20 /dev/zero", "20 bytes arrived, expected 300000"),
-        ("cat /dev/zero", "longer than the expected 300000 bytes"),
-        ("sleep 1000.25", "no byte arrived for 0.3 s"),
-        ("head -c 50 /dev/zero; sleep 1000.25", r"no byte arrived for 0.3 s \(after 50 bytes\)"),
-        ("kill -9 $$", "code 137"),
+        ("nosuch://bucket/x.tar", "setup", "Protocol not known: nosuch"),
+        ("oci://bucket/x.tar", "setup", "Install ocifs"),
+        ("pipe:nosuchcommand", "setup", "nosuchcommand: command not found"),
+        ("file:///nowhere/x.tar", "missing", "does not exist"),
+        ("pipe:cat /nowhere/x.tar", "missing", "No such file or directory"),
+        ("http://127.0.0.1:9/x.tar", "outage", "127.0.0.1:9"),
+        ("pipe:false | cat", "outage", "the command exited with code 1"),
+        ("pipe:echo first >&2; echo no route >&2; echo >&2; exit 3", "outage", "exited with code 3: no route"),
+        ("pipe:true", "outage", "the command wrote nothing"),
+        ("pipe:kill -9 $$", "outage", "exited with code"),
+        ("pipe:sleep 1000.25", "outage", "no byte arrived for 0.3 s"),
+        ("pipe:head -c 50 /dev/zero; sleep 1000.25 | cat", "outage", "no byte arrived for 0.3 s (after 50 bytes)"),
+        ("pipe:head -c 20 /dev/zero", "damaged", "20 bytes arrived, expected 300000"),
+        ("pipe:cat /dev/zero", "damaged", "longer than the expected 300000 bytes"),
     ],
 )
-def test_pipe_failures(tmp_path, command, message):
-    with pytest.raises(FetchError, match=rf"^pipe:.* cannot be fetched: .*{message}.*\(2 attempts\)\.$"):
-        fetch_here(f"pipe:{command}", tmp_path, timeout=0.3, retries=1)
-    assert not still_running("sleep 1000.25")
+def test_failures_of_urls_and_commands(tmp_path: Path, url: str, kind: Kind, message: str) -> None:
+    found, reason = failure(url, tmp_path, timeout=0.3)
+    assert found == kind and message in reason
+    wait_for(lambda: not running("sleep 1000.25"))
 
 
-def still_running(command: str) -> list[str]:
-    """Return command lines of live processes that contain `command`, after a moment for them to end."""
-    for _ in range(100):
-        found = []
-        for entry in Path("/proc").glob("[0-9]*/cmdline"):
-            try:
-                line = entry.read_bytes().replace(b"\0", b" ").decode()
-            except OSError:
-                continue
-            if command in line and f"/{os.getpid()}/" not in str(entry):
-                found.append(line)
-        if not found:
-            break
-        time.sleep(0.02)
+def running(command: str) -> list[str]:
+    """Return command lines of live processes that contain `command`, this process excepted."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = entry.read_bytes().replace(b"\0", b" ").decode()
+        except OSError:
+            continue
+        if command in line and f"/{os.getpid()}/" not in str(entry):
+            found.append(line)
     return found
 
 
-def test_commands_end_with_a_process_that_is_killed(tmp_path):
-    command = "sleep 4321.5"
+def test_commands(tmp_path: Path) -> None:
+    source = tmp_path / "source.tar"
+    source.write_bytes(DATA)
+    assert fetch(f"pipe:cat {source}", tmp_path) == DATA
+    assert fetch(f"pipe:cat {source} | cat", tmp_path, size=None) == DATA
+    slow = "for i in 1 2 3 4 5 6; do head -c 1000 /dev/zero; sleep 0.2; done"
+    assert len(fetch(f"pipe:{slow}", tmp_path, size=6000, timeout=0.6)) == 6000, "one that goes on is not given up"
+
+
+def test_commands_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
     code = f"""if True:
         from pathlib import Path
-        from neuclip_ds.data.fetch import Request, fetch
-        fetch(Request("pipe:{command} | cat", None, 100), Path({str(tmp_path)!r}) / "x.tar")"""
+        from neuclip_ds.data.fetch import attempt
+        attempt("pipe:sleep 4321.5 | cat", Path({str(tmp_path)!r}), 100)"""
     process = subprocess.Popen([sys.executable, "-c", code])
-    end = time.monotonic() + 20
-    while not any(tmp_path.iterdir()):
-        assert time.monotonic() < end
-        time.sleep(0.02)
-    process.send_signal(signal.SIGKILL)
+    wait_for(lambda: any(tmp_path.iterdir()))
+    process.kill()
     process.wait()
-    assert not still_running(command)
+    wait_for(lambda: not running("sleep 4321.5"))
 
 
-def test_s3(s3, tmp_path):
-    assert fetch_here("s3://pairs/train/00001.tar", tmp_path) == DATA
+def test_s3(s3: Files, tmp_path: Path) -> None:
+    assert fetch("s3://pairs/train/00001.tar", tmp_path) == DATA
+    s3.faults["pairs/train/00000.tar"] = ["cut"]
+    assert fetch("s3://pairs/train/00000.tar", tmp_path) == DATA, "s3fs tries again by itself"
+    s3.faults["pairs/train/00000.tar"] = ["stall"]
+    assert failure("s3://pairs/train/00000.tar", tmp_path, timeout=1)[0] == "outage"
+    for missing in ("s3://pairs/train/nosuch.tar", "s3://nosuchbucket/x.tar"):
+        assert failure(missing, tmp_path)[0] == "missing"
 
 
-@pytest.mark.parametrize("fault", ["cut", "stall"])
-def test_s3_faults_are_got_over(s3, tmp_path, fault):
-    s3.met.clear()
-    s3.faults.append(fault)
-    assert fetch_here("s3://pairs/train/00000.tar", tmp_path, timeout=2) == DATA
-    assert s3.met == [fault]
-
-
-@pytest.mark.parametrize("url", ["s3://pairs/train/nosuch.tar", "s3://nosuchbucket/x.tar"])
-def test_s3_without_the_file(s3, tmp_path, url):
-    with pytest.raises(FetchError, match=r"the file does not exist \(1 attempt\)"):
-        fetch_here(url, tmp_path)
-
-
-def test_resolving_shards_on_real_servers(s3, http):
+def test_resolving_shards_on_servers(s3: Files, http: Files) -> None:
     urls = [f"s3://pairs/train/{number:05d}.tar" for number in range(3)]
     assert resolve_shards("s3://pairs/train/*.tar") == urls
     assert resolve_shards("s3://pairs/train/{00002,00000}.tar") == [urls[2], urls[0]]
@@ -280,12 +190,85 @@ def test_resolving_shards_on_real_servers(s3, http):
         resolve_shards(http.url("unlisted/*.tar"))
 
 
-def test_other_processes_can_fetch_after_this_one_has(shard, tmp_path):
-    """Processes are spawned: fsspec keeps a thread and locks, which break under fork."""
-    assert fetch_here(shard[0], tmp_path) == DATA
-    arguments = (Request(shard[0], len(DATA), timeout=5, retries=0), tmp_path / "again.tar")
-    process = multiprocessing.get_context("spawn").Process(target=fetch, args=arguments)
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_other_processes_can_fetch_after_this_one_has(
+    shard: tuple[str, str], http: Files, tmp_path: Path, method: str
+) -> None:
+    """Loader processes are forks, also while downloads of this process hang."""
+    assert fetch(shard[0], tmp_path) == DATA
+    http.faults[shard[1]] = ["stall"]
+    failure(shard[0], tmp_path, timeout=0.3)
+    process = multiprocessing.get_context(method).Process(target=fetch, args=(shard[0], tmp_path))
     process.start()
-    process.join()
+    process.join(60)
     assert process.exitcode == 0
-    assert (tmp_path / "again.tar").read_bytes() == DATA
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused"), "outage"),
+        (OSError("Temporary failure in name resolution"), "outage"),
+        (TimeoutError(), "outage"),
+        (OSError(errno.ENOSPC, "No space left on device"), "outage"),
+        ("fatal error: An error occurred (404) when calling the HeadObject operation: Key does not exist", "missing"),
+        ("curl: (22) The requested URL returned error: 404", "missing"),
+        ("ERROR 404: Not Found.", "missing"),
+        ("An error occurred (403) when calling the HeadObject operation: Forbidden", "refused"),
+        ("An error occurred (ExpiredToken) when calling the GetObject operation: The token has expired", "refused"),
+        ("Unable to locate credentials. You can configure credentials by running aws configure.", "refused"),
+        ("An error occurred (SlowDown) when calling the GetObject operation: Please reduce your rate", "outage"),
+        ("curl: (22) The requested URL returned error: 502", "outage"),
+        ("curl: (6) Could not resolve host: storage", "outage"),
+        ("Could not connect to the endpoint URL: https://bucket/404.tar", "outage"),
+        ("", "outage"),
+    ],
+    ids=repr,
+)
+def test_what_failures_mean(error: Exception | str, kind: Kind) -> None:
+    assert explain(error).kind == kind
+
+
+@pytest.mark.parametrize(
+    ("kind", "codes"),
+    [
+        ("missing", {"NoSuchKey": 404, "NoSuchBucket": 404}),
+        ("refused", {"AccessDenied": 403, "ExpiredToken": 400, "InvalidToken": 400, "SignatureDoesNotMatch": 403}),
+        ("refused", {"RequestTimeTooSkewed": 403, "InvalidAccessKeyId": 403}),
+        ("outage", {"SlowDown": 503, "ServiceUnavailable": 503, "InternalError": 500, "RequestTimeout": 400}),
+    ],
+)
+def test_errors_of_s3(kind: Kind, codes: dict[str, int]) -> None:
+    """As s3fs translates them (https://docs.aws.amazon.com/AmazonS3/latest/API/ErrorResponses.html)."""
+    errors, exceptions = pytest.importorskip("s3fs.errors"), pytest.importorskip("botocore.exceptions")
+    for code, status in codes.items():
+        response = {"Error": {"Code": code, "Message": "A message."}, "ResponseMetadata": {"HTTPStatusCode": status}}
+        raised = exceptions.ClientError(response, "GetObject")
+        assert explain(errors.translate_boto_error(raised)).kind == kind, code
+    assert explain(exceptions.NoCredentialsError()).kind == "refused"
+
+
+def test_pauses_grow_up_to_a_minute() -> None:
+    retries = Retries("url", max_outage=1e9)
+    pauses = [retries.pause_after(AttemptFailed("500")) for _ in range(10)]
+    assert all(
+        limit / 2 <= pause <= limit for pause, limit in zip(pauses, [1, 2, 4, 8, 16, 32] + 4 * [60], strict=True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("kind", "attempts", "error", "message"),
+    [
+        ("missing", 1, FetchError, "a reason"),
+        ("damaged", 5, FetchError, "a reason"),
+        ("refused", 5, UserError, "credentials"),
+        ("setup", 1, UserError, "pip install"),
+    ],
+)
+def test_what_does_not_pass_has_few_attempts(kind: Kind, attempts: int, error: type[Exception], message: str) -> None:
+    retries = Retries("s3://bucket/x.tar", max_outage=1e9)
+    retries.pause_after(AttemptFailed("an outage"))
+    for _ in range(attempts - 1):
+        retries.pause_after(AttemptFailed("a reason", kind))
+    with pytest.raises(error, match=rf"s3://bucket/x.tar .*{message}"):
+        retries.pause_after(AttemptFailed("a reason", kind))

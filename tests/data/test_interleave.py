@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave, first_interleave
+from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 DFN = DataSize(192_000_000, 19_200, 19_200 * 450_000_000)
@@ -19,7 +19,7 @@ TB = 1e12
 )
 def test_windows_of_dfn(nodes, cache, window):
     found = choose_interleave(DFN, 5120, nodes=nodes, cache_bytes=cache * TB)
-    assert (found.streams, found.window, found.staggered) == (64, window * 1_000_000, True)
+    assert (found.streams, found.window) == (64, window * 1_000_000)
     assert DFN.resident_bytes(found, nodes) <= 0.8 * cache * TB
 
 
@@ -62,12 +62,6 @@ def test_a_cache_that_can_hold_no_window():
 def test_what_a_node_needs():
     """10 shards of 100 samples and 1 kB; a block begins and ends within a shard."""
     data = DataSize(1000, 10, 10_000)
-    assert data.resident_bytes(Interleave(2, 100, staggered=False)) == (2 + 2) * 2 * 1000
+    assert data.resident_bytes(Interleave(2, 100)) == (2 + 2) * 2 * 1000
     assert data.resident_bytes(Interleave(5, 100), nodes=5) == (1 + 1) * 2 * 1000
     assert data.resident_bytes(Interleave(5, 100)) == 10_000, "there is no more"
-
-
-@pytest.mark.parametrize(("batch", "shards", "streams"), [(256, 6, 4), (256, 2000, 256), (4096, 5000, 1024), (7, 3, 1)])
-def test_the_first_version_had_as_many_streams_as_divide_the_batch(batch, shards, streams):
-    assert first_interleave(shards, batch, None, 80_000) == Interleave(streams, 80_000, staggered=False)
-    assert first_interleave(shards, batch, 1, 5).streams == 1

@@ -11,7 +11,8 @@ import pytest
 from tars import write_pairs
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.manifest import Manifest, Shard, extend, is_manifest, load_manifest, write_shards
+from neuclip_ds.data.manifest import Manifest, Shard, extend
+from neuclip_ds.data.manifest_file import is_manifest, load_manifest, write_shards
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
 

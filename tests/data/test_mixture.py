@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.mixture import MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.prefetch import shards_ahead
 from neuclip_ds.errors import UserError
 
 SIZES = np.array([30, 50, 40, 25, 15, 64])
@@ -22,11 +23,11 @@ SOURCE = np.array([0, 0, 0, 1, 1, 2])  # of each shard
 SAMPLES = [120, 40, 64]  # of each source
 
 
-def mixture_of(weights, batch_size=16, streams=4, block=20, stratified=True, seed=3) -> MixtureOrder:
+def mixture_of(weights, batch_size=16, streams=4, block=20, seed=3) -> MixtureOrder:
     interleave = Interleave(streams, block)
     sizes = [np.where(source == SOURCE, SIZES, 0) for source in range(3)]
     sources = [GlobalOrder(STARTS, own, batch_size, seed, interleave) for own in sizes]
-    return MixtureOrder(sources, weights, interleave, stratified)
+    return MixtureOrder(sources, weights, interleave)
 
 
 def shard_of(index: int) -> int:
@@ -46,30 +47,23 @@ def at(order: MixtureOrder, number: int) -> tuple[list[int], list[int]]:
 @given(
     st.lists(st.integers(0, 5), min_size=3, max_size=3).filter(any),
     st.sampled_from([(16, 4), (12, 1), (24, 24), (20, 5)]),
-    st.booleans(),
 )
-def test_each_stream_of_a_source_is_visited_once_an_epoch(weights, shape, stratified):
-    order = mixture_of({0: weights}, *shape, stratified=stratified)
+def test_each_stream_of_a_source_is_visited_once_an_epoch(weights, shape):
+    order = mixture_of({0: weights}, *shape)
     seen = Counter(itertools.chain(*(zip(*at(order, number), strict=True) for number in range(80))))
     assert set(seen.values()) == {1}, "no sample twice in an epoch of its source"
     visited = Counter(source_of(index) for _, index in seen)
     for source, weight in enumerate(weights):
         share = weight / sum(weights)
-        assert abs(visited[source] / (80 * shape[0]) - share) <= 1 / shape[0] + (0.02 if not stratified else 0)
+        assert abs(visited[source] / (80 * shape[0]) - share) <= 1 / shape[0]
         n = SAMPLES[source]
         for epoch in range(visited[source] // n - shape[1] - 1):
             assert sum(key[0] == epoch and source_of(key[1]) == source for key in seen) == n, "all samples"
 
 
-def test_stratified_batches_have_equal_shares_and_others_scatter():
-    def rows_of_the_first(stratified: bool) -> list[int]:
-        order = mixture_of({0: [2, 1, 1]}, 32, 4, stratified=stratified)
-        return [sum(index < 120 for index in at(order, number)[1]) for number in range(64)]
-
-    assert set(rows_of_the_first(True)) == {16}
-    scattered = rows_of_the_first(False)
-    assert sum(scattered) == 16 * 64, "exact over the pattern"
-    assert 1.5 < np.std(scattered) < 4.5  # sqrt(32 / 4) = 2.8 if rows were drawn
+def test_every_batch_has_the_same_shares():
+    order = mixture_of({0: [2, 1, 1]}, 32, 4)
+    assert {sum(index < 120 for index in at(order, number)[1]) for number in range(64)} == {16}
 
 
 def test_weights_change_by_step():
@@ -95,12 +89,11 @@ def test_ranks_and_starts_do_not_matter():
     st.sampled_from([{0: [3, 2, 1]}, {0: [1, 0, 1], 12: [0, 1, 2]}, {0: [1, 1, 1], 5: [0, 0, 1]}]),
     st.integers(0, 30),
     st.integers(5, 40),
-    st.booleans(),
     st.sampled_from([[slice(0, 16)], [slice(4, 8)], [slice(0, 4), slice(12, 16)]]),
 )
-def test_shards_ahead_are_those_of_the_batches(weights, begin, block, stratified, rows):
-    order = mixture_of(weights, block=block, stratified=stratified)
-    requests = order.shards_ahead(*divmod(begin, order.steps_per_epoch), rows)
+def test_shards_ahead_are_those_of_the_batches(weights, begin, block, rows):
+    order = mixture_of(weights, block=block)
+    requests = shards_ahead(order, *divmod(begin, order.steps_per_epoch), rows)
     found = list(itertools.takewhile(lambda request: request.first < begin + 40, requests))
     assert [request.first for request in found] == sorted(request.first for request in found)
     assert not found or found[0].first >= begin
@@ -110,15 +103,11 @@ def test_shards_ahead_are_those_of_the_batches(weights, begin, block, stratified
             assert any(one.shard == shard and one.first <= number <= one.last for one in found)
 
 
-@pytest.mark.parametrize(
-    ("stratified", "expected"),
-    [(True, "fd61f4067e867cfa352a8518fd51bc29"), (False, "0f27495699c21d245cfd2dddce12ac12")],
-)
-def test_golden_order(stratified, expected):
+def test_golden_order():
     """The order must never change: every checkpoint would resume into another one."""
-    order = mixture_of({0: [3, 2, 1], 9: [1, 1, 1]}, stratified=stratified)
+    order = mixture_of({0: [3, 2, 1], 9: [1, 1, 1]})
     digest = hashlib.sha256(b"".join(np.array(at(order, number), dtype="<i8").tobytes() for number in (0, 8, 9, 77)))
-    assert digest.hexdigest()[:32] == expected
+    assert digest.hexdigest()[:32] == "fd61f4067e867cfa352a8518fd51bc29"
 
 
 def test_errors():

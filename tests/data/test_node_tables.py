@@ -13,17 +13,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tars import write_pairs
+from tars import manifest_of, write_pairs
 
 from neuclip_ds.data.build import build_manifest, write_manifest
 from neuclip_ds.data.cache import ShardCache
-from neuclip_ds.data.flat_table import dump_table, view_table
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.node_tables import NodeTables
+from neuclip_ds.data.node_tables import NodeTables, dump_table, view_table
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.tar import read_index
 from neuclip_ds.errors import UserError
 
 FORK = multiprocessing.get_context("fork")
@@ -46,9 +46,8 @@ def mapped(folder: Path) -> list[str]:
     return [line for line in Path("/proc/self/maps").read_text().splitlines() if str(folder) in line]
 
 
-@pytest.mark.parametrize("checksums", [False, True])
-@pytest.mark.parametrize("others", [(), ("syn.txt", "bl\u00efp.json")])
 @pytest.mark.parametrize("n", [0, 1, 1000])
+@pytest.mark.parametrize(("checksums", "others"), [(False, ()), (True, ("syn.txt", "bl\u00efp.json"))])
 def test_a_table_survives_its_bytes(n: int, checksums: bool, others: tuple[str, ...]) -> None:
     table = table_of(n, checksums, others)
     seen = view_table(dump_table(table))
@@ -156,7 +155,7 @@ def test_an_unsafe_folder_is_not_used(
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / f"neuclip_ds_shards-{os.getuid()}").symlink_to(tmp_path / "elsewhere")
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    reader = TarReader(build_manifest(resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2]))), 1))
+    reader = TarReader(manifest_of(write_pairs(tmp_path / "shards", [2, 2])))
     assert [reader.read(index).texts["txt"] for index in range(4)] == [f"caption {i}".encode() for i in range(4)]
     assert caplog.text.count("are not shared between processes") == 1
     assert not any((tmp_path / "elsewhere").iterdir())
@@ -179,12 +178,11 @@ def test_headers_are_walked_once_a_node(tmp_path: Path) -> None:
     with ProcessPoolExecutor(1, FORK) as pool:
         assert pool.submit(read_all, manifest, cache).result() == expected
     (copy,) = (tmp_path / "cache" / "shards").iterdir()
-    reader = TarReader(manifest, cache=cache)
-    extents = reader._tables.get(0).extents
     with copy.open("r+b") as file:  # no header is left
-        for offset in extents[:, :, 0].ravel().tolist():
-            file.seek(offset - 512)
-            file.write(bytes(512))
+        for sample in read_index(file.fileno()).samples:
+            for extent in sample.members.values():
+                file.seek(extent.offset - 512)
+                file.write(bytes(512))
     with ProcessPoolExecutor(1, FORK) as pool:
         assert pool.submit(read_all, manifest, cache).result() == expected
 
@@ -202,25 +200,22 @@ def test_a_shard_that_is_fetched_again_is_walked_again(tmp_path: Path) -> None:
         read_all(manifest, cache)
 
 
-def test_a_wrong_count_of_a_side_file_is_found_when_the_shard_is_read(tmp_path: Path) -> None:
-    tar = write_pairs(tmp_path / "shards", [5]) / "00000.tar"
-    manifest, cache = cached(tmp_path, tar, layout=None, n=6)
-    with pytest.raises(UserError, match=r"00000.tar yields 5 samples where the manifest has 6: .*side file.*--update"):
-        read_all(manifest, cache)
-
-
-def test_another_size_than_the_listing_had_stops_the_run(tmp_path: Path) -> None:
-    tar = write_pairs(tmp_path / "shards", [5]) / "00000.tar"
-    manifest, _ = cached(tmp_path, tar, layout=None, bytes=tar.stat().st_size + 512)
-    with pytest.raises(UserError, match=r"00000.tar cannot be fetched: .* bytes arrived, expected .*--update"):
-        read_all(manifest, ShardCache(tmp_path / "cache", 10**6, retries=0))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"n": 6}, r"00000.tar yields 5 samples where the manifest has 6: .*side file.*--update"),
+        ({"bytes": 999_936}, r"00000.tar cannot be fetched: .* bytes arrived, expected .*--update"),
+    ],
+)
+def test_a_wrong_count_or_size_of_a_manifest_from_side_files(tmp_path: Path, changes: dict, message: str) -> None:
+    manifest, _ = cached(tmp_path, write_pairs(tmp_path / "shards", [5]) / "00000.tar", layout=None, **changes)
+    with pytest.raises(UserError, match=message):
+        read_all(manifest, ShardCache(tmp_path / "cache", 10**6, backoff=0.01))
 
 
 def test_tables_of_a_manifest_are_mapped_too(tmp_path: Path) -> None:
     paths = resolve_shards(str(write_pairs(tmp_path / "shards", [5, 4])))
     manifest = write_manifest(tmp_path / "m", paths, ThreadPoolExecutor(1), ScanOptions(checksum=True))
-    cache = ShardCache(tmp_path / "cache", 10**6)
-    assert read_all(manifest, cache) == [f"caption {index}".encode() for index in range(9)]
-    table = TarReader(manifest, cache=cache)._tables.get(1)
-    assert table.crc32 is not None and not table.extents.flags.writeable
+    reader = TarReader(manifest, cache=ShardCache(tmp_path / "cache", 10**6))
+    assert [reader.read(index).texts["txt"] for index in range(9)] == [f"caption {n}".encode() for n in range(9)]
     assert len({line.split()[-1] for line in mapped(tmp_path / "cache" / "tables")}) == 2

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -13,6 +11,7 @@ from neuclip_ds.data.uids import UID, UidFiles, parse_uid, uid_of
 from neuclip_ds.errors import UserError
 
 WORD = st.integers(0, 3) | st.integers(2**64 - 3, 2**64 - 1)
+OTHERS = ("uids.npz", "floats.npy", "numbers.npy")
 WORDS = st.lists(st.tuples(WORD, WORD), max_size=12)
 
 
@@ -37,14 +36,28 @@ def test_counts_are_those_of_a_plain_search(tmp_path_factory, listed, asked):
 
 
 def test_unusable_files(tmp_path):
-    def saved(name: str, array: np.ndarray) -> Path:
-        np.save(tmp_path / name, array)
-        return tmp_path / name
-
-    with pytest.raises(UserError, match=r"absent.npy cannot be read"):
-        UidFiles([tmp_path / "absent.npy"])
-    with pytest.raises(UserError, match="dtype int64, not u8,u8"):
-        UidFiles([saved("numbers.npy", np.arange(3))])
-    words = np.array([(1, 2), (1, 1), (3, 0)], dtype=np.dtype("u8,u8"))
-    with pytest.raises(UserError, match=r"unsorted.npy is not sorted"):
-        UidFiles([saved("unsorted.npy", words)]).check_order()
+    path = tmp_path / "uids.npy"
+    np.save(path, np.array([(1, 2)], dtype=np.dtype("u8,u8")))
+    good = path.read_bytes()
+    np.savez(tmp_path / "uids.npz", np.load(path))
+    np.save(tmp_path / "floats.npy", np.array([(1, 2)], dtype=np.dtype("f8,f8")))
+    np.save(tmp_path / "numbers.npy", np.arange(3))
+    contents = [
+        b"",
+        good[:20],
+        good[:-1],
+        good.replace(b"(1,)", b"(9" + b"9" * 10 + b",)"),
+        b"\x93NUMPY" + b"\xff" * 99,
+    ]
+    contents += [good.replace(b"'shape'", b"'shape"), *((tmp_path / name).read_bytes() for name in OTHERS)]
+    for content in contents:
+        path.write_bytes(content)
+        with pytest.raises(UserError, match=r"uids.npy (cannot be read|has dtype .*, not u8,u8)") as caught:
+            UidFiles([path])
+        assert "\n" not in str(caught.value)
+    path.unlink()
+    with pytest.raises(UserError, match=r"uids.npy cannot be read"):
+        UidFiles([path])
+    np.save(path, np.array([(1, 2), (1, 1), (3, 0)], dtype=np.dtype("u8,u8")))
+    with pytest.raises(UserError, match=r"uids.npy is not sorted"):
+        UidFiles([path]).check_order()

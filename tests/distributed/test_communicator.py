@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import socket
+import threading
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -12,6 +15,8 @@ import torch
 import torch.distributed as dist
 from ranks import run_ranks
 
+from neuclip_ds.checkpoint.integrity import SaveFailed
+from neuclip_ds.distributed import communicator as communicator_module
 from neuclip_ds.distributed import launch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -35,7 +40,7 @@ def fail(communicator: Communicator) -> list[str]:
     """Return the errors of a job on rank 0 and of a problem on the last rank only."""
 
     def job() -> None:
-        raise UserError("the disk is full")
+        raise SaveFailed("the disk is full")
 
     messages = []
     alone = "no shard" if communicator.rank == communicator.world_size - 1 else None
@@ -43,7 +48,7 @@ def fail(communicator: Communicator) -> list[str]:
         try:
             work()
         except UserError as error:
-            messages.append(str(error))
+            messages.append(f"{type(error).__name__}: {error}")
     communicator.agree(None)
     assert communicator.on_rank_zero(lambda: communicator.rank + 7) == 7
     return messages
@@ -66,12 +71,10 @@ def test_collectives(world_size: int) -> None:
 
 
 def gather_on_hosts(communicator: Communicator) -> list[Any]:
-    """Gather a host tensor through a separate group, and through a group that carries none."""
+    """Gather a host tensor through a separate group, and through that of all."""
     separate = Communicator(host_group=dist.new_group(backend="gloo"))
-    through_devices = Communicator()
-    through_devices._reaches_hosts = False
     x = torch.tensor([communicator.rank])
-    found = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, through_devices)]
+    found = [ranks.begin_host_gather(x, "features").wait().tolist() for ranks in (separate, communicator)]
     return [*found, separate.gather_objects(communicator.rank), separate.on_rank_zero(lambda: 7)]
 
 
@@ -92,17 +95,79 @@ def test_ranks_with_gpus_have_a_group_of_hosts() -> None:
     assert run_ranks(2, join_with_gpus) == [["cuda:0", True, [0, 1]]] * 2
 
 
+def subnormals_left(size: int = 2**20) -> int:
+    return int((torch.full((size,), 2.0**-126) / 2).count_nonzero())
+
+
+@pytest.mark.skipif(not torch.set_flush_denormal(False), reason="this CPU cannot flush subnormal numbers")
+def test_subnormal_numbers_are_zero_in_every_thread_of_a_rank(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    found = [subnormals_left(1)]
+    with launch.connected("task"):
+        thread = threading.Thread(target=lambda: found.append(subnormals_left(1)))
+        thread.start()
+        thread.join()
+        found += [subnormals_left(), subnormals_left(1)]
+    assert found == [1, 0, 0, 0]
+    assert subnormals_left(1) == 1
+
+
 def test_one_rank_is_free() -> None:
-    found = collect(Communicator())
-    assert found["traffic"] == {}
-    assert torch.equal(found["gathered"], found["sum"])
+    assert collect(Communicator())["traffic"] == {}
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_errors_reach_all_ranks(world_size: int) -> None:
     ranks = run_ranks(world_size, fail) if world_size > 1 else [fail(Communicator())]
     own = "no shard" if world_size == 1 else f"rank 1 on {socket.gethostname()}: no shard"
-    assert ranks == [["the disk is full", own]] * world_size
+    assert ranks == [["SaveFailed: the disk is full", f"UserError: {own}"]] * world_size
+
+
+def exchange(communicator: Communicator) -> list[Any]:
+    """Gather and broadcast JSON of other sizes on each rank, then bytes of rank 1 that are no JSON."""
+    rank = communicator.rank
+    mine = {"text": "\udcff é" * rank, "numbers": [rank, -0.1, float("inf"), 2**62], "none": None}
+    found: list[Any] = [
+        communicator.gather_objects(mine)
+        == [
+            {**mine, "text": "\udcff é" * r, "numbers": [r, -0.1, float("inf"), 2**62]}
+            for r in range(communicator.world_size)
+        ]
+    ]
+    found.append(communicator.on_rank_zero(lambda: ["of", {"rank": rank}]))
+    with patch.object(communicator_module, "_encode", lambda x: pickle.dumps(x) if rank == 1 else b"{}"):
+        try:
+            communicator.gather_objects(Path())
+        except UserError as error:
+            found.append(str(error))
+    return found
+
+
+def test_ranks_exchange_json_and_nothing_else() -> None:
+    for same, zero, refused in run_ranks(2, exchange):
+        assert same
+        assert zero == ["of", {"rank": 0}]
+        assert "Rank 1 sent bytes that are not JSON" in refused
+
+
+@pytest.mark.parametrize("value", [{"a": [{1}]}, Path("a"), torch.zeros(1), b"", SaveFailed("x")])
+def test_what_json_does_not_hold_is_refused_also_on_one_rank(value: Any) -> None:
+    with pytest.raises(TypeError):
+        Communicator().gather_objects(value)
+    with pytest.raises(TypeError):
+        Communicator().on_rank_zero(lambda: value)
+
+
+def count(communicator: Communicator) -> list[int]:
+    return [communicator.count("turns") for _ in range(3)]
+
+
+def test_a_counter_is_shared() -> None:
+    assert count(Communicator()) == [1, 2, 3]
+    first, second = run_ranks(2, count)
+    assert sorted(first + second) == [1, 2, 3, 4, 5, 6]
 
 
 def test_rows_that_ranks_do_not_divide() -> None:

@@ -1,11 +1,24 @@
-"""Reading and completing the launchers' environment variables."""
+"""Reading and completing the launchers' environment variables; `--num_gpus` without GPUs."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
+from small_runs import ROOT
 
 from neuclip_ds.distributed.environment import complete_environment, read_environment
 from neuclip_ds.errors import UserError
+
+CHECK = "from neuclip_ds.distributed.environment import refuse_missing_gpus as check; check(); print('fine')"
+# what the launcher is here: a program of that name, whose child's child is the rank
+LAUNCHER = f"""#!{sys.executable}
+import subprocess, sys
+subprocess.run(["sh", "-c", '"$0" -c "$1"; true', sys.executable, sys.argv[-1]])
+"""
 
 
 def test_no_launcher_is_one_rank() -> None:
@@ -18,10 +31,13 @@ def test_no_launcher_is_one_rank() -> None:
 
 def test_deepspeed_and_open_mpi() -> None:
     assert read_environment({"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16"}) == (9, 1, 16)
-    mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4"}
-    assert read_environment(mpi) == (3, 3, 4)
+    mpi = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
+    assert read_environment(mpi) == (3, 1, 4)
     complete_environment(mpi)
     assert "RANK" not in mpi, "left to DeepSpeed's MPI discovery"
+    mpi.update(MASTER_ADDR="10.0.0.1", MASTER_PORT="29501")
+    complete_environment(mpi)
+    assert (mpi["RANK"], mpi["LOCAL_RANK"], mpi["WORLD_SIZE"]) == ("3", "1", "4")
 
 
 @pytest.mark.parametrize("env", [{"RANK": "x", "WORLD_SIZE": "2"}, {"RANK": "2", "WORLD_SIZE": "2"}])
@@ -34,25 +50,34 @@ def test_a_step_of_srun() -> None:
     env = {"SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_STEP_NUM_TASKS": "4", "SLURM_JOB_ID": "1234567"}
     env["SLURM_STEP_NODELIST"] = "gpu[007-012,20],cpu1"
     assert read_environment(env) == (3, 1, 4)
-    complete_environment(env)
-    assert read_environment({key: env[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}) == (3, 1, 4)
-    assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu007", "24567")
-    complete_environment(env)
-    assert env["MASTER_ADDR"] == "gpu007"
-
-
-def test_a_batch_script_of_slurm_is_one_process() -> None:
-    env = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
-    assert read_environment(env) == (0, 0, 1)
-
-
-def test_open_mpi_with_an_address_needs_no_discovery() -> None:
-    env = {"OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "4"}
-    env.update(MASTER_ADDR="10.0.0.1", MASTER_PORT="29501")
-    complete_environment(env)
-    assert (env["RANK"], env["LOCAL_RANK"], env["WORLD_SIZE"]) == ("3", "1", "4")
+    for _ in range(2):
+        complete_environment(env)
+        assert read_environment({key: env[key] for key in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}) == (3, 1, 4)
+        assert (env["MASTER_ADDR"], env["MASTER_PORT"]) == ("gpu007", "24567")
+    script = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"}
+    assert read_environment(script) == (0, 0, 1), "a batch script is one process"
 
 
 def test_ranks_without_an_address() -> None:
     with pytest.raises(UserError, match="MASTER_ADDR"):
         complete_environment({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"})
+
+
+@pytest.mark.parametrize(
+    ("options", "accelerator", "refused"),
+    [
+        (["--num_gpus", "8"], None, True),
+        (["--num_gpus", "8"], "cpu", False),
+        (["--num_accelerators", "8"], None, False),
+    ],
+)
+def test_num_gpus_without_gpus_is_refused(
+    options: list[str], accelerator: str | None, refused: bool, tmp_path: Path
+) -> None:
+    launcher = tmp_path / "deepspeed"
+    launcher.write_text(LAUNCHER)
+    launcher.chmod(0o755)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator or ""}
+    done = subprocess.run([launcher, *options, CHECK], env=environment, capture_output=True, text=True, timeout=60)
+    said = done.stdout + done.stderr
+    assert ("--num_gpus 8 asks for GPUs" in said and "--num_accelerators 8" in said) if refused else said == "fine\n"

@@ -5,18 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-import torch.distributed as dist
 from forks import fork
 
-from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.failure_detector import FailureDetector
+from neuclip_ds.distributed import failure_detector
+from neuclip_ds.distributed.environment import RankEnvironment, free_port
+from neuclip_ds.distributed.launch import open_store
 from neuclip_ds.errors import TrainingDiverged, UserError
 
 RANKS = 3
@@ -29,12 +29,6 @@ class Ends(NamedTuple):
 
 def in_a_collective() -> None:
     time.sleep(60)
-
-
-def killed(rank: int) -> None:
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
-    in_a_collective()
 
 
 def killed_zero(rank: int) -> None:
@@ -55,15 +49,27 @@ def killed_with_a_loader_process(rank: int) -> None:
     in_a_collective()
 
 
-def raised(rank: int) -> None:
-    if rank == 2:
-        raise RuntimeError("the GPU has fallen off the bus")
+def paused(rank: int) -> None:
+    """Each rank stands still for a while, then all."""
+    stop(os.getpid(), 2.0)
+    time.sleep(0.5 * rank)
+
+
+def stopped_zero(rank: int) -> None:
+    if rank == 0:
+        stop(os.getpid(), 8.0)
     in_a_collective()
+
+
+def stop(process: int, seconds: float) -> None:
+    resume = f"import os, signal, time; time.sleep({seconds}); os.kill({process}, signal.SIGCONT)"
+    subprocess.Popen([sys.executable, "-c", resume])
+    os.kill(process, signal.SIGSTOP)
 
 
 def raised_and_made_others_fail(rank: int) -> None:
     if rank != 2:
-        time.sleep(0.2)
+        time.sleep(1.0)  # a loaded machine may start rank 2 late
         raise ConnectionError("connection closed by peer")
     raise RuntimeError("the GPU has fallen off the bus")
 
@@ -91,11 +97,10 @@ def done(rank: int) -> None:
 def one_rank(rank: int, folder: str, work: str) -> None:
     os.chdir(folder)
     sys.stderr = Path(f"{rank}.txt").open("w")  # noqa: SIM115, open until the process ends
-    os.environ["MASTER_ADDR"] = "127.0.0.1"
     socket.gethostname = lambda: f"node{rank}"
-    store = dist.FileStore("store", RANKS)
-    store.set_timeout(timedelta(seconds=30))
-    with FailureDetector(RankEnvironment(rank, 0, RANKS), store, b"key"):
+    store = open_store(rank, timedelta(seconds=30))
+    failure_detector._SILENCE = 4.0
+    with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False)):
         store.set(f"in {rank}", "")  # as the process group does, which comes next in a run
         store.wait([f"in {other}" for other in range(RANKS)])
         globals()[work](rank)
@@ -103,7 +108,8 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 
 def ends(folder: Path, work: str) -> Ends:
     """Return the exit codes of all ranks and what each one logged."""
-    processes = [fork(one_rank, rank, str(folder), work, variables=os.environ) for rank in range(RANKS)]
+    variables = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    processes = [fork(one_rank, rank, str(folder), work, variables=variables) for rank in range(RANKS)]
     for process in processes:
         process.join(40)
         process.kill()
@@ -114,11 +120,9 @@ def test_a_clean_end(tmp_path: Path) -> None:
     assert ends(tmp_path, "done") == ([0, 0, 0], ["", "", ""])
 
 
-@pytest.mark.parametrize("work", ["killed", "killed_with_a_loader_process"])
-def test_a_killed_rank_ends_all(work: str, tmp_path: Path) -> None:
-    found = ends(tmp_path, work)
-    if work == "killed_with_a_loader_process":
-        os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
+def test_a_killed_rank_ends_all(tmp_path: Path) -> None:
+    found = ends(tmp_path, "killed_with_a_loader_process")
+    os.kill(int((tmp_path / "loader").read_text()), signal.SIGKILL)  # fails unless it is still there
     assert found.codes == [1, -signal.SIGKILL, 1]
     assert all("rank 1 on node1 failed: it was killed and reported no error" in found.logs[rank] for rank in (0, 2))
 
@@ -126,19 +130,24 @@ def test_a_killed_rank_ends_all(work: str, tmp_path: Path) -> None:
 def test_the_death_of_rank_zero_ends_all(tmp_path: Path) -> None:
     found = ends(tmp_path, "killed_zero")
     assert found.codes == [-signal.SIGKILL, 1, 1]
-    assert all("rank 0 on 127.0.0.1 failed: it was killed" in log for log in found.logs[1:])
+    assert all("rank 0 on node0 failed: it was killed" in log for log in found.logs[1:])
 
 
-@pytest.mark.parametrize("work", ["raised", "raised_and_made_others_fail"])
-def test_the_first_exception_is_shown_with_its_rank(work: str, tmp_path: Path) -> None:
-    found = ends(tmp_path, work)
+def test_a_pause_is_no_failure_but_a_rank_zero_that_does_not_answer_is(tmp_path: Path) -> None:
+    """A stopped process cannot be told from one whose node hangs."""
+    assert ends(tmp_path, "paused") == ([0, 0, 0], ["", "", ""])
+    found = ends(tmp_path, "stopped_zero")
+    assert found.codes[1:] == [1, 1]
+    assert all("rank 0 on node0 failed: it has not answered for 4 s" in log for log in found.logs[1:])
+
+
+def test_the_first_exception_is_shown_with_its_rank(tmp_path: Path) -> None:
+    found = ends(tmp_path, "raised_and_made_others_fail")
     assert found.codes == [1, 1, 1]
     assert ["Traceback" in log for log in found.logs] == [False, False, True]
     assert "rank 2 on node2 failed" in found.logs[2]
     for log in found.logs[:2]:
-        assert log.splitlines() == [
-            "ended because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus"
-        ]
+        assert log == "ended because rank 2 on node2 failed: RuntimeError: the GPU has fallen off the bus\n"
 
 
 def test_rank_zero_prints_the_mistake_of_another_rank(tmp_path: Path) -> None:
@@ -148,5 +157,4 @@ def test_rank_zero_prints_the_mistake_of_another_rank(tmp_path: Path) -> None:
 
 def test_a_mistake_of_all_is_printed_once(tmp_path: Path) -> None:
     assert ends(tmp_path, "mistake_of_all") == ([2, 2, 2], ["error: the batch is too small\n", "", ""])
-    (tmp_path / "store").unlink()
     assert ends(tmp_path, "diverged") == ([1, 1, 1], ["error: step 3 is not finite\n", "", ""])

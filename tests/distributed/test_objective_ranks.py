@@ -13,18 +13,17 @@ from ranks import run_ranks
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
-from neuclip_ds.objectives.methods import SECTIONS
-from neuclip_ds.objectives.prototypes_config import PrototypesConfig
 from neuclip_ds.section import merge
 
 Variants = Mapping[str, tuple[str, dict[str, Any]]]
 ROWS, DIM, STEPS = 24, 6, 5
 MORE_PROTOTYPES = {
-    name: (method, merge(options, {section: {"prototypes": ROWS + 7}}))
+    name: (method, merge(options, {section: {size: ROWS + 7}}))
     for name, (method, options) in VARIANTS.items()
-    for section in METHODS[method].sections
-    if issubclass(SECTIONS[section], PrototypesConfig) and options.get(section, {}).get("network") != "mlp"
+    for section, size in (("npn", "prototypes"), ("queue", "size"))
+    if section in METHODS[method].sections and options.get(section, {}).get("network") != "mlp"
 }
+OTHER_SIZES = {**MORE_PROTOTYPES, "neuclip_few": ("neuclip", merge(VARIANTS["neuclip"][1], {"npn": {"prototypes": 3}}))}
 SUM_PULLS = ("neuclip", "neuclip_no_rho", "neuclip_joint")  # alpha_grad=full: the prototypes' pull, (B, d) over ranks
 
 
@@ -44,7 +43,7 @@ def train(communicator: Communicator, chunk: int, variants: Variants = VARIANTS)
     mine = slice(communicator.rank * share, (communicator.rank + 1) * share)
     results: dict[str, Any] = {}
     for name, (method, options) in variants.items():
-        options = merge(options, {"temperature": {"rho": 2.0, "lr": 0.05}, "chunk": chunk})
+        options = merge(options, {"temperature": {"rho": 2.0, "lr": 0.05}, "chunk_size": chunk})
         built = objective(method, communicator, DIM, **options)
         steps = []
         for number in range(STEPS):
@@ -72,10 +71,10 @@ def test_ranks_equal_one(world_size: int) -> None:
 
 
 @pytest.mark.parametrize("world_size", [2, 4])
-def test_more_prototypes_than_pairs(world_size: int) -> None:
-    """m > B: prototypes are drawn from several batches, and no world size divides them."""
+def test_more_prototypes_than_pairs_and_fewer_than_ranks(world_size: int) -> None:
+    """m > B: prototypes are drawn from several batches, and no world size divides them. m < K: a rank has none."""
     assert {"neuclip", "neuclip_stop", "neuclip_positive", "neuclip_no_rho", "neuclip_queue"} <= MORE_PROTOTYPES.keys()
-    check_ranks(run_ranks(world_size, train, 5, MORE_PROTOTYPES), MORE_PROTOTYPES)
+    check_ranks(run_ranks(world_size, train, 5, OTHER_SIZES), OTHER_SIZES)
 
 
 def check_ranks(ranks: list[dict[str, Any]], variants: Variants = VARIANTS) -> None:
@@ -108,7 +107,7 @@ def test_traffic_is_counted() -> None:
         assert traffic["scalars"].calls == STEPS
         others = sum(counted.bytes_received for purpose, counted in traffic.items() if purpose not in apart)
         if name not in SUM_PULLS:
-            updates = VARIANTS[name][1].get("npn", {}).get("updates", 0)
+            updates = VARIANTS[name][1].get("npn", {}).get("inner_steps", 0)
             assert others <= STEPS * ROWS * item * 2 * (updates + 4)
     calls = {name: ranks[0][name]["traffic"]["network gradients"].calls for name in ("amorlip", "amorlip_seldom")}
     assert calls == {"amorlip": 3 * STEPS, "amorlip_seldom": 3 * 3}, "with T_online = 2: the first of each epoch"

@@ -1,4 +1,4 @@
-"""The queue's normaliser in float32 at a low temperature: two real ranks compute what one computes."""
+"""The queue's normalizer in float32 at a low temperature: two real ranks compute what one computes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def train(communicator: Communicator) -> list[Any]:
     results = []
     for m, rule in ((64, "robust"), (512, "robust"), (512, "learned")):
         temperature = {"initial": 0.01, "rule": rule, "rho": 6.5, "lr": 1e-3}
-        options = {"temperature": temperature, "queue": {"prototypes": m}}
+        options = {"temperature": temperature, "queue": {"size": m}}
         method = objective("neuclip_queue", communicator, DIM, torch.float32, **options)
         for number in range(STEPS):
             image, text = clustered(number)

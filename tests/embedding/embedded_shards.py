@@ -1,25 +1,24 @@
-"""Samples with uids, an encoder without weights, and how features are written with it."""
+"""Shards of samples with uids, an encoder without weights, and how features are written with it."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from tars import jpeg, tokenize
+from tars import jpeg, tokenize, write_tar
 from torch import Tensor
 from torch.nn import functional
 
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
-from neuclip_ds.data.transforms import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.embedding.embed import Summary, embed
-from neuclip_ds.embedding.parts import Parts
-from neuclip_ds.embedding.rows import RowReader
+from neuclip_ds.embedding.embed import Parts, RowReader, Summary, embed
 
 DIM, SIDE = 12, 8
+SIZES = [5, 7, 3, 6]
 WEIGHTS = torch.randn(3 * SIDE * SIDE, DIM, generator=torch.Generator().manual_seed(0))
 
 
@@ -35,10 +34,24 @@ def members(index: int) -> dict[str, bytes]:
     }
 
 
+def write_samples(folder: Path) -> Manifest:
+    """Four shards of 21 samples: number 6 has a broken image, number 13 no caption, number 20 no uid."""
+    folder.mkdir()
+    samples = [members(number) for number in range(sum(SIZES))]
+    samples[6]["jpg"] = b"no image"
+    del samples[13]["txt"]
+    samples[20]["json"] = b"{}"
+    named = ([(f"k{n:04d}.{name}", data) for name, data in sample.items()] for n, sample in enumerate(samples))
+    for shard, size in enumerate(SIZES):
+        write_tar(folder / f"{shard:05d}.tar", [member for _ in range(size) for member in next(named)])
+    return build_manifest([str(path) for path in sorted(folder.iterdir())], processes=1)
+
+
 def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    assert image is not None and tokens is not None
     return (
-        None if image is None else functional.normalize((image.flatten(1).float() - 127) @ WEIGHTS, dim=1),
-        None if tokens is None else functional.normalize(tokens.float() - 80, dim=1),
+        functional.normalize((image.flatten(1).float() - 127) @ WEIGHTS, dim=1),
+        functional.normalize(tokens.float() - 80, dim=1),
     )
 
 
@@ -46,14 +59,11 @@ def write(
     out: Path,
     manifest: Manifest,
     communicator: Communicator | None = None,
-    kinds: Sequence[str] = ("image", "text"),
     file_format: str = "parquet",
     workers: int = 0,
     dtype: str = "float32",
 ) -> Summary:
-    communicator = communicator or Communicator()
-    identity = {"model": "m", "features": list(kinds), "dim": DIM, "format": file_format, "dtype": dtype}
-    parts = communicator.on_rank_zero(lambda: Parts.create(out, identity, manifest))
     options = LoaderOptions(workers)
-    reader = RowReader(manifest, EvalTransform(SIDE), tokenize, kinds, "uid", options)
-    return embed(encode, reader, manifest, parts, 4, options, communicator)
+    reader = RowReader(manifest, EvalTransform(SIDE), tokenize, "uid", options)
+    parts = Parts(out, {"model": "m", "format": file_format, "dtype": dtype})
+    return embed(encode, reader, manifest, parts, 4, options, communicator or Communicator())

@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
+from small_checkpoints import save_engine
 from torch import Tensor, nn
 
-from neuclip_ds.checkpoint.engine_state import load_engine, save_engine
+from neuclip_ds.checkpoint.engine_state import load_engine
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
@@ -74,7 +75,7 @@ def average_of_four_steps(communicator: Communicator, folder: Path, names: list[
             step(engine, number)
             average.update(number)
             files = saved(engine, communicator, folder / name / str(number))
-            expected = moved_towards(expected, kinds(files, WEIGHT), number)
+            expected = moved_toward(expected, kinds(files, WEIGHT), number)
             if number == 2:
                 in_use_for_a_moment(engine, average, kinds(files, AVERAGE))
         found = kinds(StateFiles(folder / name / "4"), AVERAGE)
@@ -84,7 +85,7 @@ def average_of_four_steps(communicator: Communicator, folder: Path, names: list[
             torch.testing.assert_close(value, expected[key], rtol=1e-5, atol=1e-6, msg=f"{name} {key}")
 
 
-def moved_towards(before: dict[str, Tensor], now: dict[str, Tensor], number: int) -> dict[str, Tensor]:
+def moved_toward(before: dict[str, Tensor], now: dict[str, Tensor], number: int) -> dict[str, Tensor]:
     """The textbook's average, from the float32 weights."""
     decay = min(DECAY, (1 + number) / (10 + number))
     return {name: decay * before.get(name, now[name]) + (1 - decay) * now[name] for name in now}

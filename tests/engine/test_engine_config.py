@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from neuclip_ds.config import Config
 from neuclip_ds.engine import config as engine_config
-from neuclip_ds.engine.config import DEEPSPEED, FOLDER, is_bf16, load_engine_config, zero_stage
+from neuclip_ds.engine.config import DEEPSPEED, FOLDER, load_engine_config, precision, zero_stage
 from neuclip_ds.errors import UserError
 
 NAMES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -28,9 +29,8 @@ def write(folder: Path, content: object) -> str:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_our_files_say_what_they_are_called(name: str) -> None:
-    engine = load_engine_config(config(name, clip_norm=0.5), world_size=4)
-    assert f"zero{zero_stage(engine)}" == name.split("_")[0]
-    assert is_bf16(engine) == ("bf16" in name)
+    engine = load_engine_config(config(name, max_grad_norm=0.5), world_size=4)
+    assert [f"zero{zero_stage(engine)}", precision(engine)] == name.split("_")[:2]
     assert ("offload_optimizer" in engine["zero_optimization"]) == name.endswith("offload")
     assert engine["train_batch_size"] == 64
     assert engine["train_micro_batch_size_per_gpu"] == 16
@@ -60,10 +60,13 @@ def test_a_users_file_may_agree_or_leave_it_to_us(tmp_path: Path) -> None:
         ({"bf16": {"enabled": True, "check_grad_overflow": False}}, "turns off bf16.check_grad_overflow"),
         ({"zero_optimization": {"stage": 1, "compute_grad_norm": False}}, "turns off zero_optimization.compute_grad"),
         ({"zero_optimization": {"stage": 4}}, "stage=4"),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}}, "zero_optimization.offload_opt"),
-        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, 'set "device": "cpu"'),
-        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "no ratio"),
-        ("{", "not valid JSON"),
+        (
+            {"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme"}}},
+            "offload_optimizer to a disk",
+        ),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "use the device cpu"),
+        ({"zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}, "without a ratio"),
+        ("{", "not valid YAML or JSON"),
         ([], "must hold a JSON object"),
     ],
 )
@@ -71,6 +74,12 @@ def test_contradictions(content: object, words: str, tmp_path: Path) -> None:
     with pytest.raises(UserError) as caught:
         load_engine_config(config(write(tmp_path, content)), world_size=2)
     assert words in str(caught.value)
+
+
+def test_compiled_towers_under_zero_3_are_refused() -> None:
+    compiled = Config.model_validate({"model": {"compile": True}, "deepspeed": "zero3_fp32"})
+    with pytest.raises(UserError, match="does not work with ZeRO 3"):
+        load_engine_config(compiled, world_size=1)
 
 
 def test_missing_file_names_the_known_ones() -> None:
@@ -92,3 +101,18 @@ def test_another_version_of_deepspeed_is_refused(monkeypatch: pytest.MonkeyPatch
 def test_the_requirements_install_the_version_that_is_accepted() -> None:
     lines = (Path(__file__).parents[2] / "requirements.txt").read_text().splitlines()
     assert f"deepspeed=={DEEPSPEED}" in lines
+
+
+@pytest.mark.parametrize(
+    ("deepspeed", "batch", "refused"), [("zero0_bf16", 10, True), ("zero0_bf16", 8, False), ("zero1_bf16", 64, False)]
+)
+def test_many_gradients_are_not_added_in_16_bits(deepspeed: str, batch: int, refused: bool) -> None:
+    many = Config.model_validate({"deepspeed": deepspeed, "data": {"batch_size": batch, "micro_batch": 1}})
+    with pytest.raises(UserError, match="grad_accum_dtype") if refused else nullcontext():
+        load_engine_config(many, world_size=2)
+
+
+def test_the_timer_that_waits_for_the_device_is_off_unless_asked_for(tmp_path: Path) -> None:
+    assert load_engine_config(config("zero1_bf16"), 1)["timers"] == {"throughput": {"enabled": False}}
+    mine = {"timers": {"throughput": {"enabled": True}}}
+    assert load_engine_config(config(write(tmp_path, mine)), 1)["timers"] == mine["timers"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import pytest
 import torch
@@ -13,8 +13,7 @@ from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.lamb import Lamb
-from neuclip_ds.engine.optimizers import build_optimizer, parameter_groups
-from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.start import build_optimizer, start_engine
 
 NAMES = ("adamw", "lamb", "lion", "sgd")
 LR, DECAY, BETA1, BETA2, EPS, MOMENTUM = 0.1, 0.2, 0.8, 0.9, 1e-3, 0.7
@@ -32,27 +31,11 @@ def config_of(name: str) -> OptimizerConfig:
     )
 
 
-def test_gains_and_biases_do_not_decay() -> None:
-    decayed, free = parameter_groups(module(), OptimizerConfig(weight_decay=0.2))
-    assert [tuple(p.shape) for p in decayed["params"]] == [(5, 3), (5, 3), (7, 4, 1)]
-    assert [tuple(p.shape) for p in free["params"]] == [(5,), (5,), (5,)]
-    assert (decayed["weight_decay"], free["weight_decay"]) == (0.2, 0.0)
-
-
 def test_frozen_parameters_have_no_optimizer() -> None:
     net = module()
     net[1].requires_grad_(False)
     optimized = {id(p) for group in build_optimizer(net, OptimizerConfig()).param_groups for p in group["params"]}
     assert optimized == {id(p) for p in net.parameters() if p.requires_grad}
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_every_optimizer_takes_every_parameter_once(name: str) -> None:
-    net = module()
-    optimizer = build_optimizer(net, config_of(name))
-    found = [id(p) for group in optimizer.param_groups for p in group["params"]]
-    assert sorted(found) == sorted(id(p) for p in net.parameters())
-    assert all(group["weight_decay"] == 0 for group in optimizer.param_groups for p in group["params"] if p.ndim < 2)
 
 
 def adam_direction(grads: list[Tensor]) -> Tensor:
@@ -98,7 +81,7 @@ FORMULAS: dict[str, Callable[[Tensor, list[Tensor], float, list[Tensor]], Tensor
 
 @pytest.mark.parametrize("name", NAMES)
 def test_steps_follow_the_written_out_formula(name: str) -> None:
-    """Three steps in float64; `path` holds the weights that each gradient was taken at."""
+    """Three steps in float64; vectors do not decay; `path` holds the weights that each gradient was taken at."""
     torch.manual_seed(0)
     net = module().double()
     optimizer = build_optimizer(net, config_of(name))
@@ -177,13 +160,20 @@ def under_zero(communicator: Communicator, engines: list[str]) -> dict[tuple[str
     return results
 
 
-@pytest.mark.parametrize(("precision", "atol"), [("fp32", 1e-5), ("bf16", 0.03)])
-def test_zero_stages_step_as_plain_pytorch(precision: str, atol: float) -> None:
+@pytest.mark.parametrize(
+    ("stages", "precision", "atol"),
+    [
+        (range(4), "fp32", 1e-5),
+        ([1], "bf16", 0.03),
+        pytest.param([0, 2, 3], "bf16", 0.03, marks=pytest.mark.slow),
+    ],
+)
+def test_zero_stages_step_as_plain_pytorch(stages: Iterable[int], precision: str, atol: float) -> None:
     """Every optimizer under ZeRO 0-3 on two ranks, whose shards cut through parameters; the learning rate moves.
 
     bf16 weights of about 2 are 0.016 apart.
     """
-    for results in run_ranks(2, under_zero, [f"zero{stage}_{precision}" for stage in range(4)]):
+    for results in run_ranks(2, under_zero, [f"zero{stage}_{precision}" for stage in stages]):
         for (name, engine), (found, collectives) in results.items():
             assert collectives == (name == "lamb" and not engine.startswith("zero0")), f"{name} {engine}"
             for value, wanted in zip(found, plain(name), strict=True):

@@ -1,16 +1,21 @@
-"""The precision of float32 towers' matrix products on a GPU."""
+"""Precisions that a device has, matrix products of float32 towers on a GPU, and deterministic algorithms."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
+from build import VARIANTS, batch, objective, pairs, step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.precision import set_matmul_precision
+from neuclip_ds.engine.precision import deterministic_algorithms, require_precision, set_matmul_precision
+from neuclip_ds.errors import UserError
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -45,3 +50,74 @@ def test_nothing_is_set_without_a_gpu_or_for_bf16(
         set_matmul_precision(tried, load_engine_config(tried, 1), torch.device(device))
     assert MATMUL.allow_tf32 == before
     assert not caplog.text
+
+
+def test_a_device_without_the_precision_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.accelerator import get_accelerator
+
+    accelerator = get_accelerator()
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: False)
+    with pytest.raises(UserError, match=r"towers in fp16, which this device .*=zero1_fp32 or zero1_bf16\."):
+        require_precision({"fp16": {"enabled": True}}, "zero1_fp16")
+    monkeypatch.setattr(accelerator, "is_fp16_supported", lambda: True)
+    monkeypatch.setattr(accelerator, "is_bf16_supported", lambda: False)
+    with pytest.raises(UserError, match=r"use deepspeed=zero1_fp32 or zero1_fp16\."):
+        require_precision({"bf16": {"enabled": True}}, "zero1_bf16")
+    require_precision({}, "zero1_fp32")
+
+
+# of torch's list, what adds in an undefined order on CUDA, with a deterministic form or without; also as the gradient
+# of an index, index_select or gather. An index_put counts where it accumulates, as our indices do not repeat.
+ORDERLESS = {
+    *("index_add", "index_put accumulate", "index_reduce", "scatter_add", "scatter_reduce", "put", "cumsum", "histc"),
+    *("median", "bincount", "kthvalue", "embedding_dense_backward", "nll_loss_forward", "nll_loss_backward"),
+}
+
+
+def modes() -> tuple[bool, bool]:
+    filled: bool = torch.utils.deterministic.fill_uninitialized_memory  # type: ignore[attr-defined]
+    return torch.are_deterministic_algorithms_enabled(), filled
+
+
+def test_the_modes_hold_in_the_block() -> None:
+    before = modes()
+    with deterministic_algorithms(False):
+        assert modes() == before
+    with pytest.raises(KeyError), deterministic_algorithms(True):
+        assert modes() == (True, False)
+        raise KeyError
+    assert modes() == before
+
+
+def test_an_operation_that_cannot_is_named() -> None:
+    zeros = torch.zeros(3)
+    refused = pytest.raises(UserError, match=r"^put_ does not have a deterministic .* set run.deterministic=false")
+    with refused, deterministic_algorithms(True):
+        zeros.put_(torch.tensor([0]), torch.ones(1))
+    with pytest.raises(RuntimeError, match="size"), deterministic_algorithms(True):
+        zeros + torch.zeros(2)
+
+
+class Operations(TorchDispatchMode):
+    """Keeps the names of the operations, also of those in a backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__.strip("_")
+        self.names.add(f"{name} accumulate" if name == "index_put" and True in args[3:] else name)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_no_method_adds_in_an_undefined_order(name: str) -> None:
+    """So nets that every rank fits to the same rows stay equal on GPUs, deterministic or not."""
+    method, options = VARIANTS[name]
+    built = objective(method, Communicator(), 6, torch.float32, **options)
+    with Operations() as seen:
+        for number in range(3):
+            built(batch(*(x.float() for x in pairs(12, 6, seed=number))), step(number, epoch=number))
+    assert len(seen.names) > 20
+    assert seen.names & ORDERLESS == set()

@@ -1,4 +1,4 @@
-"""Simulated ranks: threads of this process that synchronise at a barrier in each collective."""
+"""Simulated ranks: threads of this process that synchronize at a barrier in each collective."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.errors import UserError
 
 
@@ -22,12 +22,18 @@ class FakeRank(Communicator):
         super().__init__()
         self.rank, self.world_size = rank, world_size
         self._values, self._barrier = values, barrier
+        self.purposes: set[str] = set()
 
-    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        return torch.cat(self._exchange(x, purpose))
+    def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(torch.cat(self._exchange(x, purpose)))
 
-    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        return torch.stack(self._exchange(x, purpose)).sum(dim=0)
+    begin_host_gather = begin_all_gather
+
+    def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(torch.stack(self._exchange(x, purpose)).sum(dim=0))
+
+    def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
+        return Pending(self.all_reduce(x, purpose).chunk(self.world_size)[self.rank])
 
     def agree(self, problem: str | None) -> None:
         for rank, found in enumerate(self._gather(problem)):
@@ -38,7 +44,7 @@ class FakeRank(Communicator):
         return self._gather(x)
 
     def _exchange(self, x: Tensor, purpose: str) -> list[Tensor]:
-        assert purpose == "evaluation"
+        self.purposes.add(purpose)
         gathered = self._gather(x)
         assert len({(part.shape, part.dtype) for part in gathered}) == 1
         return gathered

@@ -18,8 +18,8 @@ DIM = 24
 Members = dict[str, bytes]
 
 
-class Labelled(NamedTuple):
-    """Labelled set with the features that the model gives."""
+class Labeled(NamedTuple):
+    """Labeled set with the features that the model gives."""
 
     features: Tensor  # (n, DIM) of the images
     labels: Tensor  # (n,)
@@ -27,7 +27,7 @@ class Labelled(NamedTuple):
 
 
 def write_shards(folder: Path, samples: Sequence[Members], shards: int = 2) -> Path:
-    """Write test/nshards.txt and tars; neighbouring samples are in different shards."""
+    """Write test/nshards.txt and tars; neighboring samples are in different shards."""
     (folder / "test").mkdir(parents=True, exist_ok=True)
     (folder / "test" / "nshards.txt").write_text(f"{shards}\n")
     for shard in range(shards):
@@ -43,8 +43,8 @@ def write_prompts(folder: Path, classes: int) -> None:
     (folder / "zeroshot_classification_templates.txt").write_text("a photo of {c}\nart of {c}.\n")
 
 
-def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | None = None) -> Labelled:
-    """Write a labelled set whose features are between the class's and noise, so that many predictions are right."""
+def labeled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | None = None) -> Labeled:
+    """Write a labeled set whose features are between the class's and noise, so that many predictions are right."""
     generator = torch.Generator().manual_seed(count)
     labels = torch.randint(0, classes, (count,), generator=generator)
     features = pixel_features(torch.randn(count, DIM, generator=generator) + 2 * torch.eye(DIM)[labels])
@@ -56,7 +56,7 @@ def labelled_set(folder: Path, count: int, classes: int = 6, metadata: Tensor | 
     ]
     write_shards(folder, samples)
     order = stored_order(count)
-    return Labelled(features[order], labels[order], rows[order])
+    return Labeled(features[order], labels[order], rows[order])
 
 
 def captioned_set(folder: Path, captions: Sequence[int], noise: float = 0.5) -> tuple[Tensor, Tensor, Tensor]:
@@ -136,7 +136,7 @@ def tokenize(texts: list[str]) -> Tensor:
 
 
 def features_of(x: Tensor) -> Tensor:
-    """Return the features of pixels or tokens (n, DIM), centred on the middle of the range."""
+    """Return the features of pixels or tokens (n, DIM), centered on the middle of the range."""
     return functional.normalize(x.float() - 128, dim=-1)
 
 

@@ -14,7 +14,7 @@ from miniatures import save_open_clip
 from tars import jpeg
 
 from neuclip_ds.checkpoint.saved_model import open_model
-from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.suite import Suite

@@ -1,15 +1,29 @@
-"""Metrics from counts against the same metrics from lists of predictions, written out as scikit-learn defines them."""
+"""Metrics, accumulators and chance, against lists of predictions written out as scikit-learn defines them."""
 
 from __future__ import annotations
 
 import itertools
+import math
+import statistics
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuclip_ds.evaluation.metrics import hit_probability, jaccard, macro_f1, mean_recall, worst_group
+from neuclip_ds.evaluation.metrics import (
+    ClassAccumulator,
+    GroupAccumulator,
+    chance_jaccard,
+    chance_macro_f1,
+    chance_recall,
+    hit_probability,
+    jaccard,
+    macro_f1,
+    mean_recall,
+    worst_group,
+)
 
 CLASSES = 5
 pairs = st.lists(st.tuples(st.integers(0, CLASSES - 1), st.integers(0, CLASSES - 1)), min_size=1, max_size=30)
@@ -60,3 +74,65 @@ def test_hit_probability_counts_all_orders_of_the_tied(ahead: int, tied: int, ma
     wanted = sum(any(order[: max(0, k - ahead)]) for order in orders) / len(orders)
     found = hit_probability(torch.tensor([ahead]), torch.tensor([tied]), k, torch.tensor([matches]))
     assert float(found) == pytest.approx(wanted, abs=1e-12)
+
+
+def test_ties_are_shared_and_nan_is_predicted_as_no_class() -> None:
+    counts = ClassAccumulator(3)
+    scores = torch.tensor([[5.0, 5.0, 1.0], [0.0, 1.0, 2.0], [math.nan, 1.0, 2.0]])
+    top1, top5 = counts.add(scores, torch.tensor([0, 2, 0]))
+    assert top1.tolist() == [0.5, 1.0, 0.0]
+    assert top5.tolist() == [1.0, 1.0, 1.0]  # three classes fit into five places
+    assert counts.predicted.tolist() == [0.5, 0.5, 1.0]
+    assert counts.support.tolist() == [2, 0, 1]
+    assert counts.top1.tolist() == [0.5, 0.0, 1.0]
+
+
+def test_any_batches_and_ranks_give_the_same(run_ranks: Any) -> None:
+    generator = torch.Generator().manual_seed(0)
+    scores, labels = torch.randn(41, 7, generator=generator), torch.randint(0, 7, (41,), generator=generator)
+    whole = ClassAccumulator(7)
+    whole.add(scores, labels)
+
+    def work(rank: Any) -> ClassAccumulator:
+        counts = ClassAccumulator(7)
+        for part in torch.arange(41)[rank.rank :: rank.world_size].split(4):
+            counts.add(scores[part], labels[part])
+        counts.all_reduce(rank)
+        return counts
+
+    for found in run_ranks(3, work):
+        for name in ("top1", "top5", "predicted", "support"):
+            assert torch.equal(getattr(found, name), getattr(whole, name))
+
+
+def test_groups_grow_on_each_rank_by_themselves(run_ranks: Any) -> None:
+    def work(rank: Any) -> GroupAccumulator:
+        counts = GroupAccumulator()
+        if rank.rank < 2:
+            counts.add(torch.tensor([1.0, 0.5], dtype=torch.float64), torch.tensor([rank.rank, 2 + 3 * rank.rank]))
+        counts.all_reduce(rank)
+        return counts
+
+    for found in run_ranks(3, work):
+        assert found.hits.tolist() == [1, 1, 0.5, 0, 0, 0.5]
+        assert found.counts.tolist() == [1, 1, 1, 0, 0, 1]
+
+
+def test_recall():
+    assert chance_recall(5, 1000) == 0.005
+    assert chance_recall(10, 4) == 1
+
+
+@pytest.mark.parametrize(("candidates", "right"), [(10, 3), (5, 4), (6, 6), (12, 1)])
+def test_jaccard_is_the_mean_over_all_choices(candidates: int, right: int) -> None:
+    truth = set(range(right))
+    choices = [set(choice) for choice in itertools.combinations(range(candidates), right)]
+    mean = statistics.mean(len(truth & choice) / len(truth | choice) for choice in choices)
+    assert chance_jaccard(candidates, right) == pytest.approx(mean)
+
+
+def test_macro_f1_of_even_guesses():
+    support = torch.tensor([30.0, 60.0, 0.0])
+    # of 90 guesses each class gets 30: of class 0 10 are right, of class 1 20
+    wanted = (2 * 10 / (30 + 30) + 2 * 20 / (30 + 60)) / 2
+    assert chance_macro_f1(support) == pytest.approx(wanted)

@@ -1,4 +1,4 @@
-"""The normalisers' error against a float64 reference from the method's state, on one to three ranks."""
+"""The normalizers' error against a float64 reference from the method's state, on one to three ranks."""
 
 from __future__ import annotations
 
@@ -11,13 +11,12 @@ import torch
 from build import objective, pairs, step
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.pair_loss import Hinge, OverBatch
+from neuclip_ds.objectives.pair_arithmetic import Hinge, OverBatch
 from neuclip_ds.state.sample_store import columns
 
 N, DIM, BATCH = 29, 6, 12  # the last of three batches has five rows
@@ -31,12 +30,15 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "isogclr": ("isogclr", {}),
     "gcl": ("gcl", {}),
     "tuneclip": ("tuneclip", {}),
-    "neuclip": ("neuclip", {"npn": {"prototypes": 8, "updates": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
+    "neuclip": ("neuclip", {"npn": {"prototypes": 8, "inner_steps": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
-    "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "updates": 3, "mlp_lr": 0.02}}),
-    "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"prototypes": 16, "kappa": 2.0}}),
-    "amorlip_ema": ("amorlip", {"amortized": {"width": 1.0, "updates": 3, "lr": 0.02, "ema": 0.5}}),
-    "amorlip_combined": ("amorlip", {"amortized": {"width": 1.0, "stage2": "combined", "previous_epochs": 1}}),
+    "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "inner_steps": 3, "mlp_lr": 0.02}}),
+    "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"size": 16, "kappa": 2.0}}),
+    "amorlip_ema": ("amorlip", {"amortized": {"width": 1.0, "inner_steps": 3, "lr": 0.02, "ema": 0.5}}),
+    "amorlip_combined": (
+        "amorlip",
+        {"amortized": {"width": 1.0, "encoder_normalizer": "combined", "previous_epochs": 1}},
+    ),
 }
 
 
@@ -47,33 +49,6 @@ class Rows(NamedTuple):
     tokens: Tensor
     index: Tensor  # type: ignore[assignment]
     valid: Tensor
-
-
-class SimulatedCommunicator:
-    """Simulated rank with all collectives and any purpose, as objectives need them."""
-
-    def __init__(self, rank: Any) -> None:
-        self._of, self.rank, self.world_size, self.device = rank, rank.rank, rank.world_size, rank.device
-
-    def all_gather(self, x: Tensor, purpose: str) -> Tensor:
-        return self._of.all_gather(x, "evaluation")
-
-    def all_reduce(self, x: Tensor, purpose: str) -> Tensor:
-        return self._of.all_reduce(x, "evaluation")
-
-    def reduce_scatter(self, x: Tensor, purpose: str) -> Tensor:
-        return self.all_reduce(x, purpose).chunk(self.world_size)[self.rank]
-
-    def begin_all_gather(self, x: Tensor, purpose: str) -> Pending:
-        return Pending(self.all_gather(x, purpose))
-
-    begin_host_gather = begin_all_gather
-
-    def begin_all_reduce(self, x: Tensor, purpose: str) -> Pending:
-        return Pending(self.all_reduce(x, purpose))
-
-    def begin_reduce_scatter(self, x: Tensor, purpose: str) -> Pending:
-        return Pending(self.reduce_scatter(x, purpose))
 
 
 def identity(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
@@ -120,11 +95,7 @@ def measure(method: Any, communicator: Any, features: tuple[Tensor, Tensor], **o
 
 
 def on_ranks(run_ranks: Any, world_size: int, name: str, **options: Any) -> dict[str, float]:
-    def work(rank: Any) -> dict[str, float]:
-        communicator = SimulatedCommunicator(rank)
-        return measure(trained(name, communicator), communicator, FEATURES, **options)
-
-    results = run_ranks(world_size, work)
+    results = run_ranks(world_size, lambda rank: measure(trained(name, rank), rank, FEATURES, **options))
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -218,7 +189,7 @@ ESTIMATES: dict[str, Any] = {
 
 
 def reference(run_ranks: Any, name: str, anchors: Tensor = VALID) -> dict[str, float]:
-    (method,) = run_ranks(1, lambda rank: trained(name, SimulatedCommunicator(rank)))
+    (method,) = run_ranks(1, lambda rank: trained(name, rank))
     error = (ESTIMATES[name](method) - log_means(method, VALID))[:, anchors]
     seen = error.isfinite().all(0)
     error = error[:, seen]
@@ -233,7 +204,7 @@ def reference(run_ranks: Any, name: str, anchors: Tensor = VALID) -> dict[str, f
     }
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("world_size", [1, 3])
 @pytest.mark.parametrize("name", METHODS)
 def test_equals_the_reference(run_ranks: Any, name: str, world_size: int) -> None:
     wanted = reference(run_ranks, name)
@@ -271,8 +242,7 @@ def test_the_whole_set_as_one_batch_has_no_error(
     """The mean over a batch of all samples is exact, and so is u with gamma = 1 after a step on frozen features."""
     features = tuple(x.to(dtype) for x in FEATURES)
 
-    def work(rank: Any) -> dict[str, float]:
-        communicator = SimulatedCommunicator(rank)
+    def work(communicator: Any) -> dict[str, float]:
         options = {"moving_average": {"gamma_min": 1.0}, "temperature": {"initial": TAU, "lr": 0.0}}
         method = trained(name, communicator, dtype, **options)
         (rows,) = batches_of(ORDER, features, communicator, 30)  # type: ignore[arg-type]
@@ -294,12 +264,12 @@ def test_float32_at_the_coldest_temperature(run_ranks: Any, name: str) -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         # inner updates, which amplify rounding at this temperature, stand still
-        npn = {"prototypes": 8, "updates": 0}
+        npn = {"prototypes": 8, "inner_steps": 0}
         cold = {"temperature": {"initial": 0.01, "lr": 0.0}, "hinge": {"power": 1.0}, "npn": npn}
 
         def work(rank: Any, dtype: torch.dtype = dtype, cold: dict[str, Any] = cold) -> dict[str, float]:
-            method = trained(name, SimulatedCommunicator(rank), dtype, **cold)
-            return measure(method, SimulatedCommunicator(rank), (image.to(dtype), text.to(dtype)))
+            method = trained(name, rank, dtype, **cold)
+            return measure(method, rank, (image.to(dtype), text.to(dtype)))
 
         results += run_ranks(1, work)
     assert results[0] == pytest.approx(results[1], rel=1e-3)
@@ -312,9 +282,9 @@ def test_changes_no_state(run_ranks: Any, name: str) -> None:
         return {key: x.clone() for part in (method.replicated_state(), *tables) for key, x in part.items()}
 
     def work(rank: Any) -> None:
-        method = trained(name, SimulatedCommunicator(rank))
+        method = trained(name, rank)
         before = state(method)
-        measure(method, SimulatedCommunicator(rank), FEATURES)
+        measure(method, rank, FEATURES)
         after = state(method)
         assert before.keys() == after.keys()
         assert all(torch.equal(before[key], after[key]) for key in before)
@@ -330,9 +300,9 @@ def test_a_batch_of_one_gives_no_estimate(run_ranks: Any) -> None:
 
 
 def test_a_broken_model_is_not_hidden(run_ranks: Any) -> None:
-    (method,) = run_ranks(1, lambda rank: trained("openclip", SimulatedCommunicator(rank)))
+    (method,) = run_ranks(1, lambda rank: trained("openclip", rank))
     broken = (torch.full_like(FEATURES[0], math.nan), FEATURES[1])
-    (found,) = run_ranks(1, lambda rank: measure(method, SimulatedCommunicator(rank), broken))
+    (found,) = run_ranks(1, lambda rank: measure(method, rank, broken))
     assert math.isnan(found["normalizer_mse"])
     assert found["normalizer_anchors"] == N - len(BAD)
 

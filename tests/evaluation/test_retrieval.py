@@ -1,12 +1,14 @@
-"""Retrieval against a brute-force oracle, with ties, padding, broken features and several ranks."""
+"""Retrieval of pairs and of captions against brute-force oracles, with ties, padding and several ranks."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from evaluation_sets import Model, captioned_set, features_of, pixel_features, tokenize, transform, write_shards
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -14,7 +16,12 @@ from torch.nn import functional
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
+from neuclip_ds.evaluation import retrieval as module
+from neuclip_ds.evaluation.encoding import BatchEncoder
+from neuclip_ds.evaluation.retrieval import caption_retrieval, encode_pairs, retrieval
+from neuclip_ds.evaluation.sets import WebdatasetFolder
+
+DIRECTIONS = ("image_to_text", "text_to_image")
 
 
 class Pairs(NamedTuple):
@@ -120,37 +127,25 @@ def test_collapsed_model_scores_chance(run_ranks, n, world_size):
         assert found[f"text_to_image_recall@{k}"] == pytest.approx(min(k / n, 1), abs=1e-12)
 
 
-def test_perfect_and_reversed_models(run_ranks):
-    features = torch.eye(12)
-    valid = torch.ones(12, dtype=torch.bool)
-    perfect = measure(run_ranks, Pairs(features, features, valid), 2)
-    assert {perfect[key] for key in perfect if "recall" in key} == {1.0}
-    worst = measure(run_ranks, Pairs(features, -features, valid), 2, ks=(1, 11, 12))
-    assert worst["image_to_text_recall@1"] == worst["image_to_text_recall@11"] == 0
-    assert worst["image_to_text_recall@12"] == 1
-
-
-def test_invalid_rows_are_no_candidates(run_ranks):
-    # row 1 is a copy of row 0 and would tie with it, if it counted
-    image = torch.tensor([[1.0, 0.0], [1.0, 0.0], [0.0, 1.0]])
-    valid = torch.tensor([True, False, True])
-    found = measure(run_ranks, Pairs(image, image, valid), 2, batch_size=1)
-    assert found["image_to_text_recall@1"] == 1
-    assert found["retrieval_pairs"] == 2
-
-
-def test_directions_differ(run_ranks):
-    image = torch.tensor([[1.0, 0.0], [0.0, 1.0]])
-    text = torch.tensor([[1.0, 0.0], [0.8, 0.6]])  # text 1 finds image 0 first, image 1 still finds text 1
-    found = measure(run_ranks, Pairs(image, text, torch.ones(2, dtype=torch.bool)), ks=(1,))
-    assert found["image_to_text_recall@1"] == 1
-    assert found["text_to_image_recall@1"] == 0.5
-
-
-def test_diverged_model_scores_nothing(run_ranks):
-    features = torch.full((20, 4), math.nan)
-    found = measure(run_ranks, Pairs(features, features, torch.ones(20, dtype=torch.bool)))
-    assert {found[key] for key in found if "recall" in key} == {0.0}
+@pytest.mark.parametrize(
+    ("image", "text", "valid", "wanted"),
+    [
+        (torch.eye(12), torch.eye(12), None, {(name, k): 1.0 for name in DIRECTIONS for k in (1, 5, 10)}),
+        (torch.eye(12), -torch.eye(12), None, {("image_to_text", 1): 0.0, ("image_to_text", 10): 0.0}),
+        # an invalid copy of row 0, which would tie with it
+        ([[1, 0], [1, 0], [0, 1]], [[1, 0], [1, 0], [0, 1]], [True, False, True], {("image_to_text", 1): 1.0}),
+        # text 1 finds image 0 first, image 1 still finds text 1
+        ([[1, 0], [0, 1]], [[1, 0], [0.8, 0.6]], None, {("image_to_text", 1): 1.0, ("text_to_image", 1): 0.5}),
+        ([[math.nan] * 4] * 20, [[math.nan] * 4] * 20, None, {(name, k): 0.0 for name in DIRECTIONS for k in (1, 10)}),
+    ],
+    ids=["perfect", "reversed", "invalid rows", "directions", "diverged"],
+)
+def test_recall_by_hand(run_ranks, image, text, valid, wanted):
+    image, text = (torch.as_tensor(x, dtype=torch.float32) for x in (image, text))
+    valid = torch.ones(len(image), dtype=torch.bool) if valid is None else torch.tensor(valid)
+    found = measure(run_ranks, Pairs(image, text, valid), 2, batch_size=2)
+    assert {(name, k): found[f"{name}_recall@{k}"] for name, k in wanted} == wanted
+    assert found["retrieval_pairs"] == valid.sum()
 
 
 def test_no_batch_is_a_user_error(run_ranks):
@@ -170,3 +165,90 @@ def test_keeps_no_graph(run_ranks):
     pairs = random_pairs(6, d=4)
     run_ranks(1, lambda rank: retrieval(encode_pairs(encode, batches_of(pairs, 0, 1, 3)), rank))
     assert seen == [False, False]
+
+
+CAPTIONS = [1, 5, 2, 3, 5, 4, 1, 1, 6, 5, 5, 2, 9]
+
+
+def measure_captions(run_ranks: Any, path: Path, world_size: int = 1, size: int = 4) -> dict[str, float]:
+    models = [Model() for _ in range(world_size)]
+
+    def work(rank: Any) -> dict[str, float]:
+        encoder = BatchEncoder(models[rank.rank], tokenize, rank, size)
+        found = caption_retrieval(encoder, WebdatasetFolder.read(path), transform)
+        assert rank.purposes <= {"evaluation"}, "whose bytes are counted"
+        return found
+
+    results = run_ranks(world_size, work)
+    assert all(result == results[0] for result in results)
+    assert all(model.calls == models[0].calls for model in models)  # ZeRO-3 would hang otherwise
+    assert {shape[0] for _, shape in models[0].calls} == {size}
+    return results[0]
+
+
+def caption_oracle(images: Tensor, texts: Tensor, image_of: Tensor) -> dict[str, float]:
+    scores = features_of(images).double() @ features_of(texts).double().T
+    found = {}
+    for k in (1, 5, 10):
+        texts_of = [set(torch.where(image_of == number)[0].tolist()) for number in range(len(images))]
+        hits = [bool(set(row.topk(k).indices.tolist()) & own) for row, own in zip(scores, texts_of, strict=True)]
+        found[f"text_retrieval_recall@{k}"] = sum(hits) / len(hits)
+        hits = [int(number) in row.topk(k).indices.tolist() for row, number in zip(scores.T, image_of, strict=True)]
+        found[f"image_retrieval_recall@{k}"] = sum(hits) / len(hits)
+    found["chance"] = 1 / len(images)
+    found["mean_recall@1"] = (found["text_retrieval_recall@1"] + found["image_retrieval_recall@1"]) / 2
+    return found
+
+
+@pytest.mark.parametrize("noise", [0.5, 3.0])
+def test_captions_equal_sorting_at_any_number_of_ranks(tmp_path: Path, run_ranks: Any, noise: float) -> None:
+    wanted = caption_oracle(*captioned_set(tmp_path, CAPTIONS, noise))
+    assert 0 < wanted["mean_recall@1"] <= 1
+    single = measure_captions(run_ranks, tmp_path)
+    assert single == pytest.approx(wanted, abs=1e-12)
+    for world_size, size in ((1, 64), (2, 4), (3, 2), (5, 8)):
+        assert measure_captions(run_ranks, tmp_path, world_size, size) == single
+
+
+def test_captions_of_a_collapsed_model_are_at_chance(tmp_path: Path, run_ranks: Any) -> None:
+    """All captions alike: one of an image's c among k of n at random."""
+    texts = pixel_features(torch.ones(1, 24)).int().tolist()[0]
+    line = " ".join(map(str, texts))
+    (tmp_path / "dataset_type.txt").write_text("retrieval")
+    write_shards(tmp_path, [{"jpg": line.encode(), "txt": f"{line}\n{line}".encode()}] * 20)
+    found = measure_captions(run_ranks, tmp_path, 2)
+    assert found["image_retrieval_recall@5"] == pytest.approx(5 / 20)
+    assert found["text_retrieval_recall@1"] == pytest.approx(2 / 40)
+
+
+def test_no_whole_score_matrix(tmp_path: Path, run_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    captioned_set(tmp_path, CAPTIONS)
+    whole, blocks = module.count_negatives, []
+
+    def in_small_chunks(*arguments: Any) -> Any:
+        return whole(*arguments, chunk=3)
+
+    def noted(a: Tensor, b: Tensor) -> Tensor:
+        blocks.append(len(b))
+        return (a.double() @ b.double().T).float()
+
+    single = measure_captions(run_ranks, tmp_path)
+    monkeypatch.setattr("neuclip_ds.evaluation.retrieval.count_negatives", in_small_chunks)
+    monkeypatch.setattr(module, "score_matrix", noted)
+    assert measure_captions(run_ranks, tmp_path) == single
+    assert max(blocks) == 3
+
+
+@pytest.mark.parametrize(
+    ("sample", "message"),
+    [({"jpg": b"1 2", "txt": b" \n "}, "has no caption"), ({"txt": b"1 2"}, "has no image"), ({"jpg": b"1"}, "no txt")],
+)
+def test_incomplete_sample_is_named(tmp_path: Path, run_ranks: Any, sample: dict[str, bytes], message: str) -> None:
+    write_shards(tmp_path, [{"jpg": b"1 2", "txt": b"1 2"}, sample], 1)
+    with pytest.raises(UserError, match=f"sample s0000001 .*{message}|sample s0000001 {message}"):
+        measure_captions(run_ranks, tmp_path, 2)
+
+
+def test_empty_set(tmp_path: Path, run_ranks: Any) -> None:
+    with pytest.raises(UserError, match="has no sample"):
+        measure_captions(run_ranks, write_shards(tmp_path, []), 2)

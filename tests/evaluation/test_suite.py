@@ -9,11 +9,11 @@ import pytest
 import ranks
 import torch
 from evaluation_sets import (
-    Labelled,
+    Labeled,
     Model,
     class_features,
     features_of,
-    labelled_set,
+    labeled_set,
     npy,
     tokenize,
     transform,
@@ -22,8 +22,8 @@ from evaluation_sets import (
 )
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.chance import macro_f1
 from neuclip_ds.evaluation.encoding import BatchEncoder
+from neuclip_ds.evaluation.metrics import chance_macro_f1
 from neuclip_ds.evaluation.suite import Suite
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 
@@ -52,7 +52,7 @@ def metadata(count: int) -> torch.Tensor:
     return torch.stack([torch.tensor([0, 1, 3])[rows % 3], rows % 5, rows], dim=1)
 
 
-def predictions(data: Labelled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def predictions(data: Labeled) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(n,) class, (n,) right, (n,) right among five."""
     scores = features_of(data.features) @ class_features(CLASSES).T
     five = (scores.topk(5).indices == data.labels[:, None]).any(1)
@@ -66,8 +66,8 @@ def means(right: torch.Tensor, groups: torch.Tensor) -> dict[int, float]:
 
 @pytest.mark.parametrize("key", ["cifar10", "vtab/pets", "wilds/iwildcam", "wilds/camelyon17", "wilds/fmow",
                                  "fairness/dollar_street", "fairness/geode"])  # fmt: skip
-def test_metrics_of_labelled_sets(tmp_path: Path, run_ranks: Any, key: str) -> None:
-    data = labelled_set(tmp_path, 47, CLASSES, metadata(47))
+def test_metrics_of_labeled_sets(tmp_path: Path, run_ranks: Any, key: str) -> None:
+    data = labeled_set(tmp_path, 47, CLASSES, metadata(47))
     guess, right, five = predictions(data)
     column0, column1 = data.metadata[:, 0], data.metadata[:, 1]
     accuracy, recall = float(right.double().mean()), means(right, data.labels)
@@ -82,7 +82,7 @@ def test_metrics_of_labelled_sets(tmp_path: Path, run_ranks: Any, key: str) -> N
         both = [(2 * int((right & (guess == c)).sum()) / int((guess == c).sum() + (data.labels == c).sum()))
                 for c in data.labels.unique()]  # fmt: skip
         wanted |= {"acc_avg": accuracy, "recall-macro_all": wanted["mean_per_class_recall"]}
-        wanted |= {"F1-macro_all": sum(both) / len(both), "chance": macro_f1(data.labels.bincount().double())}
+        wanted |= {"F1-macro_all": sum(both) / len(both), "chance": chance_macro_f1(data.labels.bincount().double())}
     divisions = {
         "wilds/camelyon17": [("acc", "slide", right, column1, "acc_wg")],
         "wilds/fmow": [
@@ -109,13 +109,13 @@ def _on_real_ranks(communicator: Any, folder: Path) -> dict[str, float | None]:
 
 
 def test_two_real_ranks_equal_one(tmp_path: Path, run_ranks: Any) -> None:
-    labelled_set(tmp_path, 31, CLASSES, metadata(31))
+    labeled_set(tmp_path, 31, CLASSES, metadata(31))
     both = ranks.run_ranks(2, _on_real_ranks, tmp_path)
     assert both[0] == both[1] == on_ranks(run_ranks, "wilds/fmow", tmp_path, 1)
 
 
 def test_few_classes_have_no_top5(tmp_path: Path, run_ranks: Any) -> None:
-    labelled_set(tmp_path, 12, 4)
+    labeled_set(tmp_path, 12, 4)
     found = on_ranks(run_ranks, "vtab/kitti_closest_vehicle_distance", tmp_path, 2)
     assert found["acc5"] is None
     assert found["main_metric"] == found["acc1"]
@@ -141,7 +141,7 @@ def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, m
     ],
 )
 def test_set_of_another_kind(tmp_path: Path, run_ranks: Any, key: str, kind: str, message: str) -> None:
-    labelled_set(tmp_path, 3)
+    labeled_set(tmp_path, 3)
     (tmp_path / "dataset_type.txt").write_text(kind)
     with pytest.raises(UserError, match=message):
         on_ranks(run_ranks, key, tmp_path, 2)

@@ -9,8 +9,7 @@ import pytest
 from evaluation_sets import write_shards
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.summary import setting_of
-from neuclip_ds.evaluation.tasks import PublishedScores, load_tasks, published_scores
+from neuclip_ds.evaluation.tasks import load_tasks
 
 TASKS = load_tasks()
 
@@ -118,41 +117,3 @@ def test_own_sets_are_in_no_average() -> None:
     assert [len(tasks.in_average(name)) for name in TASKS.averages] == [
         len(TASKS.in_average(name)) for name in TASKS.averages
     ]
-
-
-def test_published_scores_belong_to_averages_tasks_and_recipes() -> None:
-    recipes = [path.stem for path in (Path(__file__).parents[2] / "neuclip_ds/recipes").glob("*.yaml")]
-    retrieval = {f"{side}_retrieval_recall@1" for side in ("image", "text")}
-    tasks = {task.name for task in TASKS.tasks}
-    known = {*TASKS.averages, *tasks, *(f"{task} {metric}" for task in ("Flickr", "MSCOCO") for metric in retrieval)}
-    for entry in published_scores():
-        assert set(entry.scores) <= known
-        for setting, rows in entry.percent.items():
-            assert [r for r in recipes if r.startswith(f"{setting}_") or r == setting]
-            values = [value for row in rows.values() for value in row]
-            assert all(0 < (value if isinstance(value, float) else value[0]) < 100 for value in values)
-    assert setting_of("dfn1b_neuclip") == "dfn1b"
-    assert setting_of("dfn14m_neuclip_long") == "dfn14m_neuclip"
-    assert setting_of("laion_vitb32_tuneclip") == "laion_vitb32"
-    assert setting_of("demo") is None
-
-
-def test_published_averages_are_those_of_their_tasks() -> None:
-    """Two columns of different tables agree: seven sets of ImageNet with their mean, to the papers' rounding."""
-    entries = {entry.source: entry for entry in published_scores()}
-    pairs = (
-        ("TuneCLIP, Tables 12 and 13", "TuneCLIP, Tables 1, 10, 16 and 20"),
-        ("AmorLIP, Table 1, tasks", "AmorLIP, Table 1"),
-    )
-    for tasks, means in pairs:
-        for setting, rows in entries[tasks].percent.items():
-            for name, row in rows.items():
-                if (setting, name) == ("vitb16", "fastclip"):
-                    continue  # 54.57 in the paper; its seven sets have 54.77
-                mean = sum(value for value in row[:7] if isinstance(value, float)) / 7
-                assert mean == pytest.approx(entries[means].percent[setting][name][1], abs=0.011)
-
-
-def test_a_row_without_all_its_scores_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"Table 0, cc3m: \['openclip'\] need 2 values each"):
-        PublishedScores(source="Table 0", scores=("datacomp", "vtab"), percent={"cc3m": {"openclip": (1.0,)}})

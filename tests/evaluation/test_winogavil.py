@@ -10,10 +10,10 @@ import torch
 from evaluation_sets import Model, features_of, tokenize, transform, winogavil_set, write_shards
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation import chance
 from neuclip_ds.evaluation import winogavil as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.folder import EvaluationFolder
+from neuclip_ds.evaluation.metrics import chance_jaccard
+from neuclip_ds.evaluation.sets import WebdatasetFolder
 from neuclip_ds.evaluation.winogavil import prompt, winogavil
 
 SIZES = [5, 6, 5, 12, 10, 6, 12, 10, 5, 6, 10]
@@ -27,7 +27,7 @@ def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
     def work(rank: Any) -> dict[str, float | None]:
-        return winogavil(BatchEncoder(Model(), tokenize, rank, size), EvaluationFolder.read(path), transform)
+        return winogavil(BatchEncoder(Model(), tokenize, rank, size), WebdatasetFolder.read(path), transform)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)
@@ -43,7 +43,7 @@ def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) ->
         jaccard = len({*nearest} & {*wanted}) / len({*nearest} | {*wanted})
         scores.setdefault(len(images), []).append(jaccard)
         if len(images) >= 10:
-            chances.append(chance.jaccard(len(images), len(wanted)))
+            chances.append(chance_jaccard(len(images), len(wanted)))
 
     def mean(*sizes: int) -> float:
         chosen = [score for size in sizes for score in scores[size]]

@@ -15,12 +15,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from small_runs import call
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.errors import UserError
 from neuclip_ds.planning.dry_run import read_hostfile
-from neuclip_ds.recipe import dump, load_saved, option_names, parse, validate
+from neuclip_ds.recipe import load_saved, option_names, parse, validate
 
 NAMES = option_names(Config)
 WORDS = ["neuclip", "gcl", "pad", "1e400", "null", "[", "{", "~", "\0", "a\nb", ".inf", "\udcff", "x" * 5000]
@@ -138,28 +138,14 @@ CHECKS = [(check_recipe, RECIPES, 30), (check_options, OPTIONS, 60), (check_engi
 CHECKS += [(check_hostfile, HOSTFILES, 60)]
 
 
-def fuzz(check: Callable[[Path, Any], None], inputs: st.SearchStrategy[Any], number: int, folder: Path) -> None:
-    profile = settings(
-        max_examples=number, derandomize=True, database=None, suppress_health_check=list(HealthCheck), deadline=None
-    )
-    profile(given(inputs)(lambda found: check(folder, found)))()
-
-
+@pytest.mark.parametrize("factor", [1, pytest.param(50, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
-def test_generated(check: Callable[..., None], inputs: Any, number: int, tmp_path: Path) -> None:
-    fuzz(check, inputs, number, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("check", "inputs", "number"), CHECKS)
-def test_many_generated(check: Callable[..., None], inputs: Any, number: int, tmp_path: Path) -> None:
-    fuzz(check, inputs, 50 * number, tmp_path)
-
-
-def bomb(line: str) -> str:
-    """Each line holds the one before it twice."""
-    lines = ["a0: &a0 {k: 1}"]
-    return "\n".join([*lines, *(line.format(now=now, before=now - 1) for now in range(1, 40))])
+def test_generated(
+    check: Callable[[Path, Any], None], inputs: st.SearchStrategy[Any], number: int, factor: int, tmp_path: Path
+) -> None:
+    profile = settings(max_examples=factor * number, derandomize=True, database=None, deadline=None)
+    profile = settings(profile, suppress_health_check=list(HealthCheck))
+    profile(given(inputs)(lambda found: check(tmp_path, found)))()
 
 
 @pytest.mark.parametrize(
@@ -167,17 +153,14 @@ def bomb(line: str) -> str:
     [
         ("run: {seed: 1}\nrun: {seed: 2}", "the key run stands twice"),
         ("model: {vision: {options: {patch_size: 8, patch_size: 16}}}", "the key patch_size stands twice"),
-        (bomb("a{now}: &a{now} [*a{before}, *a{before}]"), "more than 10000 values"),
-        (bomb("a{now}: &a{now} {{<<: [*a{before}, *a{before}]}}"), "more than 1000 keys"),
-        ("run: &a\n  x: *a", "nested deeper"),
-        ("run: " + "[" * 100_000, "nested too deeply"),
+        ("run: &a\n  x: *a", "unknown key run.x"),
+        ("run: " + "[" * 100_000, "not valid YAML"),
         ("run: {seed: " + "9" * 5000 + "}", "not valid YAML"),
         ("optimizer: {lr: .inf}", "finite"),
-        ("optimizer: {lr: .nan}", "lr=nan is not a finite number"),
+        ("optimizer: {lr: .nan}", "lr=nan"),
         ("run: {seed: 123456789012345678901234567890}", "beyond 64 bits"),
         ('run: {name: "a\\0b"}', "no text can hold"),
-        ("run: {name: 2001-01-01}", "is a date; write it in quotes"),
-        ("1: 2", "is not a word"),
+        ("model: {vision: {options: {a: 2001-01-01}}}", "is a date; write it in quotes"),
         ("include: [other]", "includes itself (r.yaml includes other.yaml includes r.yaml)"),
         ("include: demo", "is not a list of recipes"),
         ("objective: {method: [gcl]}", "objective.method=['gcl'] is unknown"),
@@ -203,16 +186,10 @@ def test_encodings_and_empty_sections_of_valid_recipes(encoding: str, tmp_path: 
     assert config.data == parse(["demo"]).config.data
 
 
-def test_latin_1_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "r.yaml").write_text("run: {name: Bücher}", encoding="latin-1")
-    with pytest.raises(UserError, match="is not valid YAML"):
-        parse([str(tmp_path / "r.yaml")])
-
-
 @pytest.mark.parametrize(
     ("name", "content", "words"),
     [
-        ("r.yaml", b"data: {train: [", "not valid YAML"),
+        ("r.yaml", "run: {name: Bücher}".encode("latin-1"), "not valid YAML"),
         ("r.yaml", b"include: [demo]\ndeepspeed: engine.json", "zero_optimization.stage"),
         ("r.yaml", b"include: [demo]\ndeepspeed: bucket.json", "DeepSpeed refuses"),
     ],

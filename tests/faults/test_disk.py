@@ -5,7 +5,6 @@ The disks are real file systems in memory, which only root may mount.
 
 from __future__ import annotations
 
-import os
 import resource
 import shutil
 import subprocess
@@ -13,22 +12,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from forks import fork
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import TINY, demo_shards, environment, newest_checkpoint, train
+from small_runs import demo_shards, newest_checkpoint, train
 
-from neuclip_ds.checkpoint.integrity import verify
-from neuclip_ds.checkpoint.writing import SaveFailed
+from neuclip_ds.checkpoint.integrity import SaveFailed, verify
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import parse
-from neuclip_ds.training import trainer
-from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, StepResult
 
-EVERY = ("--run.checkpoint_every=2", "--run.log_every=1", "--run.sample_log=true")
+EVERY = ("--run.checkpoint_every=2", "--run.log_every=1")
 
 
 @pytest.fixture
@@ -176,25 +167,3 @@ def test_a_start_on_a_read_only_disk(disk: Path, shards: str) -> None:
     assert done.returncode == 2
     assert done.stderr.count("cannot be written (Read-only file system") == 1
     assert "Traceback" not in done.stderr
-
-
-class _RemoveFolder(Hook):
-    def after_step(self, loop: Loop, result: StepResult) -> None:
-        if result.step == 3:
-            shutil.rmtree(loop.folder)
-
-
-def _lose_folder(options: list[str]) -> None:
-    try:
-        trainer.train(parse(options).config, read_environment(), [_RemoveFolder()])
-    except UserError as error:
-        assert "could not be written: No such file or directory" in str(error)
-        os._exit(2)
-
-
-@pytest.mark.slow
-def test_the_folder_of_a_run_is_removed(shards: str, tmp_path: Path) -> None:
-    options = [*TINY, f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={shards}", "--budget.steps=9"]
-    process = fork(_lose_folder, [*options, *EVERY], variables=environment())
-    process.join()
-    assert process.exitcode == 2

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -44,11 +43,11 @@ def _die_in(place: Any, name: str, number: int, options: list[str]) -> None:
         return original(*arguments, **further)
 
     setattr(place, name, killed)
-    trainer.train(parse(options).config, read_environment())
+    trainer.train(parse(options).config, read_environment(), open_evaluation=Evaluator)
 
 
 def kill_in(runs: Path, data: str, steps: int, place: Any, name: str, number: int) -> None:
-    where = [f"--run.folder={runs}", "--run.name=run", f"--data.train={data}", f"--budget.steps={steps}"]
+    where = [f"--run.output_dir={runs}", "--run.name=run", f"--data.train={data}", f"--max_steps={steps}"]
     options = [*TINY, *where, *EVERY, f"--data.val={Path(data).parent / 'val'}"]
     process = fork(_die_in, place, name, number, options, variables=environment())
     process.join()
@@ -75,31 +74,25 @@ def whole(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return runs
 
 
-MOMENTS: dict[str, Callable[[Path, str], None]] = {  # the calls of one start: steps 0, 2, 4, 6
-    "between checkpoint and evaluation": lambda runs, data: kill_in(runs, data, 6, Evaluator, "__call__", 2),
-    "before the best is kept": lambda runs, data: kill_in(runs, data, 6, Checkpoints, "keep_best", 1),
-    "before the last evaluation": lambda runs, data: kill_in(runs, data, 6, Evaluator, "__call__", 4),
+MOMENTS: dict[str, tuple[Any, str, int]] = {  # a method and its call in one start; evaluations are at 0, 2, 4, 6
+    "between checkpoint and evaluation": (Evaluator, "__call__", 2),
+    "before the best is kept": (Checkpoints, "keep_best", 1),
+    "before the last evaluation": (Evaluator, "__call__", 4),
 }
+SLOW = [("before the best is kept", 1), ("before the last evaluation", 1), ("before the last evaluation", 2)]
 
 
 @pytest.mark.parametrize(
-    "moment", [next(iter(MOMENTS)), *(pytest.param(name, marks=pytest.mark.slow) for name in list(MOMENTS)[1:])]
+    ("moment", "ranks"),
+    [("between checkpoint and evaluation", 1), *(pytest.param(*case, marks=pytest.mark.slow) for case in SLOW)],
 )
-def test_no_evaluation_is_lost(moment: str, whole: Path, shards: str, tmp_path: Path) -> None:
-    MOMENTS[moment](tmp_path, shards)
+def test_no_evaluation_is_lost(moment: str, ranks: int, whole: Path, shards: str, tmp_path: Path) -> None:
+    kill_in(tmp_path, shards, 6, *MOMENTS[moment])
     assert evaluations(tmp_path).keys() < evaluations(whole).keys() or moment.endswith("kept")
-    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}")
+    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}", ranks=ranks)
     assert done.returncode == 0, done.stderr
     assert evaluations(tmp_path) == evaluations(whole)
-    assert best(tmp_path) == best(whole)
-
-
-@pytest.mark.slow
-def test_on_two_ranks(whole: Path, shards: str, tmp_path: Path) -> None:
-    MOMENTS["before the last evaluation"](tmp_path, shards)
-    done = train(tmp_path, shards, 6, *EVERY, f"--data.val={Path(shards).parent / 'val'}", ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert evaluations(tmp_path) == evaluations(whole)
+    assert ranks > 1 or best(tmp_path) == best(whole)
 
 
 def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:

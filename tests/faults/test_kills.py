@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -10,9 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from small_runs import SMALL, call, demo_shards, read_options, start
+from small_runs import SMALL, TRAIN, call, demo_shards, outcome, read_options, start
 
 KILLS = 50
 _END = 60.0  # seconds in which the other ranks must have ended by themselves
@@ -24,28 +21,12 @@ _OPTIONS = [
     "--data.zero_shot=",
     "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
-    "--objective.npn.restart_every=5",
+    "--objective.npn.redraw_every=5",
     "--run.checkpoint_every=3",
     "--run.evaluate_every=4",
     "--run.log_every=1",
-    "--run.sample_log=true",
-    "--budget.steps=24",  # into the second epoch
+    "--max_steps=24",  # into the second epoch
 ]
-_TIMES = ("samples_per_second", "data_wait_share", "objective_communication_share")
-
-
-def contents(run: Path) -> dict[str, object]:
-    """What a run must leave: tensors as bytes, metrics without times, the samples of every step."""
-    checkpoint = max((run / "checkpoints").glob("step_*"))
-    state: dict[str, object] = {}
-    for path in sorted(checkpoint.rglob("*.safetensors")):
-        for key, value in load_file(path).items():
-            state[f"{path.name}/{key}"] = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    state["metrics"] = [{name: value for name, value in record.items() if name not in _TIMES} for record in records]
-    for path in sorted((run / "samples").iterdir()):
-        state[path.name] = path.read_text()
-    return state
 
 
 @pytest.mark.slow
@@ -55,14 +36,14 @@ def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
     print(f"KILL_SEED={seed}")  # shown where the test fails, and with -s
     chance = random.Random(seed)
     data = demo_shards(tmp_path / "data", 300)
-    where = [f"--data.train={data}", f"--run.folder={tmp_path}"]
-    command = ["train.py", "demo", *where, *read_options(_OPTIONS)]
+    where = [f"--data.train={data}", f"--run.output_dir={tmp_path}"]
+    command = [TRAIN, "demo", *where, *read_options(_OPTIONS)]
     for name in ("first", "whole"):  # the first has to start the server that forks processes
         began = time.monotonic()
         done = call(*command, f"--run.name={name}", ranks=ranks)
         whole_takes = time.monotonic() - began
         assert done.returncode == 0, done.stderr
-    expected = contents(tmp_path / "whole")
+    expected = outcome(tmp_path, "whole")
     kills = compared = 0
     while kills < KILLS or compared == 0:
         programs = start(*command, "--run.name=broken", ranks=ranks)
@@ -82,7 +63,7 @@ def test_fifty_random_moments(ranks: int, tmp_path: Path) -> None:
             continue
         ends = [program.wait() for program in programs]
         assert not any(end.returncode for end in ends), (seed, kills, [end.stderr for end in ends])
-        found = contents(tmp_path / "broken")
+        found = outcome(tmp_path, "broken")
         assert found.keys() == expected.keys(), (seed, kills)
         assert [name for name in expected if found[name] != expected[name]] == [], (seed, kills)
         compared += 1

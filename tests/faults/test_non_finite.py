@@ -25,18 +25,18 @@ FAULTY, STEPS = 3, 5
 Fault = Callable[[Any, Batch], Any]
 
 
-def on_rank_one(batch: Batch) -> bool:
-    return int(batch.index[0]) != FAULTY  # the first of the global batch's indices is its number
+def on_last_rank(batch: Batch) -> bool:
+    return int(batch.index[-1]) == FAULTY + ROWS - 1  # the first of the global batch's indices is its number
 
 
 @contextmanager
 def activation(model: Any, batch: Batch) -> Iterator[None]:
-    """The third image of each of rank 1's micro-batches gives an infinite activation."""
+    """The third image of each of the last rank's micro-batches gives an infinite activation."""
 
     def overflow(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
         return output.index_fill(0, torch.tensor([2]), torch.inf)
 
-    hook = model.vision.register_forward_hook(overflow) if on_rank_one(batch) else None
+    hook = model.vision.register_forward_hook(overflow) if on_last_rank(batch) else None
     yield
     if hook is not None:
         hook.remove()
@@ -44,10 +44,10 @@ def activation(model: Any, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def weight(model: Any, batch: Batch) -> Iterator[None]:
-    """One weight of rank 1 is infinite during the step."""
+    """One weight of the last rank is infinite during the step."""
     broken = next(p for p in model.parameters() if p.ndim > 1)
     before = broken.detach().clone()
-    if on_rank_one(batch):
+    if on_last_rank(batch):
         broken.data.view(-1)[0] = torch.inf
     yield
     broken.data.copy_(before)
@@ -55,8 +55,8 @@ def weight(model: Any, batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def gradient(model: Any, batch: Batch) -> Iterator[None]:
-    """The gradient of one weight overflows on rank 1, though loss and features are finite."""
-    factor = torch.inf if on_rank_one(batch) else 1.0
+    """The gradient of one weight overflows on the last rank, though loss and features are finite."""
+    factor = torch.inf if on_last_rank(batch) else 1.0
     hook = next(p for p in model.parameters() if p.ndim > 1).register_hook(lambda grad: grad * factor)
     yield
     hook.remove()
@@ -124,9 +124,9 @@ def skip_one(communicator: Communicator, cases: list[tuple[str, str, int, Fault]
     return results
 
 
-def check(cases: list[tuple[str, str, int, Fault]]) -> None:
+def check(cases: list[tuple[str, str, int, Fault]], ranks: int = 2, device: str = "cpu") -> None:
     of_rank_one = range(FAULTY + ROWS // 2, FAULTY + ROWS)
-    for rank in run_ranks(2, skip_one, cases):
+    for rank in run_ranks(ranks, skip_one, cases, device=device):
         for (*case, micro, fault), found in zip(cases, rank, strict=True):
             samples = {activation: of_rank_one[2::micro], weight: of_rank_one, gradient: []}[fault]
             assert found == (False, [], [], list(samples)), (case, micro, fault)

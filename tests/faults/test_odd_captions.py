@@ -7,15 +7,14 @@ from pathlib import Path
 
 import pytest
 from small_runs import train
-from tars import jpeg, tokenize, write_pairs
+from tars import jpeg, manifest_of, tokenize, write_pairs
 
-from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.captions import Captions
-from neuclip_ds.data.dataset import Batch, PairDataset, iter_captions
-from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.data.dataset import Batch, PairDataset
+from neuclip_ds.data.decoders import Captions
+from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.uids import uid_of
 from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.training.data import iter_captions
 
 SURROGATE = b'{"caption": "a \\ud800 dog \\udfff and \\ud83d\\ude00"}'
 DEEP = b'{"caption": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
@@ -59,15 +58,15 @@ def shards_of(folder: Path) -> Path:
 
 
 def test_a_tokenizer_takes_every_caption_at_once(tmp_path: Path) -> None:
-    manifest = build_manifest(resolve_shards(str(shards_of(tmp_path))), 1)
+    manifest = manifest_of(shards_of(tmp_path))
     bpe = train_bpe(iter_captions(manifest, 100, SOURCES), 300, 12)
     began = time.process_time()
     dataset = PairDataset(manifest, EvalTransform(16), bpe, captions=SOURCES)
-    batch: Batch = dataset.__getitems__([(0, index) for index in range(10)])
+    batch: Batch = dataset.batch([(0, index) for index in range(10)])
     assert time.process_time() - began < 1
     assert [sample.index for sample in batch.bad] == [2, 3]
     assert {sample.reason for sample in batch.bad} == {"blank caption"}
-    assert PairDataset(manifest, EvalTransform(16), tokenize, captions=SOURCES)[0, 1].valid.tolist() == [True]
+    assert PairDataset(manifest, EvalTransform(16), tokenize, captions=SOURCES).batch([(0, 1)]).valid.tolist() == [True]
 
 
 @pytest.mark.slow

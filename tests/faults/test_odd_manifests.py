@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import json
 import random
 import resource
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from small_runs import train
 from tars import write_pairs
-from test_build import Here
+from test_build import Worker
 
 from neuclip_ds.data.build import open_manifest, write_manifest
-from neuclip_ds.data.manifest import Manifest, Shard, load_manifest, write_shards
+from neuclip_ds.data.manifest import Manifest, Shard
+from neuclip_ds.data.manifest_file import load_manifest, write_shards
 from neuclip_ds.data.readers import TarReader
-from neuclip_ds.data.sample_table import SampleParts
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.data.uids import UidFiles
 from neuclip_ds.errors import UserError
 
 CHECKED = ScanOptions(checksum=True)
@@ -31,7 +28,7 @@ CHECKED = ScanOptions(checksum=True)
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     shards = write_pairs(tmp_path / "shards", [4, 3])
-    write_manifest(tmp_path / "m", resolve_shards(str(shards)), Here(), CHECKED)
+    write_manifest(tmp_path / "m", resolve_shards(str(shards)), Worker(), CHECKED)
     return tmp_path / "m"
 
 
@@ -49,13 +46,11 @@ def without(name: str) -> Callable[[pa.Table], pa.Table]:
     return lambda table: table.drop_columns([name])
 
 
-def as_text(name: str) -> Callable[[pa.Table], pa.Table]:
-    return lambda table: table.set_column(table.column_names.index(name), name, pa.array(["x"] * len(table)))
-
-
-def as_null(name: str) -> Callable[[pa.Table], pa.Table]:
-    kind = {"path": pa.string(), "removed": pa.bool_(), "key": pa.binary()}.get(name, pa.int64())
-    return lambda table: table.set_column(table.column_names.index(name), name, pa.nulls(len(table), kind))
+def replaced(name: str, value: object, kind: pa.DataType | None = None) -> Callable[[pa.Table], pa.Table]:
+    """Return what sets a column to a value in all rows; `kind` is needed for None alone."""
+    return lambda table: table.set_column(
+        table.column_names.index(name), name, pa.array([value] * len(table), kind or None)
+    )
 
 
 CUTS = {
@@ -67,15 +62,15 @@ CUTS = {
     "a folder": lambda path: (path.unlink(), path.mkdir()),
 }
 TABLES = {
-    **{f"without {name}": without(name) for name in ("path", "n", "bytes", "start", "removed")},
-    **{f"text as {name}": as_text(name) for name in ("n", "crc32", "removed")},
-    **{f"no {name}": as_null(name) for name in ("path", "n", "bytes", "removed")},
+    **{f"without {name}": without(name) for name in ("path", "n", "removed")},
+    **{f"text as {name}": replaced(name, "x") for name in ("n", "crc32", "removed")},
+    **{f"no {name}": replaced(name, None, kind) for name, kind in (("path", pa.string()), ("n", pa.int64()))},
     "no rows": lambda table: table.slice(0, 0),
 }
 PARTS = {
     **{f"without {name}": without(name) for name in ("key", "image_offset", "ordinal")},
-    **{f"text as {name}": as_text(name) for name in ("image_size", "ordinal")},
-    **{f"no {name}": as_null(name) for name in ("key", "txt_offset")},
+    **{f"text as {name}": replaced(name, "x") for name in ("image_size", "ordinal")},
+    **{f"no {name}": replaced(name, None, kind) for name, kind in (("key", pa.binary()), ("txt_offset", pa.int64()))},
     "no rows": lambda table: table.slice(0, 0),
 }
 
@@ -122,12 +117,6 @@ def test_every_flipped_bit_is_found_or_harmless(folder: Path) -> None:
     assert found > 60
 
 
-def impossible(folder: Path, *shards: Shard) -> Path:
-    folder.mkdir()
-    write_shards(Manifest(shards), folder)
-    return folder
-
-
 @pytest.mark.parametrize(
     "shard",
     [
@@ -143,93 +132,52 @@ def impossible(folder: Path, *shards: Shard) -> Path:
 )
 def test_impossible_numbers_are_refused_before_anything_is_allocated(tmp_path: Path, shard: Shard) -> None:
     tar = write_pairs(tmp_path / "shards", [4]) / "00000.tar"
-    folder = impossible(tmp_path / "m", shard._replace(path=shard.path.replace("{tar}", str(tar))))
+    (tmp_path / "m").mkdir()
+    write_shards(Manifest([shard._replace(path=shard.path.replace("{tar}", str(tar)))]), tmp_path / "m")
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(UserError) as caught:
-        open_manifest(str(folder), tmp_path / "cache")
+        open_manifest(str(tmp_path / "m"), tmp_path / "cache")
     one_sentence(caught)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 100_000  # KB
 
 
 def test_an_offset_or_size_of_10_to_the_12_is_a_bad_read(folder: Path) -> None:
-    huge = {"image_size": 10**12, "txt_offset": 10**12}
-
-    def change(table: pa.Table) -> pa.Table:
-        for name, value in huge.items():
-            table = table.set_column(table.column_names.index(name), name, pa.array([value] * len(table)))
-        return table
-
-    rewritten(sorted((folder / "samples").iterdir())[1], change)
+    second = sorted((folder / "samples").iterdir())[1]
+    for name in ("image_size", "txt_offset"):
+        rewritten(second, replaced(name, 10**12))
     with pytest.raises(OSError, match=r"more than the limit|truncated"):
         TarReader(load_manifest(folder)).read(5)
 
 
-def test_a_run_says_one_sentence(folder: Path, tmp_path: Path) -> None:
-    sorted((folder / "samples").iterdir())[1].write_bytes(b"")
-    done = train(tmp_path, str(folder), 1)
-    assert (done.returncode, done.stderr.count("Traceback")) == (2, 0)
-    assert "cannot be read" in done.stderr.splitlines()[-1]
-
-
 def test_results_of_an_interrupted_build(tmp_path: Path) -> None:
-    paths = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2])))
+    """What of them cannot be read is scanned again."""
+    paths, target = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2]))), tmp_path / "m"
+
+    def interrupt(done: int, total: int) -> None:
+        if done == 2:
+            raise KeyboardInterrupt
+
     with pytest.raises(KeyboardInterrupt):
-        write_manifest(tmp_path / "m", paths, Here(2))
-    (journal,) = (tmp_path / "m" / ".building").glob("scans-*.jsonl")
-    good = journal.read_bytes()
-    for content in (b"", b"[", b"[1]", b"{}", b"[[[1], 2]]", b"\xff", b"[]", b"[" * 99_999, good[1:-1]):
-        journal.write_bytes(content + b"\n")
-        with pytest.raises(UserError, match=r"scans-.*.jsonl.* is damaged; remove it") as caught:
-            write_manifest(tmp_path / "m", paths, Here())
-        one_sentence(caught)
-    journal.unlink()
-    journal.with_name("scans-killed.jsonl").write_bytes(good[:-1])  # its last line is unfinished
-    assert write_manifest(tmp_path / "m", paths, Here(2)).n == 6
-    (tmp_path / "m" / "bad_samples.jsonl").write_text(json.dumps([1]) + "\n")
-    with pytest.raises(UserError, match=r"bad_samples.jsonl.* is damaged"):
-        write_manifest(tmp_path / "m", paths, Here(), update=True)
-
-
-def test_tables_and_options_of_an_interrupted_build(tmp_path: Path) -> None:
-    paths = resolve_shards(str(write_pairs(tmp_path / "shards", [2, 2, 2])))
-    with pytest.raises(KeyboardInterrupt):
-        write_manifest(tmp_path / "m", paths, Here(3), CHECKED)
-    (tables,) = (tmp_path / "m" / ".building").glob("tables-*.bin")
-    good = tables.read_bytes()
-    for content in (b"", good[:-1], good[:9] + b"\0" + good[10:]):
-        tables.write_bytes(content)
-        with pytest.raises(UserError, match=r"tables-.*.bin.* is damaged; remove it") as caught:
-            write_manifest(tmp_path / "m", paths, Here(), CHECKED)
-        one_sentence(caught)
-    (tmp_path / "m" / ".building" / "options.json").write_bytes(b"\xff{")
-    again = Here()
-    assert write_manifest(tmp_path / "m", paths, again, CHECKED).n == 6
-    assert again.done == 3 + 3, "shards, and files of tables"
-
-
-def test_uid_files_of_every_wrong_kind(tmp_path: Path) -> None:
-    path = tmp_path / "uids.npy"
-    good = np.array([(1, 2)], dtype=np.dtype("u8,u8"))
-    np.save(path, good)
-    header = path.read_bytes()
-    np.savez(tmp_path / "uids.npz", good)
-    np.save(tmp_path / "floats.npy", np.array([(1, 2)], dtype=np.dtype("f8,f8")))
-    contents = [
-        *(
-            b"",
-            header[:20],
-            header[:-1],
-            header.replace(b"(1,)", b"(9" + b"9" * 10 + b",)"),
-            b"\x93NUMPY" + b"\xff" * 99,
-        ),
-        *(header.replace(b"'shape'", b"'shape"), (tmp_path / "uids.npz").read_bytes()),
-        (tmp_path / "floats.npy").read_bytes(),
-    ]
-    for content in contents:
-        path.write_bytes(content)
-        with pytest.raises(UserError, match="uid file") as caught:
-            UidFiles([path])
-        one_sentence(caught)
+        write_manifest(target, paths, Worker(), CHECKED, on_progress=interrupt)
+    expected = write_manifest(tmp_path / "whole", paths, Worker(), CHECKED).shards
+    finished = sorted((target / ".building").iterdir())
+    assert len(finished) == 2 and (target / ".building").stat().st_mode & 0o77 == 0, "addresses may hold secrets"
+    for groups, odd in ((2, b""), (2, b"[" * 99), (2, b"\xff"), (1, None)):
+        copy = Path(shutil.copytree(target, tmp_path / "copy"))
+        if odd is not None:
+            (copy / ".building" / finished[0].name).write_bytes(odd)
+        again = Worker()
+        assert write_manifest(copy, paths, again, CHECKED).shards == expected
+        assert again.groups == groups
+        assert len(list((copy / "samples").iterdir())) == 3, "files of tables that nothing names are removed"
+        shutil.rmtree(copy)
+    tables = sorted((target / "samples").iterdir())[0]
+    tables.write_bytes(tables.read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{tables.name} cannot be read") as caught:
+        write_manifest(target, paths, Worker(), CHECKED)
+    one_sentence(caught)
+    tables.unlink()
+    assert write_manifest(target, paths, Worker(), CHECKED).shards == expected
 
 
 def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
@@ -240,6 +188,11 @@ def test_a_name_that_is_not_utf_8(tmp_path: Path) -> None:
     assert str(caught.value).encode()
 
 
-def test_parts_with_odd_names_are_no_parts(folder: Path) -> None:
-    (folder / "samples" / "part-x-y.parquet").write_bytes(b"")
-    SampleParts(folder / "samples").check([4, 3])
+@pytest.mark.parametrize("name", ["../shards.parquet", "part-x.txt", "/etc/passwd", None])
+def test_only_files_of_the_folder_are_opened(folder: Path, name: str | None) -> None:
+    rewritten(folder / "shards.parquet", replaced("part", name, pa.string()))
+    if name is None:
+        assert load_manifest(folder).samples is None
+    else:
+        with pytest.raises(UserError, match="is no file of sample tables"):
+            load_manifest(folder)

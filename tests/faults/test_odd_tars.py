@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import tarfile
 import time
 from collections.abc import Iterator
@@ -11,17 +10,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from tars import jpeg, tokenize, write_tar
 
 from neuclip_ds.data import tar
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.dataset import PairDataset
-from neuclip_ds.data.transforms import EvalTransform
+from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.readers import read_at
 
 GOOD = [("a.jpg", jpeg(1)), ("a.txt", b"caption")]
-WEBDATASET = re.compile(r"((?:.*/|)[^.]+)[.]([^/]*)")
 
 
 def member(name: str, kind: bytes, data: bytes = b"", size: int | None = None) -> bytes:
@@ -90,7 +87,7 @@ def test_an_odd_member_costs_itself_and_little_time(tmp_path: Path, case: str) -
     with at_most(5):  # what grows with the square of the headers takes minutes
         found = keys(path)
         manifest = build_manifest([str(path)], 1)
-        batch = PairDataset(manifest, EvalTransform(16), tokenize).__getitems__([(0, row) for row in range(manifest.n)])
+        batch = PairDataset(manifest, EvalTransform(16), tokenize).batch([(0, row) for row in range(manifest.n)])
     assert (found[0], found[-1]) == ("x", "z")
     assert between is None or found[1:-1] == between
     assert batch.valid[0] and batch.valid[-1]
@@ -103,11 +100,5 @@ def test_a_member_larger_than_any_image_is_not_read(tmp_path: Path) -> None:
         out.write(member("a.jpg", b"0", size=10**12))
         out.truncate(10**12 + 4096)  # sparse on disk
     with path.open("rb") as file, pytest.raises(OSError, match=r"1000000000000 bytes .* more than the limit"):
-        tar.read_member(file.fileno(), tar.read_index(file.fileno()).samples[0].members["jpg"])
+        read_at(file.fileno(), *tar.read_index(file.fileno()).samples[0].members["jpg"])
     os.truncate(path, 0)
-
-
-@given(st.text(alphabet="ab./_", max_size=12))
-def test_keys_are_webdatasets(name: str) -> None:
-    match = WEBDATASET.fullmatch(name)
-    assert tar._split(name) == (match.groups() if match else ("", ""))

@@ -14,11 +14,11 @@ from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import TrainingDiverged
 from neuclip_ds.recipe import parse
-from neuclip_ds.state.bit_hash import bit_hash
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, StepResult
+from neuclip_ds.training.replicas import bit_hash
 
-OPTIONS = [*SMALL, "--data.batch_size=12", "--data.val=", "--data.zero_shot=", "--data.workers=0", "--budget.steps=4"]
+OPTIONS = [*SMALL, "--data.batch_size=12", "--data.val=", "--data.zero_shot=", "--data.workers=0", "--max_steps=4"]
 
 
 def flip(tensor: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]]
     """How each run ends, of which one bit of `name` flips on the last rank after a step."""
     found = []
     for number, (options, name, step) in enumerate(cases):
-        where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={number}"]
+        where = [f"--data.train={shards}", f"--run.output_dir={runs}", f"--run.name={number}"]
         config = parse(["demo", *read_options([*OPTIONS, *options]), *where]).config
         hook = FlipBit(communicator.rank, communicator.world_size - 1, step, name)
         try:
@@ -82,8 +82,8 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
 
 
 def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None:
-    cases = [([*V3, "--run.compare_every=1"], "temperature.theta", step) for step in (2, 0)]
-    nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.compare_every=1"]
+    cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", step) for step in (2, 0)]
+    nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.checkpoint_every=1"]
     cases.append((nothing_alike, "", 0))
     for drifted, healthy, divided in run_ranks(2, messages, cases, shards, tmp_path):
         assert drifted.startswith("step 2: ")

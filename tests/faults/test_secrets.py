@@ -9,12 +9,10 @@ from subprocess import CompletedProcess
 
 import pytest
 from servers import Files, files_server
-from small_runs import call, train
+from small_runs import call, training
 from tars import write_pairs
 
-from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import parse
-from neuclip_ds.redaction import redact
+from neuclip_ds.errors import UserError, redact
 
 PLANTED = ("planted-password", "planted-signature", "planted-key-of-aws", "planted-key-of-wandb")
 PASSWORD, SIGNATURE, AWS, WANDB = PLANTED
@@ -63,7 +61,7 @@ def test_a_run_on_signed_urls(tmp_path: Path) -> None:
         del server.files[f"00001.tar?X-Amz-Signature={SIGNATURE}"]
         server.faults[f"00000.tar?X-Amz-Signature={SIGNATURE}"] = [500]
         cache = [f"--data.cache_dir={tmp_path}/cache", "--data.cache_gb=0.001"]
-        done = train(runs, str(manifest), 3, *cache, "--run.report=true", ranks=2)
+        done = call("train.py", *training(runs, str(manifest), 3), *cache, ranks=2)
         assert done.returncode == 0, done.stderr
         missing = call("tools/build_manifest.py", str(tmp_path / "none"), signed(server, "absent"), "--processes", "1")
     assert missing.returncode == 2
@@ -85,22 +83,19 @@ def umask() -> int:
 
 def test_a_config_with_a_secret_is_refused(tmp_path: Path) -> None:
     for option in (f"--data.train=https://user:{PASSWORD}@host/0.tar", f"--data.val=s3://b/0.tar?sig={SIGNATURE}"):
-        done = train(tmp_path, "data", 1, option)
+        done = call("train.py", *training(tmp_path, "data", 1), option)
         assert done.returncode == 2
         assert "it holds a secret" in done.stderr
         assert printed(done) == set()
     assert in_folder(tmp_path) == set()
 
 
-@pytest.mark.usefixtures("_variables")
 def test_redact() -> None:
-    text = f"cannot read s3://b/1.tar?sig={SIGNATURE}&x=1: {AWS} (https://me:{PASSWORD}@host/a), token={WANDB}"
-    assert redact(text) == "cannot read s3://b/1.tar?*** *** (https://***@host/a), token=***"
+    text = f"cannot read s3://b/1.tar?sig={SIGNATURE}&x=1 (https://me:{PASSWORD}@host/a)"
+    assert redact(text) == "cannot read s3://b/1.tar?*** (https://***@host/a)"
     assert redact(redact(text)) == redact(text)
     pipe = f"pipe:curl -H 'Authorization: Bearer {SIGNATURE}' https://host/{{0..9}}.tar"
     assert found(redact(pipe)) == set()
     for plain in ("/data/{0..9}.tar", "s3://bucket/00.tar", "what? https://host/page", "uid_key=uid", os.devnull):
         assert redact(plain) == plain
     assert str(UserError(f"https://a:{PASSWORD}@b cannot be read")) == "https://***@b cannot be read"
-    with pytest.raises(UserError, match="holds a secret"):
-        parse(["demo", f"--run.name={WANDB}"])

@@ -9,16 +9,15 @@ import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 
 import psutil
 import pytest
-from forks import Program
-from small_runs import SMALL, call, demo_shards, newest_checkpoint, read_options, start
+from sample_log import read_samples
+from small_runs import SMALL, TRAIN, call, demo_shards, newest_checkpoint, read_options, start, wait_for
 from soaking import Faults, Usage
-
-from neuclip_ds.reporting.sample_log import read_samples
 
 MINUTES = float(os.environ.get("SOAK_MINUTES", "120"))
 PAIRS, BATCH = 2000, 32
@@ -34,9 +33,7 @@ _OPTIONS = [
     "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
     "--run.checkpoint_every=100",
-    "--run.save_attempts=1000",
-    "--run.sample_log=true",
-    "--budget.epochs=1e6",
+    "--epochs=1e6",
 ]
 
 
@@ -57,12 +54,8 @@ def steps_done(runs: Path) -> int:
     return json.loads(path.read_text().splitlines()[-1])["step"] if path.is_file() and path.stat().st_size else 0
 
 
-def wait_for_steps(programs: list[Program], runs: Path, step: int) -> None:
-    limit = time.monotonic() + 300
-    while steps_done(runs) < step:
-        assert all(program.running for program in programs), [program.printed()[1][-3000:] for program in programs]
-        assert time.monotonic() < limit, f"no step {step} in five minutes"
-        time.sleep(0.2)
+def _reached(runs: Path, step: int) -> bool:
+    return steps_done(runs) >= step
 
 
 def check_samples(run: Path, steps: int) -> int:
@@ -93,14 +86,14 @@ def train_under_faults(
         programs = start(*command, ranks=2)
         ranks = [program.pid for program in programs]
         try:
-            wait_for_steps(programs, runs, steps_done(runs) + 20)
+            wait_for(partial(_reached, runs, steps_done(runs) + 20), programs, limit=300)
             usage.watch(ranks)
             dies = time.monotonic() - began + chance.expovariate(20 / end)
             dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
             while time.monotonic() - began < dies:
                 faults.one(ranks)
                 time.sleep(chance.uniform(1, 10))
-                wait_for_steps(programs, runs, steps_done(runs) + 10)
+                wait_for(partial(_reached, runs, steps_done(runs) + 10), programs, limit=300)
             if dies == end:
                 for program in programs:
                     program.terminate()
@@ -133,7 +126,7 @@ def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     seed = int(os.environ.get("SOAK_SEED", time.time_ns() % 2**32))
     shards, manifest, runs = demo_shards(tmp_path / "data", PAIRS), tmp_path / "manifest", disk or tmp_path
     assert call("tools/build_manifest.py", str(manifest), str(shards)).returncode == 0
-    command = ["train.py", "demo", f"--data.train={manifest}", f"--run.folder={runs}", "--run.name=run"]
+    command = [TRAIN, "demo", f"--data.train={manifest}", f"--run.output_dir={runs}", "--run.name=run"]
     faults = Faults(seed, shards, disk)
     with Usage() as usage:
         ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))

@@ -12,7 +12,7 @@ import test_objective_ranks
 import test_optimizers
 import torch
 from ranks import run_ranks
-from test_gradient_overflow import check_skipping
+from test_non_finite import check, gradient
 from test_step import ROWS, plain, under_deepspeed
 
 from neuclip_ds.engine.config import FOLDER
@@ -76,4 +76,5 @@ def test_every_optimizer(precision: str, atol: float, ranks: int, device: str) -
 
 
 def test_a_gradient_that_overflows_is_skipped(device: str) -> None:
-    check_skipping(device)
+    files = [f"zero{stage}_{precision}" for stage in range(3) for precision in ("bf16", "fp32")]
+    check([("openclip", name, ROWS, gradient) for name in files], ranks=1, device=device)

@@ -9,6 +9,10 @@ that asks for it:
 - an event, unless the device has been given work after it: then the host waits while the device has something to do.
 
 Where the result depends on data, the wait is counted and a given value returned: masks are true everywhere.
+
+Waits that remain are meant: a training step reads the gradient's norm to decide whether it is skipped
+(engine/update.py; DeepSpeed's wrappers around the optimizer read it themselves), an evaluation reads its counts once at
+its end, and the loss with `validate=True` its features' norms.
 """
 
 from __future__ import annotations
@@ -18,18 +22,23 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from unittest.mock import patch
 
 import torch
+from step_costs import Call, SimulatedRank
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import neuclip_ds
+from neuclip_ds.distributed.communicator import Pending
+
+T = TypeVar("T")
 
 DEVICE = torch.device("cuda", 0)
+RANKS = (1, 8)
 
 _PACKAGE = Path(neuclip_ds.__file__).parent
 _HOST = "outside the package"
@@ -47,7 +56,7 @@ class FakeGpu(TorchDispatchMode):
     """Counts what is asked of the fake device; made by `fake_cuda`.
 
     Attributes:
-        launches: operations on tensors of the device since the last `reset`; views and allocations launch nothing.
+        launches: operations on tensors of the device; views and allocations launch nothing.
         syncs: waits of the host for the device, by the file of the package that asks for them.
         integer: what an integer that is read from the device is.
         differentiates: whether a backward pass runs.
@@ -58,14 +67,7 @@ class FakeGpu(TorchDispatchMode):
         self.integer = integer
         self.launches = 0
         self.differentiates = False
-        self._earlier = 0  # launches before the last reset
         self.syncs: Counter[str] = Counter()
-
-    def reset(self) -> None:
-        """Forget what has been counted."""
-        self._earlier += self.launches
-        self.launches = 0
-        self.syncs.clear()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -151,14 +153,9 @@ class FakeGpu(TorchDispatchMode):
         if on_gpu:
             self.syncs[_asking_file()] += 1
 
-    @property
-    def total(self) -> int:
-        """Launches since the beginning."""
-        return self._earlier + self.launches
-
     def wait_for_event(self, recorded: int) -> None:
-        """Count a wait for an event that was recorded when `total` was `recorded`."""
-        if recorded == self.total:
+        """Count a wait for an event that was recorded when so many operations had been launched."""
+        if recorded == self.launches:
             self.syncs[_asking_file()] += 1
 
     def listed(self, tensor: Tensor) -> Any:
@@ -178,7 +175,7 @@ class _Event:
         self._gpu = gpu
 
     def record(self) -> None:
-        self._recorded = self._gpu.total
+        self._recorded = self._gpu.launches
 
     def synchronize(self) -> None:
         self._gpu.wait_for_event(self._recorded)
@@ -264,3 +261,23 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_fake_backward))
         stack.enter_context(gpu)
         yield gpu
+
+
+class GpuRank(SimulatedRank):
+    """The middle one of `world_size` ranks, each with a fake GPU; on the host all of them hold the same values.
+
+    Collectives give results of the right shape and device.
+    """
+
+    def __init__(self, world_size: int) -> None:
+        super().__init__(world_size)
+        self.rank, self.device = world_size // 2, DEVICE
+
+    def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
+        if not x.is_cuda:
+            return super()._begin(op, x, purpose, result, launch, *inputs)
+        self.calls.append(Call(purpose, op, x.numel() * x.element_size()))
+        return Pending(result)
+
+    def gather_objects(self, x: T) -> list[T]:
+        return [x] * self.world_size

@@ -1,23 +1,28 @@
-"""Every method's objective step on a GPU that is not there: no mixed devices, and waits and launches of the table."""
+"""Every method's step on a GPU that is not there: no mixed devices, no waits, and blocks of a bounded size."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-import costs
 import pytest
 import torch
 from build import SAMPLES, VARIANTS
-from fake_cuda import DEVICE, fake_cuda
-from simulated_rank import RANKS, GpuRank
+from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from neuclip_ds.config import Config
-from neuclip_ds.objectives import build_objective
+from neuclip_ds.loss import ContrastiveLoss
+from neuclip_ds.objectives import build_objective, contrastive
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.pair_grid import block_bytes
 
 ROWS, DIM = 12, 6
 WARM_UP = 2  # steps: NeuCLIP has drawn its prototypes, AmorLIP its nets; the next step restarts neither, and fits
+MANY, BLOCKED = 20_000, ("openclip", "isogclr", "tuneclip", "siglip")
 WHOLE = torch.ones(ROWS, dtype=torch.bool)
 
 
@@ -49,11 +54,56 @@ def test_a_step(name: str, world_size: int) -> None:
         objective = objective_of(name, GpuRank(world_size))
         for number in range(WARM_UP):
             run_step(objective, number)
-        gpu.reset()
-        restore = run_step(objective, WARM_UP)
-        costs.check("objective step", name, world_size, gpu)
-        restore()
-        syncs = dict(gpu.syncs)
-        gpu.reset()
+        gpu.syncs.clear()
+        run_step(objective, WARM_UP)()
         run_step(objective, WARM_UP, WHOLE & (torch.arange(ROWS) != 2))
-    assert gpu.syncs == syncs, "a row that does not count adds no wait"
+    assert not gpu.syncs, "the host waits, or a row that does not count adds a wait"
+
+
+@pytest.mark.parametrize("validate", [False, True])
+@pytest.mark.parametrize("name", ["openclip", "fastclip_v3"])
+def test_the_loss_of_other_training_loops(name: str, validate: bool) -> None:
+    with fake_cuda() as gpu:
+        options = VARIANTS[name][1]
+        schedule = {"dim": DIM, "samples": SAMPLES, "epochs": 3, "steps_per_epoch": 100}
+        loss_fn = ContrastiveLoss(name, **schedule, device=DEVICE, validate=validate, **options)
+        for _ in range(2):
+            gpu.syncs.clear()
+            image, text = (torch.empty(ROWS, DIM, device=DEVICE, requires_grad=True) for _ in range(2))
+            loss_fn(image, text, torch.arange(ROWS)).backward()
+        assert image.grad is not None and image.grad.device == DEVICE
+    assert gpu.syncs == ({"loss/checks.py": 2} if validate else {})
+
+
+class LargestResult(TorchDispatchMode):
+    """The bytes of the largest tensor that an operation returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not func.is_view:
+            tensors = [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+            self.bytes = max([self.bytes, *(tensor.nbytes for tensor in tensors)])
+        return result
+
+
+@pytest.mark.parametrize(("world_size", "chunk"), [(1, None), (2, 100_000)])
+@pytest.mark.parametrize("method", BLOCKED)
+def test_no_tensor_exceeds_a_block(
+    method: str, world_size: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contrastive, "KEPT_BYTES", 0)
+    options = {**VARIANTS[method][1], "method": method, "chunk_size": chunk}
+    rows = MANY // world_size
+    with fake_cuda():
+        context = Context(DIM, MANY, GpuRank(world_size))
+        objective = build_objective(Config.model_validate({"objective": options}), context, torch.float32)
+        image, text = torch.empty(2, rows, DIM, device=DEVICE)
+        valid = torch.ones(rows, dtype=torch.bool).to(DEVICE, non_blocking=True)
+        index = torch.arange(rows).to(DEVICE, non_blocking=True)
+        with LargestResult() as largest:
+            objective(Features(image, text, index, valid), Step(0, 0, 1e-3, 1e-3))
+    assert 0.4 * block_bytes("cuda") < largest.bytes <= block_bytes("cuda")

@@ -8,12 +8,24 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from replay import LR, OPTIONS, RENDEZVOUS, Call, Encoders, Trained, assert_equal, pairs, recorded, replay, run_page
+from replay import (
+    LR,
+    OPTIONS,
+    RENDEZVOUS,
+    Call,
+    Encoders,
+    Trained,
+    assert_equal,
+    code_blocks,
+    pairs,
+    recorded,
+    replay,
+    run_code,
+)
 
 from neuclip_ds.distributed.communicator import Communicator
 
 pytest.importorskip("accelerate")
-PAGE = "loss_in_accelerate.md"
 
 
 def _trained(communicator: Communicator, method: str, folder: Path, changes: dict[str, str]) -> Trained:
@@ -21,13 +33,9 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     os.environ.update(RENDEZVOUS)
     model = Encoders()
     with recorded() as calls:
-        names = run_page(
-            PAGE,
-            method,
-            {"model": model, "dataset": pairs()},
-            {"Accelerator()": "Accelerator(cpu=True)", "dim=512": "dim=6", **changes},
-        )
-    return Trained.of(model, names["loss_fn"], calls)
+        given, changes = {"model": model, "dataset": pairs()}, {"Accelerator()": "Accelerator(cpu=True)", **changes}
+        names = run_code(code_blocks("loss_in_accelerate.md")[0], method, given, changes)
+    return Trained.of(model, names["loss_fn"].temperature, calls)
 
 
 def _replayed(ranks: list[list[Call]], method: str) -> Trained:

@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator
+import re
+import textwrap
 from typing import Any
 
 import pytest
 import torch
 from ranks import run_ranks
-from reference import (
+from replay import (
+    EPOCHS,
+    LR,
     OPTIONS,
     Encoders,
-    GlobalBatch,
     Trained,
     assert_equal,
-    in_micro_batches,
-    python_blocks,
-    train,
-    trained,
+    code_blocks,
+    pairs,
+    recorded,
+    replay,
+    run_code,
     whole,
-    with_method,
 )
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -30,37 +31,20 @@ from torch.nn.parallel import DistributedDataParallel
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss import ContrastiveLoss
 
-SAMPLES, RANKS, ROWS, EPOCHS, LR = 24, 2, 4, 3, 1e-2
-STEPS = EPOCHS * SAMPLES // (RANKS * ROWS)
-
-
-def pairs() -> list[tuple[Tensor, Tensor]]:
-    generator = torch.Generator().manual_seed(1)
-    images = torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64)
-    return list(zip(images, images + torch.randn(SAMPLES, 8, generator=generator, dtype=torch.float64), strict=True))
-
-
-def global_batches() -> Iterator[GlobalBatch]:
-    """What the ranks' samplers give in each step, rank after rank."""
-    images, texts = (torch.stack(column) for column in zip(*pairs(), strict=True))
-    rates = (LR * (1 + math.cos(math.pi * number / STEPS)) / 2 for number in range(STEPS))
-    for epoch in range(EPOCHS):
-        order = torch.randperm(SAMPLES, generator=torch.Generator().manual_seed(epoch))  # as DistributedSampler does
-        for rows in order.view(-1, ROWS, RANKS):
-            index = rows.T.flatten()
-            yield GlobalBatch(epoch, next(rates), images[index], texts[index], index)
+RANKS, ROWS = 2, 4
 
 
 def _on_ranks(communicator: Communicator, code: str, method: str) -> Trained:
-    names: dict[str, Any] = {"encoders": Encoders(), "pairs": pairs(), "options": OPTIONS[method], "dim": 6}
+    names: dict[str, Any] = {"encoders": Encoders(), "pairs": pairs()}
     names |= {"epochs": EPOCHS, "rows": ROWS, "lr": LR, "device": "cpu", "micro": 2}
-    exec(compile(with_method(code, method), "page", "exec"), names)
-    return trained(names["encoders"], names["loss_fn"].temperature)
+    with recorded() as calls:
+        names = run_code(code, method, names)
+    return Trained.of(names["encoders"], names["loss_fn"].temperature, calls)
 
 
 def loops() -> dict[str, str]:
     """Return the code of each way to run the loop."""
-    (ddp,), (shard, micro) = python_blocks("loss_in_ddp.md"), python_blocks("loss_in_fsdp2.md")
+    (ddp,), (shard, micro) = code_blocks("loss_in_ddp.md"), code_blocks("loss_in_fsdp2.md")
     wrapping = "model = DistributedDataParallel(encoders)\n"
     assert wrapping in ddp
     fsdp2 = ddp.replace(wrapping, shard)
@@ -72,12 +56,20 @@ def loops() -> dict[str, str]:
     }
 
 
+def in_micro_batches(loop: str, step: str) -> str:
+    """Return a loop whose loss and backward pass are replaced by the code of a step."""
+    lines = r"^( +)loss = loss_fn\(.*\n +loss\.backward\(\)\n"
+    assert re.search(lines, loop, re.MULTILINE)
+    return re.sub(lines, lambda found: textwrap.indent(step, found[1]), loop, flags=re.MULTILINE)
+
+
 @pytest.mark.parametrize("method", OPTIONS)
 @pytest.mark.parametrize("loop", loops())
 def test_the_loop_equals_the_trainer(loop: str, method: str) -> None:
-    model = Encoders()
-    wanted = train(model, torch.optim.AdamW(model.parameters(), LR), global_batches(), method, 6, SAMPLES, STEPS)
-    for found in run_ranks(RANKS, _on_ranks, loops()[loop], method):
+    ranks, model = run_ranks(RANKS, _on_ranks, loops()[loop], method), Encoders()
+    wanted = replay([rank.calls for rank in ranks], pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
+    for found in ranks:
+        assert found.gradients
         assert_equal(found, wanted)
 
 

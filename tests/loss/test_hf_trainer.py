@@ -9,14 +9,13 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from replay import DIM, LR, OPTIONS, RENDEZVOUS, SAMPLES, Trained, assert_equal, recorded, replay, run_page
+from replay import DIM, LR, OPTIONS, RENDEZVOUS, SAMPLES, Trained, assert_equal, code_blocks, recorded, replay, run_code
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("accelerate", reason="transformers.Trainer needs it")
-PAGE = "loss_in_hf_trainer.md"
 
 
 def build(kind: str) -> Any:
@@ -52,12 +51,12 @@ def _trained(communicator: Communicator, kind: str, method: str, folder: Path, c
     given = {"model": build(kind), "train_set": data, "val_set": data[:16], "small": small}
     changes = {'TrainingArguments("runs/clip"': "TrainingArguments('runs/clip', **small", **changes}
     with recorded() as calls:
-        names = run_page(PAGE, method, given, changes)
+        names = run_code(code_blocks("loss_in_hf_trainer.md")[0], method, given, changes)
     model, loss_fn = names["model"], names["loss_fn"]
     assert model.logit_scale.exp().item() == pytest.approx(1 / loss_fn.temperature)
     before, evaluated = len(calls), names["trainer"].evaluate()["eval_loss"]
     assert 0 < evaluated < 20 and len(calls) == before
-    return Trained.of(model, loss_fn, calls)
+    return Trained.of(model, loss_fn.temperature, calls)
 
 
 def _replayed(found: list[Trained], kind: str, method: str) -> Trained:

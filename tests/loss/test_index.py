@@ -1,27 +1,71 @@
-"""Samples carry their place in the data set, in map-style datasets and through webdataset's stages."""
+"""Samples carry their place in the data set, through the pipelines of the page and webdataset's usual stages."""
 
 from __future__ import annotations
 
+import io
+import tarfile
 from pathlib import Path
+from typing import Any
 
 import pytest
-import webdataset
+import torch
+from replay import code_blocks, pairs
 from tars import write_pairs
-from torch.utils.data import DataLoader
 
 from neuclip_ds.loss import IndexedDataset, add_index
 
+TORCH, DATASETS, WEBDATASET = code_blocks("sample_index.md")
 
-def test_samples_of_a_dataset_get_their_index() -> None:
-    tuples = DataLoader(IndexedDataset([("a", 1.0), ("b", 2.0), ("c", 3.0)]), batch_size=2)
-    assert [(list(text), index.tolist()) for text, _, index in tuples] == [(["a", "b"], [0, 1]), (["c"], [2])]
-    mappings = IndexedDataset([{"text": "a"}, {"text": "b"}])
-    assert len(mappings) == 2 and mappings[1] == {"text": "b", "index": 1}
+
+def run(code: str, **names: Any) -> dict[str, Any]:
+    exec(compile(code, "sample_index.md", "exec"), names)
+    return names
+
+
+def test_a_torch_dataset() -> None:
+    names = run(TORCH, pairs=pairs())
+    assert torch.equal(names["images"], torch.stack([pairs()[i][0] for i in names["index"]]))
+    assert IndexedDataset([{"text": "a"}, {"text": "b"}])[1] == {"text": "b", "index": 1}
+
+
+def test_hugging_face_datasets() -> None:
+    datasets = pytest.importorskip("datasets")
+    train_set = run(DATASETS, train_set=datasets.Dataset.from_dict({"text": list("abcd")}))["train_set"]
+    rows = list(train_set.shuffle(seed=0))
+    assert rows != list(train_set)
+    assert {row["text"]: row["index"] for row in rows} == {"a": 0, "b": 1, "c": 2, "d": 3}
+    added = train_set.remove_columns("index").add_column("index", list(range(4)))
+    assert list(added) == list(train_set)
+    assert list(IndexedDataset(train_set.remove_columns("index"))[2].items()) == [("text", "c"), ("index", 2)]
+
+
+def shards(folder: Path, sizes: list[int]) -> list[str]:
+    urls = []
+    for number, size in enumerate(sizes):
+        urls.append(str(folder / f"{number}.tar"))
+        with tarfile.open(urls[-1], "w") as tar:
+            for place in range(size):
+                for ending in ("jpg", "txt"):
+                    info = tarfile.TarInfo(f"{place:03d}.{ending}")
+                    info.size = len(data := f"{number}/{place}".encode())
+                    tar.addfile(info, io.BytesIO(data))
+    return urls
+
+
+def test_webdataset(tmp_path: Path) -> None:
+    pytest.importorskip("webdataset")
+    sizes = [3, 4, 2]
+    names = run(WEBDATASET, urls=shards(tmp_path, sizes))
+    assert names["samples"] == 9
+    found = {text: index for _, texts, places in names["pipeline"] for text, index in zip(texts, places, strict=True)}
+    order = [f"{number}/{place}".encode() for number, size in enumerate(sizes) for place in range(size)]
+    assert found == {text: index for index, text in enumerate(order)}
 
 
 def test_samples_of_shards_get_their_index_through_the_usual_stages(tmp_path: Path) -> None:
     write_pairs(tmp_path, (3, 2), replace={1: {"json": b"{}"}})  # the second sample has no caption
     first, second = (str(tmp_path / f"{number:05d}.tar") for number in range(2))
+    webdataset = pytest.importorskip("webdataset")
     pipeline = webdataset.DataPipeline(
         webdataset.SimpleShardList([second, first, first, second]),  # a shard may be drawn twice in a row
         webdataset.tarfile_to_samples(),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from replay import DIM, LR, OPTIONS, Call, Encoders, Trained, assert_equal, pairs, recorded, replay, run_page
+from replay import LR, OPTIONS, Call, Encoders, Trained, assert_equal, code_blocks, pairs, recorded, replay, run_code
 from torch.utils.data import DataLoader
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -35,7 +35,6 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     every = lightning.pytorch.callbacks.ModelCheckpoint("saved", save_top_k=-1)
     options = {"accelerator": "cpu", "strategy": "ddp", "devices": communicator.world_size, "logger": False}
     changes = {
-        "dim=512": f"dim={DIM}",
         "Trainer(max": "Trainer(**cpu, max",
         "[SaveLoss()]": "[SaveLoss(), every]",
         **changes,
@@ -44,10 +43,10 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     names["train_loader"] = DataLoader(IndexedDataset(pairs()), batch_size=8, shuffle=True)
     names["val_loader"] = DataLoader(pairs(2)[:16], batch_size=8)
     with recorded() as calls:
-        names = run_page("loss_in_lightning.md", method, names, changes)
+        names = run_code(code_blocks("loss_in_lightning.md")[0], method, names, changes)
     (loss_fn,) = names["trainer"].lightning_module.losses
     assert 0 < float(names["trainer"].callback_metrics["val_loss"]) < 20
-    return Trained.of(encoders, loss_fn, calls)
+    return Trained.of(encoders, loss_fn.temperature, calls)
 
 
 def _replayed(ranks: list[list[Call]], method: str) -> Trained:

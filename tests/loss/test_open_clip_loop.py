@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from reference import OPTIONS, GlobalBatch, Trained, assert_equal, python_blocks, train, trained, with_method
+from replay import DIM, EPOCHS, OPTIONS, Call, Trained, assert_equal, code_blocks, replay, run_code
 from tars import tokenize, write_pairs
 from torch import Tensor, nn
 
 from neuclip_ds.distributed.communicator import Communicator
 
 pytest.importorskip("open_clip_train")
-SIZES, ROWS, EPOCHS, LR, DIM = (6, 4, 7, 7), 3, 2, 1e-2, 6
+SIZES, ROWS, RATE = (6, 4, 7, 7), 3, 1e-2
 STEPS = EPOCHS * sum(SIZES) // (2 * ROWS)
 
 
@@ -44,7 +44,10 @@ def pixels(image: Any) -> Tensor:
     return torch.from_numpy(np.array(image.resize((16, 16)))).permute(2, 0, 1).double() / 255
 
 
-def _on_ranks(communicator: Communicator, folder: Path, method: str) -> tuple[Trained, list[GlobalBatch]]:
+def _on_ranks(
+    communicator: Communicator, folder: Path, method: str
+) -> tuple[Trained, dict[int, tuple[Tensor, Tensor]]]:
+    """Train by open_clip's loop; return also the samples that its model was given, by their index."""
     from open_clip_train.data import get_data
     from open_clip_train.scheduler import cosine_lr
     from open_clip_train.train import train_one_epoch
@@ -52,56 +55,48 @@ def _on_ranks(communicator: Communicator, folder: Path, method: str) -> tuple[Tr
     settings = {"train_data": f"{folder}/{{00000..00003}}.tar", "dataset_type": "webdataset", "batch_size": ROWS}
     settings |= {"train_num_samples": None, "train_data_upsampling_factors": None, "val_data": None, "workers": 0}
     settings |= {"imagenet_val": None, "imagenet_v2": None, "seed": 0, "world_size": 2, "rank": communicator.rank}
-    settings |= {"epochs": EPOCHS, "lr": LR, "precision": "fp32", "accum_freq": 1, "device": "cpu", "distill": False}
+    settings |= {"epochs": EPOCHS, "lr": RATE, "precision": "fp32", "accum_freq": 1, "device": "cpu", "distill": False}
     settings |= {"skip_scheduler": False, "grad_clip_norm": None, "log_every_n_steps": 1, "wandb": False}
     args, clip = SimpleNamespace(**settings), small_clip()
     model = torch.nn.parallel.DistributedDataParallel(clip)
-    optimizer = torch.optim.AdamW(model.parameters(), LR, eps=1e-6, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), RATE, eps=1e-6, weight_decay=0.0)
     data = get_data(args, (pixels, pixels), tokenizer=lambda text: tokenize([text]))
-    scheduler = cosine_lr(optimizer, LR, 1, STEPS)
+    scheduler = cosine_lr(optimizer, RATE, 1, STEPS)
     names = {"args": args, "data": data, "optimizer": optimizer, "device": "cpu", "os": os}
-    names |= {"options": OPTIONS[method], "dim": DIM}
-    (code,) = python_blocks("loss_in_open_clip.md")
-    exec(compile(with_method(code, method), "page", "exec"), names)
-    loss, seen = names["loss"], []
+    loss = run_code(code_blocks("loss_in_open_clip.md")[0], method, names)["loss"]
+    calls: list[Call] = []
+    seen: dict[int, tuple[Tensor, Tensor]] = {}
 
     def record(module: nn.Module, inputs: tuple[Tensor, Tensor]) -> None:
-        seen.append(GlobalBatch(epoch, optimizer.param_groups[0]["lr"], *inputs, loss.index))
+        calls.append(Call(loss.index.clone(), optimizer.param_groups[0]["lr"]))
+        seen.update(zip(loss.index.tolist(), zip(*inputs, strict=True), strict=True))
 
     clip.register_forward_pre_hook(record)
     for epoch in range(EPOCHS):
         train_one_epoch(model, data, loss, epoch, optimizer, None, scheduler, None, args)
-    return trained(clip, loss.temperature), seen
-
-
-class _Encoders(nn.Module):
-    """open_clip's model as the trainer calls its own."""
-
-    def __init__(self, clip: nn.Module) -> None:
-        super().__init__()
-        self.clip = clip
-
-    def forward(self, image: Tensor, text: Tensor, text_ready: Any) -> tuple[Tensor, Tensor]:
-        features = self.clip(image, text)
-        text_ready(features["text_features"])
-        return features["image_features"], features["text_features"]
+    return Trained.of(clip, loss.temperature, calls), seen
 
 
 @pytest.mark.parametrize("method", OPTIONS)
 def test_the_loop_equals_the_trainer(method: str, tmp_path: Path) -> None:
-    (first, seen), (second, others) = run_ranks(2, _on_ranks, shards(tmp_path), method)
-    assert len(seen) == STEPS
-    batches = [
-        GlobalBatch(mine.epoch, mine.lr, *(torch.cat(pair) for pair in zip(mine[2:], other[2:], strict=True)))
-        for mine, other in zip(seen, others, strict=True)
-    ]
-    for batch in batches:
-        assert torch.equal(batch.texts, tokenize([f"caption {index}" for index in batch.index.tolist()]))
+    found, samples = zip(*run_ranks(2, _on_ranks, shards(tmp_path), method), strict=True)
+    assert len(found[0].calls) == STEPS
+    seen = {**samples[0], **samples[1]}
+    assert set(seen) <= set(range(sum(SIZES))), "of unequal shards, open_clip drops the last samples of an epoch"
+    for index, (_, tokens) in seen.items():
+        assert torch.equal(tokens, tokenize([f"caption {index}"])[0])
     clip = small_clip()
-    optimizer = torch.optim.AdamW(clip.parameters(), LR, eps=1e-6, weight_decay=0.0)
-    wanted = train(_Encoders(clip), optimizer, batches, method, DIM, sum(SIZES), STEPS)
-    wanted = trained(clip, wanted.temperature)
-    for found in (first, second):
-        assert not found.gradients.pop("logit_scale").any()
-        assert found.weights.pop("logit_scale") == clip.logit_scale
-        assert_equal(found, wanted)
+    optimizer = torch.optim.AdamW(clip.parameters(), RATE, eps=1e-6, weight_decay=0.0)
+
+    def encode(images: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        features = clip(images, tokens)
+        return features["image_features"], features["text_features"]
+
+    unused = next(iter(seen.values()))
+    data = [seen.get(index, unused) for index in range(sum(SIZES))]
+    clip.logit_scale.requires_grad_(False)
+    wanted = replay([rank.calls for rank in found], data, method, clip, optimizer, encode)
+    for rank in found:
+        assert not rank.gradients.pop("logit_scale").any()
+        assert rank.weights.pop("logit_scale") == clip.logit_scale
+        assert_equal(rank, wanted)

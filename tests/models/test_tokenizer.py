@@ -28,34 +28,21 @@ def word_level(**special: str) -> PreTrainedTokenizerFast:
 
 
 def test_a_row_is_bos_tokens_eos_padding() -> None:
-    row = TOKENIZE(["a dog"])[0]
-    assert row.dtype == torch.int64
-    end = row.tolist().index(TOKENIZE.eos_id)
-    assert row[0] == TOKENIZE.bos_id
-    assert 1 < end < 11
-    assert (row[end:] == TOKENIZE.pad_id).all()
-
-
-def test_special_tokens_are_0_and_1() -> None:
+    """BOS is 0, EOS and padding are 1; a long caption is cut so that EOS fits, and rows do not depend on others."""
     assert (TOKENIZE.bos_id, TOKENIZE.eos_id, TOKENIZE.pad_id) == (0, 1, 1)
-
-
-def test_empty_caption_is_bos_eos() -> None:
-    assert TOKENIZE(["", " \n\t "]).tolist() == [[0, *[1] * 11]] * 2
-
-
-def test_no_captions_give_no_rows() -> None:
+    rows = TOKENIZE(["a dog", "", " \n\t ", "dog " * 50])
+    assert rows.dtype == torch.int64
+    end = rows[0].tolist().index(1)
+    assert 1 < end < 11 and rows[0, 0] == 0 and (rows[0, end:] == 1).all()
+    assert rows[1:3].tolist() == [[0, *[1] * 11]] * 2
+    assert rows[3, -1] == 1 and (rows[3, :-1] != 1).all()
+    assert torch.equal(rows[:1], TOKENIZE(["a dog"]))
     assert TOKENIZE([]).shape == (0, 12)
 
 
 def test_case_form_and_whitespace_do_not_count() -> None:
     rows = TOKENIZE(["caf\u00e9 au  lait", " CAFE\u0301 \n au lait "])
     assert torch.equal(rows[0], rows[1])
-
-
-def test_a_rows_tokens_do_not_depend_on_its_neighbours() -> None:
-    captions = ["a dog", "a " * 100, ""]
-    assert torch.equal(TOKENIZE(captions), torch.cat([TOKENIZE([caption]) for caption in captions]))
 
 
 @settings(max_examples=100, deadline=None)
@@ -72,21 +59,16 @@ def test_any_text_has_one_eos_before_the_padding(caption: str) -> None:
 @settings(max_examples=50, deadline=None)
 @given(st.text(alphabet=st.characters(exclude_categories=["Cs", "Zs", "Cc"]), min_size=1, max_size=8))
 def test_no_byte_is_out_of_vocabulary(word: str) -> None:
-    tokenize = CaptionTokenizer(TOKENIZE._tokenizer, 200)
+    tokenize = CaptionTokenizer(TOKENIZE.inner, 200)
     first, end = tokenize([word]), tokenize([word])[0].tolist().index(1)
-    text = TOKENIZE._tokenizer.decode(first[0, 1:end].tolist())
+    text = TOKENIZE.inner.decode(first[0, 1:end].tolist())
     assert torch.equal(tokenize([text]), first)  # what is decoded again is the same caption
-
-
-def test_a_long_caption_is_cut_so_that_eos_fits() -> None:
-    row = TOKENIZE(["dog " * 50])[0]
-    assert row[-1] == TOKENIZE.eos_id
-    assert (row[:-1] != TOKENIZE.eos_id).all()
 
 
 def test_vocabulary_is_bounded_and_learnt() -> None:
     assert 258 < TOKENIZE.vocab_size <= 320
-    assert len(TOKENIZE._tokenizer.tokenize("a dog")) == 2
+    assert len(TOKENIZE.inner.tokenize("a dog")) == 2
+    assert train_bpe(iter(CAPTIONS), 320, 12).inner.get_vocab() == TOKENIZE.inner.get_vocab(), "from a stream"
 
 
 def test_training_is_deterministic_across_processes(tmp_path) -> None:
@@ -100,19 +82,13 @@ def test_training_is_deterministic_across_processes(tmp_path) -> None:
     assert (tmp_path / "a/tokenizer.json").read_bytes() == (tmp_path / "b/tokenizer.json").read_bytes()
 
 
-def test_captions_may_be_a_stream() -> None:
-    assert train_bpe((text for text in CAPTIONS), 320, 12)._tokenizer.get_vocab() == TOKENIZE._tokenizer.get_vocab()
-
-
-@pytest.mark.parametrize("captions", [[], ["", "  \n"]])
-def test_nothing_to_train_on_is_a_user_error(captions: list[str]) -> None:
-    with pytest.raises(UserError, match="no caption"):
-        train_bpe(captions, 300, 12)
-
-
-def test_too_small_a_vocabulary_is_a_user_error() -> None:
-    with pytest.raises(UserError, match="258"):
-        train_bpe(CAPTIONS, 100, 12)
+@pytest.mark.parametrize(
+    ("captions", "vocab_size", "message"),
+    [([], 300, "no caption"), (["", "  \n"], 300, "no caption"), (CAPTIONS, 100, "258")],
+)
+def test_what_cannot_be_trained_is_a_user_error(captions: list[str], vocab_size: int, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        train_bpe(captions, vocab_size, 12)
 
 
 def test_saved_and_pickled_tokenizers_are_the_same(tmp_path) -> None:
@@ -123,33 +99,27 @@ def test_saved_and_pickled_tokenizers_are_the_same(tmp_path) -> None:
         assert ids == (TOKENIZE.vocab_size, 0, 1, 1, 12)
 
 
-def test_cls_and_sep_stand_in_for_bos_and_eos() -> None:
-    tokenize = CaptionTokenizer(word_level(cls_token="<s>", sep_token="</s>", pad_token="[PAD]"), 6)
-    assert tokenize(["a dog", ""]).tolist() == [[1, 4, 5, 2, 3, 3], [1, 2, 3, 3, 3, 3]]
+@pytest.mark.parametrize(
+    ("special", "rows"),
+    [
+        ({"cls_token": "<s>", "sep_token": "</s>", "pad_token": "[PAD]"}, [[1, 4, 5, 2, 3], [1, 2, 3, 3, 3]]),
+        ({"eos_token": "</s>"}, [[4, 5, 2, 2, 2], [2] * 5]),
+        # GPT-2: a row that began with EOS would be read there
+        ({"bos_token": "</s>", "eos_token": "</s>"}, [[4, 5, 2, 2, 2], [2] * 5]),
+    ],
+    ids=["bert", "only eos", "one token for both ends"],
+)
+def test_rows_of_tokenizers_with_other_special_tokens(special: dict[str, str], rows: list[list[int]]) -> None:
+    assert CaptionTokenizer.closed(word_level(**special), 5)(["a dog", ""]).tolist() == rows
 
 
-def test_a_tokenizer_with_eos_only_has_no_bos() -> None:
-    tokenize = CaptionTokenizer(word_level(eos_token="</s>"), 5)
-    assert tokenize.bos_id is None
-    assert tokenize(["a dog", "", "a " * 9]).tolist() == [[4, 5, 2, 2, 2], [2] * 5, [4, 4, 4, 4, 2]]
-
-
-def test_one_token_for_both_ends_is_an_end_only() -> None:  # GPT-2: a row that began with EOS would be read there
-    tokenize = CaptionTokenizer(word_level(bos_token="</s>", eos_token="</s>"), 5)
-    assert tokenize(["a dog"]).tolist() == [[4, 5, 2, 2, 2]]
-
-
-def test_a_tokenizer_without_an_end_is_refused() -> None:
-    with pytest.raises(UserError, match="neither an EOS nor a SEP"):
-        CaptionTokenizer(word_level(bos_token="<s>", pad_token="[PAD]"), 5)
-
-
-def test_unknown_names_are_user_errors(tmp_path, monkeypatch) -> None:
+def test_tokenizers_that_are_refused(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(UserError, match="neither as a local folder nor on the hub"):
-        CaptionTokenizer.load("no-such/tokenizer", 12)
-    with pytest.raises(UserError, match="holds no tokenizer"):
-        CaptionTokenizer.load(tmp_path, 12)
+    with pytest.raises(UserError, match="neither an EOS nor a SEP"):
+        CaptionTokenizer.closed(word_level(bos_token="<s>", pad_token="[PAD]"), 5)
+    for name in ("no-such/tokenizer", tmp_path):
+        with pytest.raises(UserError, match="is no tokenizer that transformers can read"):
+            CaptionTokenizer.load(name, 12)
 
 
 def _tokenize_in_child() -> None:

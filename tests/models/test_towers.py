@@ -1,14 +1,13 @@
-import copy
-import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-import timm
 import torch
 from torch import Tensor, nn
 
 from neuclip_ds.config import TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.models.towers import TextTower, VisionTower, check_image_size, set_patch_drop, taking_other_sizes
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
@@ -25,7 +24,7 @@ def pixels(side: int, rows: int = 2) -> Tensor:
     return torch.randint(0, 256, (rows, 3, side, side), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
 
 
-def text_tower(tokenizer: CaptionTokenizer = TOKENIZE, config: TextConfig = TEXT) -> TextTower:
+def text_tower(tokenizer: Any = TOKENIZE, config: TextConfig = TEXT) -> TextTower:
     torch.manual_seed(0)
     return TextTower(config, tokenizer, embed_dim=16)
 
@@ -43,27 +42,20 @@ def gradients(tower: nn.Module, inputs: Tensor) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("config", [VIT, RESNET], ids=["vit", "resnet"])
-def test_pixels_are_normalised_per_channel(config: VisionConfig) -> None:
+def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
     tower, image = vision_tower(config).eval(), pixels(32)
     mean, std = (torch.tensor(values)[:, None, None] for values in config.statistics())
     expected = tower.projection(tower.trunk((image.double() / 255 - mean).div(std).float()))
     torch.testing.assert_close(tower(image), expected, rtol=1e-4, atol=1e-5)
-    assert image.dtype == torch.uint8
     assert torch.equal(image, pixels(32))  # left as it was
-
-
-def test_images_that_are_not_uint8_are_refused() -> None:
     with pytest.raises(TypeError, match="uint8"):
-        vision_tower(VIT)(pixels(32).float())
+        tower(pixels(32).float())
 
 
 @pytest.mark.parametrize(
     ("name", "side", "width"),
     [
-        ("vit_base_patch32_clip_224", 224, 768),
         ("vit_base_patch32_clip_quickgelu_224", 224, 768),
-        ("vit_base_patch16_clip_224", 112, 768),
-        ("vit_huge_patch14_clip_quickgelu_224", 224, 1280),
         ("vit_base_patch16_siglip_224", 224, 768),
         ("resnet50", 64, 2048),
         ("resnet50_clip_gap", 64, 2048),
@@ -102,10 +94,9 @@ def test_attention_pool_trains_in_bf16() -> None:
 
 @pytest.mark.parametrize("tower", [vision_tower(VIT), vision_tower(RESNET), text_tower()], ids=["vit", "rn", "text"])
 def test_deepspeed_can_hold_every_parameter(tower: nn.Module) -> None:
+    """None is 0-dimensional, and the towers use none themselves."""
     assert all(parameter.ndim > 0 for parameter in tower.parameters())
-    own = {name for name, _ in tower.named_parameters(recurse=False)}
-    assert not own  # the towers use no parameter themselves
-    assert not list(tower.named_buffers(recurse=False))
+    assert not list(tower.parameters(recurse=False)) and not list(tower.buffers(recurse=False))
 
 
 @pytest.mark.parametrize("build", [lambda: vision_tower(VIT), text_tower], ids=["vision", "text"])
@@ -156,7 +147,7 @@ def test_a_model_that_cannot_checkpoint_is_a_user_error() -> None:
         (VisionConfig(name="resnet50_clip", image_size=24), "smaller than the 32 pixels"),
         (VIT.model_copy(update={"options": {"patchsize": 8}}), "patchsize"),
         (VIT.model_copy(update={"options": {"embed_dim": 30, "num_heads": 4}}), "timm cannot build"),
-        (VIT.model_copy(update={"options": {"in_chans": 1}}), "timm cannot run"),
+        (VIT.model_copy(update={"options": {"in_chans": 1}}), "timm cannot build"),
         (VIT.model_copy(update={"options": {"img_size": 64}}), "must not set img_size"),
         (VisionConfig(name="resnet50", options={"global_pool": ""}), "no pooled feature"),
     ],
@@ -166,27 +157,10 @@ def test_mistakes_in_the_vision_config_are_user_errors(config: VisionConfig, mes
         VisionTower(config, 16)
 
 
-def test_an_image_size_is_refused_before_memory_is_taken(monkeypatch) -> None:
-    devices = []
-    create = timm.create_model
-
-    def spied(*arguments, **options):
-        model = create(*arguments, **options)
-        devices.append(next(model.parameters()).device.type)
-        return model
-
-    monkeypatch.setattr(timm, "create_model", spied)
-    with pytest.raises(UserError):
-        VisionTower(VIT.model_copy(update={"image_size": 50}), 16)
-    assert devices == ["meta"]
-
-
 @pytest.mark.parametrize("eos", [1, 2, 7])
 def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
     """Also where EOS has id 2, for which transformers reads the largest id."""
-    tokenizer = copy.copy(TOKENIZE)
-    tokenizer.eos_id = eos
-    tower = text_tower(tokenizer).eval()
+    tower = text_tower(SimpleNamespace(vocab_size=300, context_length=12, bos_id=0, eos_id=eos, pad_id=eos)).eval()
     row = torch.tensor([[0, 40, 50, eos, 60, 299, eos, 70, eos, eos, 80, 20]])
     other_end, other_start = row.clone(), row.clone()
     other_end[:, 4:] = torch.tensor([90, eos, 298, 3, 4, 5, 6, 8])
@@ -196,10 +170,6 @@ def test_the_feature_is_read_at_the_first_eos(eos: int) -> None:
     expected = tower.projection(tower.trunk(input_ids=row).last_hidden_state[:, 3])
     assert torch.equal(tower(row), expected)
     torch.testing.assert_close(tower(row[:, :4]), expected)  # without anything after it
-
-
-def test_attention_is_fused() -> None:
-    assert text_tower().trunk.config._attn_implementation == "sdpa"
 
 
 def test_text_weights_begin_as_in_clip() -> None:
@@ -213,20 +183,6 @@ def test_text_weights_begin_as_in_clip() -> None:
         assert mlp.fc1.weight.std().item() == pytest.approx(256**-0.5, rel=0.05)
         assert mlp.fc2.weight.std().item() == pytest.approx(outwards, rel=0.05)
     assert tower.embeddings.token_embedding.weight.std().item() == pytest.approx(0.02, rel=0.05)
-
-
-def test_too_many_tokens_are_a_user_error() -> None:
-    with pytest.raises(UserError, match=r"13 tokens do not fit model.text.context_length=12"):
-        text_tower()(torch.zeros(1, 13, dtype=torch.int64))
-
-
-def test_gelu_and_quick_gelu_differ() -> None:
-    outputs = []
-    for activation in ("gelu", "quick_gelu"):
-        torch.manual_seed(0)
-        outputs.append(TextTower(TEXT, TOKENIZE, 16, activation)(TOKENIZE(["a dog"])))
-    assert not torch.equal(*outputs)
-    assert math.isclose(*(output.norm().item() for output in outputs), rel_tol=0.1)
 
 
 def test_a_tower_takes_other_sizes_and_keeps_its_own_features() -> None:

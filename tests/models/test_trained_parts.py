@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import timm
 import torch
 from torch import nn
+from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModel, SiglipVisionConfig, SiglipVisionModel
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, LoraConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
-from neuclip_ds.models.trained_parts import Trainable, learning_rate_scales
+from neuclip_ds.models.pretrained.open_clip_models import architecture
+from neuclip_ds.models.trained_parts import (
+    Trainable,
+    add_adapters,
+    learning_rate_scales,
+    merge_adapters,
+    parameter_layers,
+)
 from neuclip_ds.recipe import parse, validate
 from neuclip_ds.section import merge
 from neuclip_ds.training.checks import likely_slips
@@ -44,7 +54,7 @@ def trained(model: nn.Module) -> set[str]:
 
 
 def test_the_last_blocks_and_what_follows_them_train() -> None:
-    found = trained(build(vision={"train": 1}, text={"train": 0}))
+    found = trained(build(vision={"trainable": 1}, text={"trainable": 0}))
     assert {name.rpartition(".")[0] for name in found if not name.startswith("vision.trunk.blocks.2.")} == {
         "vision.trunk.norm",
         "vision.projection",
@@ -52,6 +62,8 @@ def test_the_last_blocks_and_what_follows_them_train() -> None:
         "text.projection",
     }
     assert "vision.trunk.blocks.2.attn.qkv.weight" in found
+    with pytest.raises(UserError, match="trainable=4, but the tower has 3 blocks; use at most 3, or all"):
+        build(vision={"trainable": 4})
 
 
 def test_frozen_towers_give_the_same_features_in_training() -> None:
@@ -59,7 +71,7 @@ def test_frozen_towers_give_the_same_features_in_training() -> None:
     tokens = torch.zeros(2, 8, dtype=torch.int64)
     image = torch.zeros(2, 3, 16, 16, dtype=torch.uint8)
     for part, same in (("frozen", True), (1, False)):
-        model = build(vision={"train": part}).train()
+        model = build(vision={"trainable": part}).train()
         first, again = (model(image, tokens)[0] for _ in range(2))
         assert torch.equal(first, again) == same
         assert model.vision.frozen == same
@@ -67,7 +79,7 @@ def test_frozen_towers_give_the_same_features_in_training() -> None:
 
 
 def test_batch_norm_of_frozen_parts_keeps_its_statistics() -> None:
-    vision = {"name": "resnet18", "image_size": 32, "train": 0}
+    vision = {"name": "resnet18", "image_size": 32, "trainable": 0}
     config = validate({"model": {**TREE["model"], "vision": vision}})
     model = build_dual_encoder(config.model, TOKENS).train()
     before = {name: buffer.clone() for name, buffer in model.vision.named_buffers()}
@@ -77,57 +89,60 @@ def test_batch_norm_of_frozen_parts_keeps_its_statistics() -> None:
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 def test_gradients_reach_what_trains_and_nothing_else(checkpointing: bool) -> None:
-    model = build(vision={"train": 2}, text={"train": 1}, activation_checkpointing=checkpointing).train()
+    model = build(vision={"trainable": 2}, text={"trainable": 1}, activation_checkpointing=checkpointing).train()
     image, text = model(torch.zeros(2, 3, 16, 16, dtype=torch.uint8), torch.zeros(2, 8, dtype=torch.int64))
     (image.sum() + text.sum()).backward()
     assert {name for name, parameter in model.named_parameters() if parameter.grad is not None} == trained(model)
 
 
-def test_more_blocks_than_there_are_is_refused() -> None:
-    with pytest.raises(UserError, match=r"model\.vision\.train=4, but the tower has 3 blocks; use at most 3, or all"):
-        build(vision={"train": 4})
-
-
-def test_a_run_in_which_nothing_trains_is_refused() -> None:
-    with pytest.raises(UserError, match=r"vision\.train and text\.train are both frozen"):
-        parse(["demo", "--model.vision.train=frozen", "--model.text.train=frozen"])
-
-
-@pytest.mark.parametrize("value", ["some", "-1", "1.5"])
-def test_other_values_are_refused(value: str) -> None:
-    with pytest.raises(UserError, match=rf"model\.vision\.train: '{value}' is neither all nor frozen"):
-        parse(["demo", f"--model.vision.train={value}"])
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["model.vision.trainable=frozen", "model.text.trainable=frozen"], "vision.trainable and text.trainable are"),
+        (["model.vision.trainable=some"], "model.vision.trainable: 'some' is neither all nor frozen"),
+        (["model.vision.trainable=-1"], "model.vision.trainable: '-1' is neither all nor frozen"),
+        (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no frozen weights for lora"),
+        (["optimizer.lr=0", "optimizer.text_lr=1e-3"], "lr=0 leaves no schedule"),
+    ],
+)
+def test_mistakes_in_a_recipe(options: list[str], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        parse(["demo", *(f"--{option}" for option in options)])
 
 
 def test_a_locked_pretrained_tower_has_no_projection_of_its_own() -> None:
     """LiT: a new projection is the identity where the tower is frozen, and trained elsewhere."""
-    locked = build(vision={"train": "frozen", "pretrained": "weights"}).vision
+    locked = build(vision={"trainable": "frozen", "pretrained": "weights"}).vision
     assert torch.equal(locked.projection.weight, torch.eye(16)) and locked.frozen
-    assert not torch.equal(build(vision={"train": 0, "pretrained": "weights"}).vision.projection.weight, torch.eye(16))
+    assert not torch.equal(
+        build(vision={"trainable": 0, "pretrained": "weights"}).vision.projection.weight, torch.eye(16)
+    )
     with pytest.raises(
-        UserError, match=r"would freeze the random projection .* set model\.vision\.train=0 .*embed_dim=16"
+        UserError, match=r"would freeze the random projection .* set model\.vision\.trainable=0 .*embed_dim=16"
     ):
-        build(vision={"train": "frozen", "pretrained": "weights"}, embed_dim=8)
+        build(vision={"trainable": "frozen", "pretrained": "weights"}, embed_dim=8)
 
 
 def test_frozen_random_weights_are_reported() -> None:
-    slips = likely_slips(config_of(model={"text": {"train": "frozen"}}), [])
-    assert slips == ["model.text.train=frozen freezes random weights: name weights with model.text.pretrained."]
-    assert likely_slips(config_of(model={"text": {"train": "frozen"}, "pretrained": "weights"}), []) == []
+    slips = likely_slips(config_of(model={"text": {"trainable": "frozen"}}), [])
+    assert slips == ["model.text.trainable=frozen freezes random weights: name weights with model.text.pretrained."]
+    assert likely_slips(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), []) == []
 
 
 def test_numbers_of_parameters() -> None:
-    model = build(text={"train": "frozen"})
+    model = build(text={"trainable": "frozen"})
     text = sum(parameter.numel() for parameter in model.text.parameters())
     assert Trainable.of(model) == Trainable(sum(p.numel() for p in model.vision.parameters()), text)
 
 
 def test_learning_rates_of_towers_and_layers() -> None:
     """The projection has the tower's rate, the last of three blocks half of it, the embeddings a sixteenth."""
-    config = config_of(optimizer={"lr": 1e-3, "vision": {"lr": 2e-3, "layer_decay": 0.5}, "text": {"lr": 1e-4}})
+    config = config_of(optimizer={"lr": 1e-3, "vision_lr": 2e-3, "text_lr": 1e-4, "layer_decay": 0.5})
     model = build()
     scales = learning_rate_scales(model, config.optimizer)
     assert scales.keys() == {name for name, _ in model.named_parameters()}
+    locked = build(text={"trainable": "frozen"})
+    assert not any(name.startswith("text.") for name in learning_rate_scales(locked, config.optimizer))
     wanted = {
         "vision.projection.weight": 2,
         "vision.trunk.norm.weight": 2,
@@ -140,12 +155,137 @@ def test_learning_rates_of_towers_and_layers() -> None:
     assert learning_rate_scales(nn.Linear(2, 2), config_of().optimizer) == {}
 
 
-def test_the_rule_for_batches_scales_the_rates_of_towers() -> None:
-    tree = {"optimizer": {"lr": 1e-3, "base_batch_size": 64, "text": {"lr": 1e-4}}, "data": {"batch_size": 256}}
-    found = config_of(**tree).with_scaled_rates().optimizer
-    assert (found.lr, found.text.lr, found.vision.lr) == (pytest.approx(4e-3), pytest.approx(4e-4), None)
+SMALL = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 2}
+OPEN_CLIP = {
+    "embed_dim": 16,
+    "vision_cfg": {"image_size": 32, "layers": 2, "width": 64, "patch_size": 16},
+    "text_cfg": {"context_length": 8, "vocab_size": 300, "width": 32, "heads": 2, "layers": 3},
+}
+# build, number of blocks, a parameter before the first, of the first, of the last, and one after all blocks
+CASES: dict[str, tuple[Callable[[], nn.Module], int, str, str, str, str]] = {
+    "timm's ViT": (
+        lambda: timm.create_model("vit_base_patch32_clip_224", num_classes=0, depth=11),
+        *(11, "norm_pre.weight", "blocks.0.norm1.weight", "blocks.10.mlp.fc2.bias", "norm.weight"),
+    ),
+    "timm's ConvNeXt": (
+        lambda: timm.create_model("convnext_atto", num_classes=0),
+        *(4, "stem.0.weight", "stages.0.blocks.0.conv_dw.weight", "stages.3.blocks.1.mlp.fc2.bias", "head.norm.bias"),
+    ),
+    "CLIP's text tower": (
+        lambda: CLIPTextModel(CLIPTextConfig(**SMALL)),
+        *(3, "embeddings.position_embedding.weight", "encoder.layers.0.self_attn.k_proj.weight"),
+        *("encoder.layers.2.layer_norm2.bias", "final_layer_norm.weight"),
+    ),
+    "SigLIP's image tower": (
+        lambda: SiglipVisionModel(SiglipVisionConfig(**SMALL)),
+        *(3, "embeddings.patch_embedding.weight", "encoder.layers.0.layer_norm1.weight"),
+        *("encoder.layers.2.mlp.fc2.bias", "head.probe"),
+    ),
+    "BERT": (
+        lambda: BertModel(BertConfig(**SMALL)),
+        *(3, "embeddings.LayerNorm.bias", "encoder.layer.0.attention.self.query.weight"),
+        *("encoder.layer.2.output.LayerNorm.bias", "pooler.dense.weight"),
+    ),
+    "open_clip's image tower": (
+        lambda: architecture(OPEN_CLIP, "").visual,
+        *(2, "positional_embedding", "transformer.resblocks.0.ln_1.weight"),
+        *("transformer.resblocks.1.mlp.c_proj.bias", "proj"),
+    ),
+    "open_clip's text tower": (
+        lambda: architecture(OPEN_CLIP, "").text,
+        *(3, "positional_embedding", "transformer.resblocks.0.ln_1.weight"),
+        *("transformer.resblocks.2.mlp.c_proj.bias", "text_projection"),
+    ),
+}
 
 
-def test_a_rate_of_a_tower_needs_a_schedule() -> None:
-    with pytest.raises(UserError, match=r"lr=0 leaves no schedule"):
-        parse(["demo", "--optimizer.lr=0", "--optimizer.text.lr=1e-3"])
+@pytest.mark.usefixtures("quick_meta_models")
+@pytest.mark.parametrize("case", CASES)
+def test_every_parameter_is_in_the_layer_where_it_is_used(case: str) -> None:
+    build, blocks, before, first, last, after = CASES[case]
+    with torch.device("meta"):
+        tower = build()
+    layers = parameter_layers(tower, "vision")
+    assert len(layers) == blocks + 2
+    assert before in layers[0] and first in layers[1] and last in layers[-2] and after in layers[-1]
+    assert sorted(name for layer in layers for name in layer) == sorted(name for name, _ in tower.named_parameters())
+
+
+def test_layers_of_other_towers() -> None:
+    """Nothing follows a ResNet's blocks; a tower without blocks is refused."""
+    with torch.device("meta"):
+        layers = parameter_layers(timm.create_model("resnet18", num_classes=0), "vision")
+    assert len(layers) == 10 and "layer4.1.bn2.bias" in layers[-2] and layers[-1] == []
+    with pytest.raises(UserError, match=r"The text tower has no list of blocks to count: set model\.text\.trainable"):
+        parameter_layers(nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2)), "text")
+
+
+def inputs() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(0, 256, (2, 3, 16, 16), dtype=torch.uint8), torch.randint(2, 300, (2, 8))
+
+
+def draw(model: nn.Module) -> None:
+    """Give the adapters weights, as training does: at first they change nothing."""
+    for name, parameter in model.named_parameters():
+        if ".lora_B." in name:
+            nn.init.normal_(parameter)
+
+
+def test_adapters_change_nothing_at_first_and_alone_train() -> None:
+    torch.manual_seed(0)
+    plain, given = build().eval(), inputs()
+    torch.manual_seed(0)
+    model = build(lora={"rank": 2, "targets": ["qkv", "attn.proj", "mlp.fc1", "q_proj"]}).eval()
+    assert torch.equal(plain(*given)[0], model(*given)[0])
+    trained = {name: tuple(p.shape) for name, p in model.named_parameters() if p.requires_grad}
+    assert all(".lora_A." in name or ".lora_B." in name for name in trained)
+    assert trained["vision.trunk.blocks.0.attn.qkv.lora_A.default.weight"] == (2, 16)
+    assert trained["text.trunk.encoder.layers.1.mlp.fc1.lora_B.default.weight"] == (64, 2)
+    ends = {name.partition(".lora_")[0].split(".", 4)[-1] for name in trained if name.startswith("vision.")}
+    assert ends == {"attn.qkv", "attn.proj", "mlp.fc1"}
+
+
+def test_a_tower_that_trains_as_a_whole_gets_no_adapters() -> None:
+    model = build(text={"trainable": "all"}, lora={"rank": 2})
+    assert all(parameter.requires_grad and "lora" not in name for name, parameter in model.text.named_parameters())
+    assert {".lora_" in name for name, p in model.vision.named_parameters() if p.requires_grad} == {True}
+
+
+def test_adapters_under_blocks_that_train_in_full() -> None:
+    model = build(vision={"trainable": 1}, lora={"rank": 2}, activation_checkpointing=True).train()
+    draw(model)
+    model(*inputs())[0].sum().backward()
+    touched = {name for name, parameter in model.vision.named_parameters() if parameter.grad is not None}
+    assert touched == {name for name, parameter in model.vision.named_parameters() if parameter.requires_grad}
+    assert "trunk.blocks.2.attn.qkv.weight" in touched and "projection.weight" in touched
+    assert "trunk.blocks.0.attn.qkv.lora_A.default.weight" in touched
+    assert not any("lora" in name for name in touched if ".blocks.2." in name)
+
+
+def test_merged_weights_compute_the_same_under_the_plain_names() -> None:
+    torch.manual_seed(0)
+    model = build(lora={"rank": 2, "alpha": 3}).eval()
+    draw(model)
+    given = inputs()
+    wanted = model(*given)
+    merge_adapters(model)
+    plain = build().eval()
+    plain.load_state_dict(model.state_dict())
+    for found, side in zip(plain(*given), wanted, strict=True):
+        torch.testing.assert_close(found, side, rtol=0, atol=1e-5)
+
+
+def test_attention_of_torch_gets_no_adapters() -> None:
+    """peft would replace its parameters in every forward pass, which DeepSpeed has partitioned."""
+    tower = architecture(OPEN_CLIP, "").visual.requires_grad_(False)
+    with pytest.raises(UserError, match=r"No tower has out_proj for adapters .*lora\.targets.*end in: c_fc, c_proj"):
+        add_adapters({"vision": tower}, LoraConfig(rank=2, targets=["out_proj"]))
+    add_adapters({"vision": tower}, LoraConfig(rank=2))
+    assert sum(".lora_A." in name for name, _ in tower.named_parameters()) == 4
+
+
+@pytest.mark.usefixtures("quick_meta_models")
+def test_adapters_take_no_memory_in_a_plan() -> None:
+    with torch.device("meta"):
+        model = build(lora={"rank": 2})
+    assert all(parameter.is_meta for parameter in model.parameters())

@@ -13,9 +13,9 @@ from build import batch, objective, pairs, relative_error, step
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
 from neuclip_ds.objectives.normalizers.amortized import fit_gradient, previous_weight
+from neuclip_ds.objectives.options import AmortizedConfig
 
 
 @pytest.mark.parametrize("width", [0.5, 1.0, 2.0])
@@ -53,7 +53,7 @@ def test_target_by_hand() -> None:
         Communicator(),
         2,
         temperature={"initial": 1.0},
-        amortized={"positive_weight": 0.25, "stage2": "combined", "updates": 0},
+        amortized={"positive_weight": 0.25, "encoder_normalizer": "combined", "inner_steps": 0},
     )
     seen = method._normalizer
     log_g = torch.tensor([[0.0 - 1.0, 0.6 - 0.8], [0.6 - 1.0, 0.0 - 0.8]], dtype=torch.float64)
@@ -73,8 +73,8 @@ def test_weight_of_the_previous_net_by_hand() -> None:
 
 
 def test_the_second_epochs_target_holds_a_part_of_the_last_nets_answer() -> None:
-    """Z = (1 - beta) C + beta lambda', in the linear domain; the batch sees it as its normaliser."""
-    method = amorlip(stage2="combined", previous_weight=0.6, previous_epochs=2, positive_weight=1e-3)
+    """Z = (1 - beta) C + beta lambda', in the linear domain; the batch sees it as its normalizer."""
+    method = amorlip(encoder_normalizer="combined", previous_weight=0.6, previous_epochs=2, positive_weight=1e-3)
     method(batch(*pairs(9, DIM, seed=1)), step(0, epoch=0))
     last = net_of(method, "target")
     image, text = (x.requires_grad_() for x in pairs(9, DIM, seed=2))
@@ -139,7 +139,7 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> Non
             p.grad.mul_(min(1.0, clip / float(norm)) if clip else 1.0)  # type: ignore[union-attr]
         adam.step()
     # from a random level: where the mean error is zero, Adam makes steps out of rounding
-    method = amorlip(loss=name, updates=3, lr=1e-2, clip_norm=clip, start="released_code")
+    method = amorlip(loss=name, inner_steps=3, lr=1e-2, max_grad_norm=clip, init="released_code")
     method(batch(image, text), step())
     w = MLP.weights(net_of(method, "online"))
     for side, net in enumerate(nets):
@@ -155,7 +155,7 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> Non
 @pytest.mark.parametrize("gap", [200.0, -200.0])
 def test_fitting_in_float32_where_a_net_is_off_by_e_to_the_200(name: str, gap: float) -> None:
     """exp(200) is no float32: steps stay finite and go the right way, as many as it takes."""
-    method = amorlip(loss=name, dtype=torch.float32, start="released_code", lr=0.1, updates=20)
+    method = amorlip(loss=name, dtype=torch.float32, init="released_code", lr=0.1, inner_steps=20)
     normalizer, level = method._normalizer, torch.full((2, 8), gap)
     features = torch.stack([x.float() for x in pairs(8, DIM)])
     normalizer._draw(0, features, level, 8)
@@ -168,8 +168,8 @@ def test_fitting_in_float32_where_a_net_is_off_by_e_to_the_200(name: str, gap: f
 
 @pytest.mark.parametrize(("online_every", "target_every"), [(1, 1), (1, 2), (3, 2)])
 def test_when_nets_are_fitted_and_followed(online_every: int, target_every: int) -> None:
-    """Counted from the epoch's first step; the target moves by 1 - ema towards the online net of the same step."""
-    method = amorlip(online_every=online_every, target_every=target_every, updates=2, ema=0.75, lr=0.05)
+    """Counted from the epoch's first step; the target moves by 1 - ema toward the online net of the same step."""
+    method = amorlip(online_every=online_every, target_every=target_every, inner_steps=2, ema=0.75, lr=0.05)
     for number in range(9):
         epoch, within = divmod(number, 5)
         before = [net_of(method, name) for name in ("online", "target")]
@@ -183,10 +183,10 @@ def test_when_nets_are_fitted_and_followed(online_every: int, target_every: int)
             torch.testing.assert_close(target, wanted, rtol=1e-12, atol=1e-14)
 
 
-@pytest.mark.parametrize("start", ["batch_mean", "released_code"])
-def test_an_epoch_starts_with_new_nets(start: str) -> None:
+@pytest.mark.parametrize("init", ["batch_mean", "released_code"])
+def test_an_epoch_starts_with_new_nets(init: str) -> None:
     """Whatever came before: drawn by the epoch's number, and with `batch_mean` on the batch's level."""
-    method = amorlip(start=start, previous_weight=0.0, updates=0)
+    method = amorlip(init=init, previous_weight=0.0, inner_steps=0)
     for number in range(3):
         method(batch(*pairs(9, DIM, seed=number)), step(number, epoch=0))
     image, text = pairs(9, DIM, seed=7)
@@ -194,15 +194,15 @@ def test_an_epoch_starts_with_new_nets(start: str) -> None:
     online, drawn = net_of(method, "online"), MLP.draw(1).double()
     assert torch.equal(online, net_of(method, "target"))
     assert torch.equal(online[:-2], drawn[:-2])
-    assert torch.equal(online[-2:], drawn[-2:]) == (start == "released_code")
-    if start == "batch_mean":
+    assert torch.equal(online[-2:], drawn[-2:]) == (init == "released_code")
+    if init == "batch_mean":
         gap = predict(online, image, text) - log_partition(image, text, TAU, 1.0)
         torch.testing.assert_close(gap.mean(1), torch.zeros(2, dtype=torch.float64), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("name", ["l2_log", "js"])
 def test_fitting_brings_the_target_net_to_the_partition(name: str) -> None:
-    method = amorlip(loss=name, updates=40, lr=1e-2, target_every=1, ema=0.5, divergence_l2=1.0)
+    method = amorlip(loss=name, inner_steps=40, lr=1e-2, target_every=1, ema=0.5)
     features = batch(*pairs(64, DIM))
     errors = [float(method(features, step(number)).metrics["amortization_error"]) for number in range(6)]
     assert errors[-1] < 0.5 * errors[0]

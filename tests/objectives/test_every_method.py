@@ -1,4 +1,4 @@
-"""Promises that hold for every method of the table, with each of the test options in its file."""
+"""Promises that hold for every method of the table, with each of its test options."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import VARIANTS, batch, objective, pairs, relative_error, step
+from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
 from neuclip_ds.objectives.base import NormalizerOutput, Objective
-from neuclip_ds.objectives.composed import ContrastiveObjective
+from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.methods import SECTIONS
-from neuclip_ds.objectives.pair_loss import Hinge
+from neuclip_ds.objectives.pair_arithmetic import Hinge
 from neuclip_ds.section import merge
 from neuclip_ds.state.partition import load_rows, save_rows
 
@@ -30,17 +29,12 @@ def build(name: str, tau: float = 0.07, dtype: torch.dtype = torch.float64, **ch
     return objective(method, Communicator(), 6, dtype, **options)
 
 
-def test_a_section_has_one_class() -> None:
-    for method in METHODS.values():
-        assert all(SECTIONS[name] is kind for name, kind in method.sections.items())
-
-
 @pytest.mark.parametrize("name", [name for name, (method, _) in VARIANTS.items() if METHODS[method].normalizer])
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
 @pytest.mark.parametrize(("size", "chunk"), [(9, None), (14, 4)])
 def test_feature_gradient_is_that_of_the_weighted_pairs(name: str, tau: float, size: int, chunk: int | None) -> None:
-    """Autograd of scale/B sum w g with the normaliser's own weights, plus what the normaliser adds by itself."""
-    method = build(name, tau, chunk=chunk)
+    """Autograd of scale/B sum w g with the normalizer's own weights, plus what the normalizer adds by itself."""
+    method = build(name, tau, chunk_size=chunk)
     assert isinstance(method, ContrastiveObjective)
     seen: list[NormalizerOutput] = []
     normalizer: Any = method._normalizer
@@ -127,7 +121,7 @@ def test_float32_at_the_coldest_temperature(name: str) -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         # inner optimizers stand still; tests/objectives/test_npn.py and test_amortized_fit.py are about those
-        built = build(name, 0.01, dtype, **METHODS[VARIANTS[name][0]].float32_options)
+        built = build(name, 0.01, dtype, **STILL.get(VARIANTS[name][0], {}))
         for number in range(2):
             results.append(built(batch(image.to(dtype), text.to(dtype)), step(number, lr=0.0)))
     for single, double in zip(results[:2], results[2:], strict=True):

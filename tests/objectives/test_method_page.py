@@ -1,4 +1,4 @@
-"""The page about methods: its table is that of the methods' files, and the method that it adds works."""
+"""The page about methods: its table lists them all, and the method that it adds works."""
 
 from __future__ import annotations
 
@@ -12,38 +12,37 @@ from pathlib import Path
 import pytest
 from small_runs import ROOT, SMALL, demo_shards, environment
 
-from neuclip_ds.objectives.table import BEGIN, refreshed
+from neuclip_ds.objectives import METHODS
 
-FILE, TABLE, LINE = (
-    "neuclip_ds/objectives/methods/offset.py",
-    "neuclip_ds/objectives/methods/__init__.py",
-    '"offset",',
-)
+OBJECTIVES = Path("neuclip_ds/objectives")
+PAGE = (ROOT / "docs/reference/methods.md").read_text(encoding="utf-8")
 
 
-def page_with(text: str) -> Path:
-    return next(page for page in sorted((ROOT / "docs").rglob("*.md")) if text in page.read_text(encoding="utf-8"))
-
-
-def test_the_table_is_that_of_the_methods() -> None:
-    page = page_with(BEGIN)
-    text = page.read_text(encoding="utf-8")
-    assert refreshed(text) == text, f"run: python -m neuclip_ds.objectives.table {page.relative_to(ROOT)}"
+def test_the_pages_table_lists_the_methods() -> None:
+    rows = re.findall(r"^\| `(\w+)` \|(?: [^|]+ \|){5}$", PAGE, re.MULTILINE)
+    assert rows == list(METHODS), "one row for each method, in the order of neuclip_ds/objectives/methods.py"
 
 
 @pytest.fixture(scope="module")
 def extended(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of the package with the page's file in it and one more name in the table."""
+    """A copy of the package with the page's estimator, options and row."""
     folder = tmp_path_factory.mktemp("extended")
     for name in ("neuclip_ds", "ds_configs"):
         if (ROOT / name).is_dir():
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "train.py", folder)
-    _, mark, lesson = page_with(f"`{FILE}`").read_text(encoding="utf-8").partition(f"`{FILE}`")
-    assert mark and f"`{LINE}`" in lesson and f"`{TABLE}`" in lesson, "these two are all that the page asks for"
-    (folder / FILE).write_text(re.findall(r"```python\n(.*?)```", lesson, re.DOTALL)[0])
-    names = (folder / TABLE).read_text()
-    (folder / TABLE).write_text(names.replace("_NAMES = (\n", f"_NAMES = (\n    {LINE}\n"))
+    lesson = PAGE.partition("## Adding a method")[2]
+    estimator, options, section, row = re.findall(r"```python\n(?:# neuclip_ds\S+\n)?(.*?)```", lesson, re.DOTALL)
+    (folder / OBJECTIVES / "normalizers/offset.py").write_text(estimator)
+    for name, text, before in (
+        ("options.py", f"{options}\n\n", "class ObjectiveConfig(Section):\n"),
+        ("options.py", section, "    siglip: SiglipConfig ="),
+        ("methods.py", row, '    "siglip": Method('),
+    ):
+        path = folder / OBJECTIVES / name
+        code = path.read_text()
+        assert code.count(before) == 1
+        path.write_text(code.replace(before, text + before))
     return folder
 
 
@@ -58,11 +57,11 @@ def test_the_added_method_trains_alike_on_one_rank_and_two(extended: Path, tmp_p
     shards = demo_shards(tmp_path / "demo", 64)
     options = ["demo", *SMALL, "--objective.method=offset", "--objective.offset.log_c=2", "--run.log_every=1"]
     options += [f"--data.train={shards}", "--data.val=", "--data.zero_shot=", "--data.batch_size=16"]
-    options += ["--data.workers=0", "--data.crop_scale=1", "--budget.steps=4", "--deepspeed=zero1_fp32"]
+    options += ["--data.workers=0", "--data.crop_scale=1", "--max_steps=4", "--deepspeed=zero1_fp32"]
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     found = []
     for name, launcher in (("one", []), ("two", launch)):
-        call(extended, *launcher, "train.py", *options, f"--run.folder={tmp_path}", f"--run.name={name}")
+        call(extended, *launcher, "train.py", *options, f"--run.output_dir={tmp_path}", f"--run.name={name}")
         lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
         found.append([(record["loss"], record["tau"]) for record in map(json.loads, lines) if "loss" in record])
     assert len(found[0]) == 4

@@ -15,7 +15,7 @@ from torch.nn.functional import normalize
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
-from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
+from neuclip_ds.objectives.options import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows, save_rows
 
 
@@ -35,13 +35,6 @@ def test_gamma_of_a_run_within_one_epoch() -> None:
     config = MovingAverageConfig(gamma_min=0.2, gamma_epochs=4, gamma_epoch_steps=10)
     found = [gamma_of(step(number, 0), config) for number in (0, 9, 10, 20, 39, 40)]
     assert found == pytest.approx([1.0, 1.0, 0.8828427, 0.6, 0.3171573, 0.2])
-
-
-@pytest.mark.parametrize("gamma", [1.0, 0.5, 0.01])
-def test_update_equals_the_linear_formula(gamma: float) -> None:
-    u, g = torch.rand(2, 50, dtype=torch.float64)
-    found = moving_average(u.log(), g.log(), gamma).exp()
-    torch.testing.assert_close(found, (1 - gamma) * u + gamma * g)
 
 
 def test_first_visit_takes_the_batch_value() -> None:

@@ -20,7 +20,7 @@ def build(**npn: Any) -> Any:
 
 @pytest.mark.parametrize("goal", ["unified", "separate"])
 def test_updates_follow_adam_on_the_objective(goal: str) -> None:
-    method = build(updates=3, objective=goal, mlp_lr=0.01)
+    method = build(inner_steps=3, objective=goal, mlp_lr=0.01)
     normalizer = method._normalizer
     image, text = pairs(15, DIM)
     tau = torch.tensor(0.07, dtype=torch.float64)
@@ -49,7 +49,7 @@ def test_updates_follow_adam_on_the_objective(goal: str) -> None:
 @pytest.mark.parametrize("max_ratio", [None, 0.8])
 def test_gradients_are_autograds(reading: str, max_ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
-    method = build(updates=2, mlp_lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
+    method = build(inner_steps=2, mlp_lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
     method(batch(*pairs(15, DIM, seed=1)), step())
     descents = []
     monkeypatch.setattr(method._temperature, "descend", lambda _, theta: descents.append(float(theta)))
@@ -65,15 +65,3 @@ def test_gradients_are_autograds(reading: str, max_ratio: float | None, monkeypa
     assert relative_error(found.image, by_image) < 1e-10
     assert relative_error(found.text, by_text) < 1e-10
     assert descents == pytest.approx([float(by_theta)], rel=1e-10)
-
-
-def test_state_round_trip() -> None:
-    method, fresh = build(), build()
-    for number in range(2):
-        method(batch(*pairs(9, DIM, seed=number)), step(number))
-    fresh.load_replicated_state({key: value.clone() for key, value in method.replicated_state().items()})
-    features = batch(*pairs(9, DIM, seed=2))
-    one, other = (built(features, step(2)) for built in (method, fresh))
-    assert torch.equal(one.image, other.image)
-    for key, value in method.replicated_state().items():
-        assert torch.equal(fresh.replicated_state()[key], value)

@@ -1,4 +1,4 @@
-"""The queue's normaliser against float64 autograd, its queue, and its numbers in float32."""
+"""The queue's normalizer against float64 autograd, its queue, and its numbers in float32."""
 
 from __future__ import annotations
 
@@ -23,15 +23,13 @@ def queue_of(history: list[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
 @pytest.mark.parametrize("eps", [1e-14, 0.03])
-@pytest.mark.parametrize(("size", "m", "kappa", "rise"), [(9, 30, 1.0, 3), (24, 7, 0.3, 0), (16, 16, 3.0, 0)])
-def test_gradients(
-    size: int, m: int, kappa: float, rise: int, eps: float, tau: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Features and temperature, from the second step on: while the queue fills and kappa rises, and afterwards."""
+@pytest.mark.parametrize(("size", "m", "kappa"), [(9, 30, 1.0), (24, 7, 0.3), (16, 16, 3.0)])
+def test_gradients(size: int, m: int, kappa: float, eps: float, tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Features and temperature, from the second step on: while the queue fills, and afterward."""
     dim, rho = 6, 2.0
     temperature = {"initial": tau, "lr": 0.0, "rule": "robust", "rho": rho}
-    options = {"temperature": temperature, "eps": eps, "chunk": 5}
-    queue = {"prototypes": m, "kappa": kappa, "kappa_steps": rise}
+    options = {"temperature": temperature, "eps": eps, "chunk_size": 5}
+    queue = {"size": m, "kappa": kappa}
     method = objective("neuclip_queue", Communicator(), dim, **options, queue=queue)
     seen: list[float] = []
     monkeypatch.setattr(method._temperature, "descend", lambda _, theta: seen.append(float(theta)))
@@ -40,8 +38,7 @@ def test_gradients(
     for number in range(1, 5):
         image, text = (x.requires_grad_() for x in pairs(size, dim, seed=10 + number))
         theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
-        risen = kappa * min(1, number / rise) if rise else kappa
-        value, differentiated = oracle.pooled_queue(image, text, (-theta).exp(), queue_of(history, m), risen, eps, rho)
+        value, differentiated = oracle.pooled_queue(image, text, (-theta).exp(), queue_of(history, m), kappa, eps, rho)
         wanted = torch.autograd.grad(differentiated, (image, text, theta))
         found = method(batch(image.detach(), text.detach()), step(number))
         assert relative_error(found.image, wanted[0]) < 1e-9
@@ -57,7 +54,7 @@ def test_without_rho(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the loss with eps = 1/(n-1), whose own gradient log(1/tau) gets; rho and eps of the config are not read."""
     dim, m, kappa = 6, 20, 2.0
     temperature = {"initial": tau, "rho": 3.0, "lr": 0.0}
-    queue = {"prototypes": m, "kappa": kappa}
+    queue = {"size": m, "kappa": kappa}
     method = objective("neuclip_queue", Communicator(), dim, eps=0.5, temperature=temperature, queue=queue)
     seen: list[float] = []
     monkeypatch.setattr(method._temperature, "descend", lambda _, theta: seen.append(float(theta)))
@@ -96,7 +93,7 @@ def test_the_first_step_is_that_of_the_batch() -> None:
 def test_the_queue_holds_the_last_samples(sizes: tuple[int, ...]) -> None:
     """Sample number i has place i mod m; batches smaller and larger than m."""
     m = 7
-    method = objective("neuclip_queue", Communicator(), 4, queue={"prototypes": m})
+    method = objective("neuclip_queue", Communicator(), 4, queue={"size": m})
     history = []
     for number, size in enumerate(sizes):
         history.append(pairs(size, 4, seed=number))
@@ -107,16 +104,6 @@ def test_the_queue_holds_the_last_samples(sizes: tuple[int, ...]) -> None:
         texts, images = queue_of(history, m)
         assert torch.equal(state["normalizer.queue_image"][places], images)
         assert torch.equal(state["normalizer.queue_text"][places], texts)
-
-
-def test_a_report_changes_nothing() -> None:
-    method = objective("neuclip_queue", Communicator(), 4, queue={"prototypes": 10})
-    method(batch(*pairs(8, 4)), step(0))
-    before = {name: value.clone() for name, value in method.replicated_state().items()}
-    method(batch(*pairs(8, 4, seed=1)), step(1)._replace(learn=False))
-    method.log_normalizers(batch(*pairs(8, 4, seed=1)))
-    for name, value in method.replicated_state().items():
-        assert torch.equal(value, before[name]), name
 
 
 def clustered(rows: int, dim: int, seed: int, spread: float = 0.1) -> tuple[Tensor, Tensor]:
@@ -135,7 +122,7 @@ def test_float32(tau: float, size: int, m: int) -> None:
     results = []
     for dtype in (torch.float32, torch.float64):
         temperature = {"initial": tau, "minimum": 0.003, "lr": 0.0}
-        method = objective("neuclip_queue", Communicator(), 8, dtype, temperature=temperature, queue={"prototypes": m})
+        method = objective("neuclip_queue", Communicator(), 8, dtype, temperature=temperature, queue={"size": m})
         for number in range(4):
             image, text = clustered(size, 8, number)
             sign = -1 if number == 3 else 1
@@ -147,6 +134,6 @@ def test_float32(tau: float, size: int, m: int) -> None:
 
 
 def test_a_checkpoint_with_another_queue() -> None:
-    short, long = (objective("neuclip_queue", Communicator(), 4, queue={"prototypes": m}) for m in (6, 8))
-    with pytest.raises(UserError, match=r"has the shape \(6, 4\).*set objective.queue.prototypes=6"):
+    short, long = (objective("neuclip_queue", Communicator(), 4, queue={"size": m}) for m in (6, 8))
+    with pytest.raises(UserError, match=r"has the shape \(6, 4\).*set objective.queue.size=6"):
         long.load_replicated_state(short.replicated_state())

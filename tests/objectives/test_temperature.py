@@ -38,15 +38,15 @@ def test_openclip_gradient_through_the_logarithm(monkeypatch: pytest.MonkeyPatch
     assert descent(method, monkeypatch, batch(image, text), step()) == pytest.approx(float(theta.grad), rel=1e-10)
 
 
-@pytest.mark.parametrize(("data_term", "coefficient"), [("paper", 1), ("released_code", 2)])
-def test_rgcl_g_gradient(data_term: str, coefficient: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("reference", "coefficient"), [("paper", 1), ("released_code", 2)])
+def test_rgcl_g_gradient(reference: str, coefficient: int, monkeypatch: pytest.MonkeyPatch) -> None:
     image, text = pairs(17, 6)
     tau, rho, eps = torch.tensor(0.05, dtype=torch.float64), 6.5, 1e-6
     u = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
     level = float(torch.log(eps + u).mean(1).sum() + 2 * rho)
     data = float(oracle.robust_tau_gradient(image, text, tau, u, eps, rho)) - level
-    options = {"initial": 0.05, "rho": rho, "data_term": data_term}
-    method = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature=options)
+    options = {"initial": 0.05, "rho": rho}
+    method = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature=options, reference=reference)
     found = descent(method, monkeypatch, batch(image, text), step())
     assert found == pytest.approx(-0.05 * (level + coefficient * data), rel=1e-10)
 
@@ -56,7 +56,7 @@ def test_rgcl_g_gradient(data_term: str, coefficient: int, monkeypatch: pytest.M
 def test_neuclip_gradient(reading: str, max_ratio: float | None, monkeypatch: pytest.MonkeyPatch) -> None:
     image, text = pairs(17, 6)
     rho, eps = 3.0, 1e-14
-    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio}
+    npn = {"prototypes": 17, "inner_steps": 3, "lr": 0.05, "alpha_grad": reading, "max_ratio": max_ratio}
     method = objective("neuclip", Communicator(), 6, eps=eps, temperature={"rho": rho, "lr": 0.0}, npn=npn)
     method(batch(*pairs(17, 6, seed=5)), step(0))
     found = descent(method, monkeypatch, batch(image, text), step(1))
@@ -71,7 +71,7 @@ def test_neuclip_gradient(reading: str, max_ratio: float | None, monkeypatch: py
 def test_neuclip_without_rho(reading: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half the conjugate with eps = 1/(n-1); rho and eps of the config are not read."""
     image, text = (x.requires_grad_() for x in pairs(17, 6))
-    npn = {"prototypes": 17, "updates": 3, "lr": 0.05, "alpha_grad": reading}
+    npn = {"prototypes": 17, "inner_steps": 3, "lr": 0.05, "alpha_grad": reading}
     temperature = {"rule": "learned", "rho": 3.0, "lr": 0.0}
     method = objective("neuclip", Communicator(), 6, npn=npn, temperature=temperature)
     method(batch(*pairs(17, 6, seed=5)), step(0))

@@ -21,9 +21,7 @@ def test_the_flag_is_ten_steps() -> None:
 @pytest.mark.slow
 def test_a_run_with_a_profile(tmp_path: Path) -> None:
     shards = demo_shards(tmp_path / "demo", 128, held_out=20)
-    done = train(
-        tmp_path / "runs", str(shards), 8, "--profile", "--run.profile_steps=3", "--run.profile_after=2", ranks=2
-    )
+    done = train(tmp_path / "runs", str(shards), 14, "--profile", "--run.profile_steps=3", ranks=2)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "run" / "profile"
     found = json.loads((folder / "breakdown.json").read_text())
@@ -43,5 +41,5 @@ def test_the_tool_compares_methods(tmp_path: Path) -> None:
     gradients = reference["purposes"]["feature gradients"]["bytes_received"]
     assert gradients == 2 * 8 * 16 * 4, "2 (B - b) d values"
     assert "feature gradients" not in ours["purposes"]
-    for name in ("report.md", "report.html", "chart.png", "openclip_zero1_2ranks/trace.json.gz"):
+    for name in ("report.md", "openclip_zero1_2ranks/trace.json.gz"):
         assert (tmp_path / name).stat().st_size > 0

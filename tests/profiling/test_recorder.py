@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.profiling.recorder import BREAKDOWN, Recorder
+from neuclip_ds.profiling.recorder import BREAKDOWN, REPORT, Recorder
 
 
 def run(folder: Path, total: int, steps: int, after: int) -> None:
@@ -27,17 +27,15 @@ def test_profiles_the_requested_steps(tmp_path: Path) -> None:
     seconds = found["seconds"]
     assert 0 < seconds["computation"]["mean"] < seconds["total"]["mean"]
     assert seconds["communication"]["mean"] == 0
-    assert "| a product | - | 1 | 3 |" in (tmp_path / "report.md").read_text()
+    assert "| a product | - | 1 | 3 |" in (tmp_path / REPORT).read_text()
 
 
-def test_no_steps_are_requested(tmp_path: Path) -> None:
-    run(tmp_path, total=3, steps=0, after=1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_a_run_that_is_too_short_gets_a_warning(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    run(tmp_path, total=3, steps=3, after=2)
-    assert "ended before step 5" in caplog.text
+@pytest.mark.parametrize(("steps", "message"), [(0, ""), (3, "ended before step 5")])
+def test_without_the_steps_there_is_no_profile(
+    steps: int, message: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run(tmp_path, total=3, steps=steps, after=2)
+    assert message in caplog.text if message else not caplog.text
     assert not list(tmp_path.iterdir())
 
 

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import logging
-import sys
 import warnings
 
 import pytest
-import rich
 
-from neuclip_ds.reporting.log import IN_BAR, configure_logging
+from neuclip_ds.reporting.log import configure_logging
 
 ours = logging.getLogger("neuclip_ds.training.trainer")
 pytestmark = pytest.mark.usefixtures("logging_put_back")
@@ -28,7 +25,6 @@ def logging_put_back():
         logger.setLevel(level)
         logger.filters[:] = filters
     logging.captureWarnings(False)
-    rich.reconfigure()
 
 
 def test_rank_zero_writes_console_and_file_once_however_often_configured(capsys, tmp_path):
@@ -79,17 +75,3 @@ def test_python_warnings_are_logged(capsys, tmp_path):
         logging.captureWarnings(False)
     assert "UserWarning: mind the gap" in (tmp_path / "log.txt").read_text()
     assert "UserWarning: mind the gap" in capsys.readouterr().err
-
-
-def test_a_terminal_gets_rich_layout_on_the_console_that_the_bar_shares(monkeypatch):
-    terminal = io.StringIO()
-    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sys, "stderr", terminal)
-    configure_logging(0)
-    ours.info("hello")
-    ours.info("step 1/2", extra={IN_BAR: True})
-    assert terminal.getvalue().count("hello") == 1
-    assert "step 1/2" not in terminal.getvalue(), "the bar shows it"
-    handler, _ = [handler for handler in logging.getLogger().handlers if handler.name == "neuclip_ds.reporting.log"]
-    assert handler.console is rich.get_console()
-    assert handler.console.stderr

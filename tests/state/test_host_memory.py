@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import resource
 import signal
@@ -13,7 +14,6 @@ import torch
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.state import host_memory
 from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -81,5 +81,6 @@ def test_a_table_larger_than_the_address_space_is_one_sentence() -> None:
 
 
 def test_a_kernel_without_the_advice(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_memory, "_ADVICE", ("MADV_OF_ANOTHER_KERNEL",))
+    monkeypatch.delattr(mmap, "MADV_HUGEPAGE")
+    monkeypatch.delattr(mmap, "MADV_DONTFORK")
     assert random_access_table(2, 2, torch.float32).tolist() == [[0, 0], [0, 0]]

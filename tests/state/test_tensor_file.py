@@ -10,7 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from neuclip_ds.state import tensor_file
-from neuclip_ds.state.tensor_file import row_chunks, save_tensors
+from neuclip_ds.state.tensor_file import TensorFile, row_chunks
 
 
 @pytest.mark.parametrize("chunk", [1, 100, 1 << 20])
@@ -26,7 +26,7 @@ def test_the_library_reads_what_was_written(tmp_path: Path, monkeypatch: pytest.
         "flags": torch.tensor([True, False, True]),
         "numbers": torch.arange(11),
     }
-    save_tensors(tmp_path / "x.safetensors", tensors, {"rows": "7"})
+    TensorFile("x.safetensors", tensors, {"rows": "7"}).write(tmp_path)
     loaded = load_file(tmp_path / "x.safetensors")
     assert loaded.keys() == tensors.keys()
     for name, tensor in tensors.items():

@@ -1,4 +1,4 @@
-"""The S3 server of the benchmarks, read as boto3, s3fs and curl do."""
+"""The S3 server of the benchmarks: what it serves and counts, how slow it is, and when it ends."""
 
 from __future__ import annotations
 
@@ -40,34 +40,15 @@ def get(store: Store, path: str, **headers: str) -> tuple[int, bytes]:
         return answer.status, answer.read()
 
 
-def test_objects_and_ranges_are_served_and_counted(store: Store) -> None:
+def test_objects_and_ranges_alone_are_served_and_counted(store: Store) -> None:
     before = store.counters()
     assert get(store, "pairs/train/0.tar") == (200, DATA)
     assert get(store, "pairs/train/0.tar", Range="bytes=1000-1999") == (206, DATA[1000:2000])
     assert get(store, "pairs/train/0.tar", Range="bytes=299990-") == (206, DATA[-10:])
     assert store.counters().since(before) == Counters(3, len(DATA) + 1010)
-
-
-@pytest.mark.parametrize("path", ["pairs/nosuch.tar", "nosuch/0.tar", "pairs/%2e%2e/%2e%2e/secret", "pairs/train"])
-def test_nothing_else_is_served(store: Store, path: str) -> None:
-    with pytest.raises(HTTPError, match="404"):
-        get(store, path)
-
-
-def test_boto3_and_s3fs_read_and_list(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    boto3, s3fs = pytest.importorskip("boto3"), pytest.importorskip("s3fs")
-    for name, value in store.environment.items():
-        monkeypatch.setenv(name, value)
-    client = boto3.client("s3")
-    client.download_file("pairs", "train/1.tar", str(tmp_path / "boto3"))
-    assert (tmp_path / "boto3").read_bytes() == DATA
-    listed = client.list_objects_v2(Bucket="pairs", Delimiter="/")
-    assert [entry["Key"] for entry in listed["Contents"]] == ["0.tar"]
-    assert [entry["Prefix"] for entry in listed["CommonPrefixes"]] == ["train/"]
-    fs = s3fs.S3FileSystem(skip_instance_cache=True)
-    fs.get_file("pairs/train/0.tar", str(tmp_path / "s3fs"))
-    assert (tmp_path / "s3fs").read_bytes() == DATA
-    assert fs.glob("pairs/train/*.tar") == ["pairs/train/0.tar", "pairs/train/1.tar"]
+    for path in ("pairs/nosuch.tar", "nosuch/0.tar", "pairs/%2e%2e/%2e%2e/secret", "pairs/train"):
+        with pytest.raises(HTTPError, match="404"):
+            get(store, path)
 
 
 def test_latency_and_bandwidth_are_lower_limits_of_the_time(buckets: Path) -> None:

@@ -1,22 +1,32 @@
-"""The order of a run is chosen once: checkpoints keep it, those of earlier versions too."""
+"""The training set and the order of its samples: chosen once and kept by checkpoints, also of weighted sources."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
 import numpy as np
 import pytest
+from sample_log import read_samples
+from small_runs import newest_checkpoint, train
+from tars import manifest_of, write_pairs
 
-from neuclip_ds.config import Config
+from neuclip_ds.checkpoint.integrity import read_meta
+from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, extend
-from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
-from neuclip_ds.training.data_order import SavedOrder, open_order, order_facts, with_order
-from neuclip_ds.training.data_sources import TrainingSet
-from neuclip_ds.training.trainer import fingerprint
+from neuclip_ds.training.data_order import TrainingSet, open_order, order_facts, saved_interleave, source_facts
 
 LOCAL = extend(None, [Shard(f"/data/{number}.tar", 0, 100, 4_500_000) for number in range(60)])
 REMOTE = Manifest([shard._replace(path=f"s3://bucket{shard.path}") for shard in LOCAL.shards])
+SETS = {
+    "a": extend(None, [Shard("a0.tar", 0, 60, 1), Shard("a1.tar", 0, 40, 1, removed=False)]),
+    "b": extend(None, [Shard("b.tar", 0, 300, 1)]),
+}
 
 
 def config_of(*options: str) -> Config:
@@ -27,50 +37,100 @@ def set_of(manifest: Manifest) -> TrainingSet:
     return TrainingSet(config_of("--data.train=x").data, lambda source: manifest)
 
 
-def test_a_new_run_keeps_what_was_chosen_in_its_config_and_facts():
-    config = config_of()
-    order = open_order(config, set_of(LOCAL))
+def mixture_of(*sources: dict) -> TrainingSet:
+    return TrainingSet(DataConfig.model_validate({"train": list(sources)}), SETS.__getitem__)
+
+
+def test_a_resumed_run_keeps_the_order_on_any_number_of_nodes():
+    order = open_order(config_of(), set_of(LOCAL))
     assert order.interleave == Interleave(32, 250_000)
-    chosen = with_order(config, order.interleave)
-    assert (chosen.data.shard_streams, chosen.data.shuffle_block) == (32, 250_000)
-    facts = {**fingerprint(chosen), **order_facts(order.interleave)}
-    assert {name: facts[name] for name in ("shard_streams", "shuffle_block", "order")} == {
-        "shard_streams": 32,
-        "shuffle_block": 250_000,
-        "order": 2,
-    }
-    assert "shard_streams" not in fingerprint(config), "what is not asked for is not compared"
-    again = open_order(config, set_of(LOCAL), nodes=7, saved=SavedOrder(facts, 60))
+    facts = order_facts(order.interleave)
+    assert facts == {"shard_streams": 32, "shuffle_block_size": 250_000}
+    again = open_order(config_of(), set_of(LOCAL), nodes=7, saved=saved_interleave(facts))
     assert np.array_equal(again.batch(1, 3), order.batch(1, 3))
-
-
-def test_a_run_of_an_earlier_version_keeps_its_order():
-    saved = SavedOrder({"shard_streams": None, "shuffle_block": 300}, 60)
-    order = open_order(config_of(), set_of(LOCAL), saved=saved)
-    assert order.interleave == Interleave(32, 300, staggered=False)
-    golden = GlobalOrder(LOCAL.starts, LOCAL.sizes, 32, 0, Interleave(32, 300, False))
-    assert np.array_equal(order.batch(2, 5), golden.batch(2, 5))
-    assert open_order(config_of("--data.shuffle_block=300"), set_of(LOCAL), saved=saved).interleave == order.interleave
-    resaved = SavedOrder(order_facts(order.interleave), 60)
-    assert open_order(config_of(), set_of(LOCAL), saved=resaved).interleave == order.interleave
-
-
-@pytest.mark.parametrize("option", ["shard_streams=16", "shuffle_block=10"])
-def test_another_order_than_that_of_the_checkpoint_is_refused(option):
-    saved = SavedOrder(order_facts(Interleave(32, 300)), 60)
-    with pytest.raises(UserError, match=rf"but this start has data\.{option}"):
-        open_order(config_of(f"--data.{option}"), set_of(LOCAL), saved=saved)
+    for option in ("shard_streams=16", "shuffle_block_size=10"):
+        with pytest.raises(UserError, match=rf"but this start has data\.{option}"):
+            open_order(config_of(f"--data.{option}"), set_of(LOCAL), saved=order.interleave)
 
 
 def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog):
     """60 shards of 4.5 MB."""
-    explicit = ["--data.cache_gb=0.1", "--data.shard_streams=32", "--data.shuffle_block=1000"]
-    with pytest.raises(UserError, match=r"0.27 GB .* set data.shard_streams=\d+ and data.shuffle_block=\d+"):
+    explicit = ["--data.cache_gb=0.1", "--data.shard_streams=32", "--data.shuffle_block_size=1000"]
+    with pytest.raises(UserError, match=r"0.27 GB .* set data.cache_gb=0.27 or more"):
         open_order(config_of(*explicit), set_of(REMOTE))
-    saved = SavedOrder(order_facts(Interleave(32, 1000)), 60)
-    assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == Interleave(32, 1000)
+    saved = Interleave(32, 1000)
+    assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
     assert "fetched again and again: set data.cache_gb=0.27 or more" in caplog.text
-    fitting = open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave
-    assert fitting.window < 6000
-    assert "only" in caplog.text
-    assert "samples are shuffled together" in caplog.text
+    assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave.window < 6000
+
+
+def test_sources_and_their_weights():
+    """Indices of sources follow one another."""
+    found = mixture_of({"path": "a"}, {"path": "b"})
+    assert [shard.start for shard in found.manifest.shards] == [0, 60, 100]
+    assert [part.tolist() for part in found.parts] == [[60, 40, 0], [0, 0, 300]]
+    assert found.weights() == {0: [100.0, 300.0]}
+    stages = mixture_of({"path": "a", "weight": [[0, 1], [50, 3]]}, {"path": "b", "weight": [[0, 1], [20, 0]]})
+    assert stages.weights() == {0: [1, 1], 20: [1, 0], 50: [3, 0]}
+    assert stages.interleaves(Interleave(4, 1000)) == [Interleave(4, 1000), Interleave(4, 500)]
+    assert stages.describe() == [
+        "  a            100 samples, 50.0%, 100.0% from step 20, 100.0% from step 50 of each batch",
+        "  b            300 samples, 50.0%, 0.0% from step 20, 0.0% from step 50 of each batch",
+    ]
+    assert source_facts(DataConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("sources", "words"),
+    [
+        ([{"path": "a", "weight": [[5, 1]]}], "begin with step 0"),
+        ([{"path": "a", "weight": 1}, {"path": "b"}], "give each one, or none"),
+        ([{"path": "a", "weight": -1}], "greater than or equal to 0"),
+        ([{"path": ""}], "at least 1 character"),
+        (["a"], "valid dictionary"),
+    ],
+)
+def test_mistakes(sources, words):
+    with pytest.raises(ValueError, match=words):
+        DataConfig.model_validate({"train": sources})
+
+
+@pytest.mark.parametrize("path", ["/a/{a,b}.tar", "/a,b", "/a/[ab].tar", "[ab].tar", "a::b", "7"])
+def test_a_path_as_an_option_stays_as_it_is(path):
+    assert parse(["demo", f"--data.train={path}"]).config.data.train == path
+
+
+def test_a_source_with_braces_and_commas_as_an_option():
+    sources = [{"path": "/a,{b,c}/*.tar", "weight": 3}, {"path": "d", "weight": [[0, 1], [9, 2]]}]
+    found = parse(["demo", f"--data.train={json.dumps(sources)}"]).config.data
+    assert [source.model_dump(mode="json") for source in found.sources] == sources
+    assert found.train_paths == ["/a,{b,c}/*.tar", "d"]
+
+
+def test_training_on_a_mixture_and_resuming_it(tmp_path: Path) -> None:
+    for name, sizes in (("large", [30, 31]), ("small", [12])):
+        write_pairs(tmp_path / name, sizes)
+    sources = [
+        {"path": str(tmp_path / "large"), "weight": 3},
+        {"path": str(tmp_path / "small"), "weight": [[0, 1], [10, 3]]},
+    ]
+    captions = '--data.captions={"txt": 0.7, "syn.txt": 0.3}'
+    runs = tmp_path / "runs"
+    for steps, ranks in ((7, 1), (14, 2)):
+        done = train(runs, json.dumps(sources), steps, captions, ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    seen = dict(read_samples(runs / "run" / "samples"))
+    config = DataConfig.model_validate({"train": sources})
+    paths = {source["path"]: manifest_of(source["path"]) for source in sources}
+    order = TrainingSet(config, paths.__getitem__).mixture(8, 0, saved_interleave(facts_of(runs)))
+    assert seen == {step: order.batch(*divmod(step - 1, order.steps_per_epoch)).tolist() for step in range(1, 15)}
+    shares = [Counter("small" if index >= 61 else "large" for index in seen[step]) for step in range(1, 15)]
+    assert shares == [{"large": 6, "small": 2}] * 10 + [{"large": 4, "small": 4}] * 4
+    visits = Counter(index for step in seen for index in seen[step] if index >= 61)
+    assert set(visits) == set(range(61, 73)), "36 rows of 12 samples"
+    assert set(visits.values()) == {3}
+    assert facts_of(runs)["sources"] == source_facts(config)["sources"], "other weights are refused"
+
+
+def facts_of(runs: Path) -> dict[str, Any]:
+    return read_meta(newest_checkpoint(runs))["facts"]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, read_options, start
+from sample_log import read_samples
+from small_runs import SMALL, TRAIN, demo_shards, ends, read_options, start, wait_for
 from torch import Tensor
 
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
-from neuclip_ds.reporting.sample_log import read_samples
 
 PAIRS, BATCH = 300, 32
 EPOCH = 10  # steps: the last batch has 20 empty rows
@@ -26,10 +25,9 @@ TINY = [
     *SMALL,
     "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
-    "--objective.npn.restart_every=7",
+    "--objective.npn.redraw_every=7",
     "--objective.eps=1e-6",
     "--optimizer.warmup_steps=5",
-    "--run.sample_log=true",
     "--run.log_every=1",
     "--run.checkpoint_every=1000",
 ]
@@ -45,28 +43,19 @@ class Launch:
 
     def __init__(self, ranks: int, options: Sequence[str], folder: Path) -> None:
         self.metrics = folder / "metrics.jsonl"
-        where = [f"--run.folder={folder.parent}", f"--run.name={folder.name}"]
-        self.programs = start("train.py", "demo", *read_options([*TINY, *options]), *where, ranks=ranks)
+        where = [f"--run.output_dir={folder.parent}", f"--run.name={folder.name}"]
+        self.programs = start(TRAIN, "demo", *read_options([*TINY, *options]), *where, ranks=ranks)
 
     def end(self, code: int = 0) -> str:
         """Waits for all ranks to end with a code; what they said."""
-        try:
-            codes = [program.wait().returncode for program in self.programs]
-        finally:
-            self.kill()
-        assert codes == [code] * len(codes), self.said()
-        return self.said()
-
-    def said(self) -> str:
-        return "".join(err for _, err in (program.printed() for program in self.programs))
+        done = ends(self.programs)
+        said = "".join(one.stderr for one in done)
+        assert [one.returncode for one in done] == [code] * len(done), said
+        return said
 
     def reach(self, step: int) -> None:
         """Waits until the metrics show that a step is done."""
-        limit = time.monotonic() + 240
-        while f'"step": {step},' not in (self.metrics.read_text() if self.metrics.is_file() else ""):
-            assert all(program.running for program in self.programs), self.said()
-            assert time.monotonic() < limit, "too slow"
-            time.sleep(0.002)
+        wait_for(lambda: self.metrics.is_file() and f'"step": {step},' in self.metrics.read_text(), self.programs)
 
     def stop(self, step: int) -> str:
         """SIGTERM to the first rank after a step; what the run said."""
@@ -82,7 +71,7 @@ class Launch:
 
 
 def options(shards: Path, steps: int, *more: str) -> list[str]:
-    return [f"--data.train={shards}", f"--budget.steps={steps}", *more]
+    return [f"--data.train={shards}", f"--max_steps={steps}", *more]
 
 
 def checkpoint(run: Path) -> Path:
@@ -151,8 +140,7 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
     killed.reach(6)
     killed.kill()
     assert (checkpoint(tmp_path / "broken") / "engine" / "fragments.00001-of-00002.safetensors").is_file()
-    said = Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "broken").end()
-    assert "was written by 2 ranks (ZeRO 3, fp32) and is read by 1 ranks (ZeRO 1, fp32)" in said
+    Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "broken").end()
     same_batches(tmp_path / "broken", tmp_path / "whole", 20)
     assert tables(tmp_path / "whole"), "u of each sample"
     same_end(tmp_path / "broken", tmp_path / "whole")
@@ -164,8 +152,8 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
     [
         ["neuclip"],
         ["neuclip", "--objective.temperature.rule=learned"],
-        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.queue.kappa_steps=20"],
-        ["neuclip_queue", "--objective.queue.prototypes=64", "--objective.temperature.rule=robust"],
+        ["neuclip_queue", "--objective.queue.size=64"],
+        ["neuclip_queue", "--objective.queue.size=64", "--objective.temperature.rule=robust"],
         ["fastclip_v3"],
         ["fastclip_v3", "--objective.moving_average.drift_rate=0.1"],
         ["fastclip_v2"],
@@ -175,20 +163,3 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
 def test_four_ranks_two_one_and_four(method: list[str], shards: Path, tmp_path: Path) -> None:
     stops = [(4, 4, "zero1_fp32"), (2, 12, "zero3_fp32"), (1, 17, "zero0_fp32")]
     elastic(shards, tmp_path, 30, method, stops, 4)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("engine", ["zero0_bf16", "zero1_bf16", "zero3_bf16"])
-def test_as_many_ranks_as_before_are_bit_equal(engine: str, shards: Path, tmp_path: Path) -> None:
-    chosen = options(shards, 20, f"--deepspeed={engine}")
-    Launch(2, chosen, tmp_path / "whole").end()
-    Launch(2, chosen, tmp_path / "broken").stop(4)
-    Launch(2, chosen, tmp_path / "broken").end()
-    same_batches(tmp_path / "broken", tmp_path / "whole", 20)
-    paths = sorted(checkpoint(tmp_path / "whole").rglob("*.safetensors"))
-    assert sum(path.name.startswith("fragments.") for path in paths) == 2
-    for path in paths:
-        found = load_file(checkpoint(tmp_path / "broken") / path.relative_to(checkpoint(tmp_path / "whole")))
-        wanted = load_file(path)
-        assert found.keys() == wanted.keys()
-        assert [key for key, value in wanted.items() if not value.equal(found[key])] == []

@@ -34,7 +34,7 @@ def run(communicator: Communicator, shards: str, runs: Path, ends: list[tuple[st
     """Train the run in a folder to so many steps, one after the other."""
     for folder, steps in ends:
         options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={Path(shards).parent / 'val'}"]
-        where = [f"--run.folder={runs / folder}", "--run.name=run", f"--budget.steps={steps}"]
+        where = [f"--run.output_dir={runs / folder}", "--run.name=run", f"--max_steps={steps}"]
         train_connected(communicator, parse([*options, *where]).config)
 
 

@@ -36,7 +36,7 @@ def _train(options: list[str], out: Path, fails: bool) -> None:
 
     Evaluator.__call__ = noting  # type: ignore[method-assign]
     try:
-        trainer.train(parse(options).config, read_environment())
+        trainer.train(parse(options).config, read_environment(), open_evaluation=Evaluator)
     except UserError as error:
         assert fails and str(error) == "enough"
     out.write_text(json.dumps([*seen, children()]))
@@ -48,8 +48,8 @@ def _train(options: list[str], out: Path, fails: bool) -> None:
 def test_a_run(tmp_path: Path, fails: bool) -> None:
     write_pairs(tmp_path / "val", [9, 17])
     data = write_pairs(tmp_path / "shards", [13, 13])
-    where = [f"--run.folder={tmp_path}", "--run.name=run", f"--data.train={data}", f"--data.val={tmp_path / 'val'}"]
-    how = ["--data.workers=1", "--budget.steps=3", "--run.evaluate_every=1", "--run.evaluate_start=true"]
+    where = [f"--run.output_dir={tmp_path}", "--run.name=run", f"--data.train={data}", f"--data.val={tmp_path / 'val'}"]
+    how = ["--data.workers=1", "--max_steps=3", "--run.evaluate_every=1", "--run.best_metric=image_to_text_recall@1"]
     process = fork(_train, [*TINY, *where, *how], tmp_path / "seen", fails, variables=environment())
     process.join()
     assert process.exitcode == 0

@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from sample_log import read_samples
 from small_runs import call, newest_checkpoint, train
 from tars import write_pairs
 from torch import Tensor
 
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.reporting.sample_log import read_samples
 
 
 def log_u(runs: Path) -> Tensor:

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import SMALL, TINY, demo_shards, start
+from small_runs import SMALL, TINY, TRAIN, demo_shards, start
 from tars import jpeg, write_tar
 
-from neuclip_ds.data import rank_batch
+from neuclip_ds.data import loader
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
@@ -30,23 +30,20 @@ class Losses(Hook):
         self.steps: list[tuple[float, list[int]]] = []
         self.parts: set[int] = set()
 
-    def on_batch(self, loop: Loop, batch: rank_batch.RankBatch) -> None:
+    def on_batch(self, loop: Loop, batch: loader.RankBatch) -> None:
         self.parts.add(len(batch.pieces(slice(0, len(batch)))))
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         self.steps.append((result.loss, result.batch.index.tolist()))
 
 
-@pytest.mark.parametrize("micro", [2, 8])
-def test_a_run_in_parts_equals_one_in_whole_batches(
-    micro: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shards = demo_shards(tmp_path / "shards", pairs=64)
-    options = ["--data.batch_size=8", f"--data.micro_batch={micro}", "--data.workers=1", "--data.val="]
-    options += ["--data.zero_shot=", "--budget.steps=3", f"--data.train={shards}", f"--run.folder={tmp_path}"]
+def test_a_run_in_parts_equals_one_in_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shards = demo_shards(tmp_path / "shards", pairs=24)
+    options = ["--data.batch_size=8", "--data.micro_batch=2", "--data.workers=1", "--data.val="]
+    options += ["--data.zero_shot=", "--max_steps=3", f"--data.train={shards}", f"--run.output_dir={tmp_path}"]
     found = []
-    for name, limit in (("whole", rank_batch.PART_BYTES), ("parts", 3 * 3 * 16**2)):
-        monkeypatch.setattr(rank_batch, "PART_BYTES", limit)
+    for name, limit in (("whole", loader.PART_BYTES), ("parts", 3 * 3 * 16**2)):
+        monkeypatch.setattr(loader, "PART_BYTES", limit)
         hook = Losses()
         train(parse(["demo", *SMALL, *options, f"--run.name={name}"]).config, RankEnvironment(0, 0, 1), [hook])
         found.append(hook)
@@ -100,12 +97,12 @@ def test_65536_pairs_in_a_step_within_8_gb(tmp_path: Path) -> None:
         "--data.micro_batch=1024",
         "--data.workers=2",
         "--model.vision.image_size=32",
-        f"--run.folder={tmp_path}",
+        f"--run.output_dir={tmp_path}",
         "--run.name=run",
         "--run.log_every=1",
-        "--budget.steps=1",
+        "--max_steps=1",
     ]
-    (program,) = start("train.py", *options)
+    (program,) = start(TRAIN, *options)
     with peak_memory(program.pid) as peak:
         done = program.wait(timeout=1200)
     assert done.returncode == 0, done.stderr

@@ -17,11 +17,10 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.optimizers import build_optimizer
-from neuclip_ds.engine.start import start_engine
+from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import parameter_count
-from neuclip_ds.models.source import ModelSource, locate_model, model_source
+from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -103,7 +102,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
     results = {}
     for family, name in product(FAMILIES, ENGINES):
         config = config_of(folder / family, name)
-        source = model_source(config.model, communicator.on_rank_zero(lambda config=config: locate_model(config.model)))
+        source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
         torch.manual_seed(0)
         model, logits = source.load(source.tokenizer(untrained))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)

@@ -2,37 +2,33 @@
 
 from __future__ import annotations
 
-import json
-import time
 from pathlib import Path
 
 import pytest
-import torch
-from safetensors.torch import load_file
-from small_runs import SMALL, call, demo_shards, read_options, start
+from small_runs import SMALL, TRAIN, call, demo_shards, lines_in, outcome, read_options, start, wait_for
 
 TINY = [
-    "--data.batch_size=32",
+    "--data.batch_size=16",
     "--data.workers=1",
     "--data.micro_batch=8",
     *SMALL,
     "--objective.method=neuclip",
     "--objective.npn.prototypes=64",
-    "--objective.npn.restart_every=5",
-    "--run.checkpoint_every=4",
+    "--objective.npn.redraw_every=5",
+    "--run.checkpoint_every=3",
     "--run.log_every=1",
-    "--budget.steps=14",  # into the second epoch
+    "--max_steps=12",  # into the second epoch
 ]
 
 
 @pytest.fixture(scope="module")
 def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 300)
+    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 100)
 
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
-    where = [f"--data.train={shards}", f"--run.folder={runs}", f"--run.name={name}"]
-    return ["train.py", "demo", *where, *read_options([*TINY, *options])]
+    where = [f"--data.train={shards}", f"--run.output_dir={runs}", f"--run.name={name}"]
+    return [TRAIN, "demo", *where, *read_options([*TINY, *options])]
 
 
 def complete(command: list[str]) -> None:
@@ -43,65 +39,47 @@ def complete(command: list[str]) -> None:
 def kill_after(command: list[str], metrics: Path, steps: int) -> None:
     """Starts the command and kills it with its workers once `steps` steps have been logged."""
     (program,) = start(*command)
-    limit = time.monotonic() + 120
-    while time.monotonic() < limit and program.running:
-        if metrics.is_file() and metrics.read_text().count("\n") >= steps:
-            break
-        time.sleep(0.005)
+    wait_for(lambda: lines_in(metrics) >= steps, [program])
     program.kill()
-
-
-def final_state(run: Path) -> dict[str, object]:
-    """Everything that training leaves: tensors as bytes, metrics without times."""
-    folder = max((run / "checkpoints").glob("step_*"))
-    state: dict[str, object] = {}
-    for path in sorted(folder.rglob("*.safetensors")):
-        for key, value in load_file(path).items():
-            state[f"{path.name}/{key}"] = value.reshape(-1).view(torch.uint8).numpy().tobytes()
-    counters = json.loads((folder / "engine" / "engine.json").read_text())["counters"]
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    timed = ("samples_per_second", "data_wait_share")
-    state["metrics"] = [{key: value for key, value in line.items() if key not in timed} for line in lines]
-    return state | counters
 
 
 def whole_and_broken(shards: Path, runs: Path, *options: str) -> tuple[dict[str, object], dict[str, object]]:
     """Return what a run leaves that is never interrupted, and one that is killed twice."""
     complete(command(shards, runs, "whole", *options))
     broken_off = command(shards, runs, "broken", *options)
-    for steps in (6, 10):
+    for steps in (4, 7):
         kill_after(broken_off, runs / "broken" / "metrics.jsonl", steps)
     complete(broken_off)
-    return final_state(runs / "whole"), final_state(runs / "broken")
+    return outcome(runs, "whole"), outcome(runs, "broken")
 
 
 def compare(shards: Path, runs: Path, *options: str, tensors: int = 3 * 30) -> None:
     whole, broken = whole_and_broken(shards, runs, *options)
-    assert len(whole["metrics"]) == 15  # type: ignore[arg-type]
+    assert len(whole["metrics"]) == 13  # type: ignore[arg-type]
     assert whole.keys() == broken.keys()
     assert sum(isinstance(value, bytes) for value in whole.values()) > tensors, "weights and both moments"
-    assert whole["global_steps"] == 14
+    assert whole["global_steps"] == 12
     assert [key for key in whole if whole[key] != broken[key]] == []
 
 
-@pytest.mark.parametrize("engine", ["zero1_bf16"])
-def test_killed_twice_and_resumed(engine: str, shards: Path, tmp_path: Path) -> None:
-    compare(shards, tmp_path, f"--deepspeed={engine}")
+def test_killed_twice_and_resumed(shards: Path, tmp_path: Path) -> None:
+    compare(shards, tmp_path, "--deepspeed=zero1_bf16")
+
+
+STAGES = [(f"zero{stage}_{precision}", "neuclip") for stage in range(4) for precision in ("fp32", "bf16")]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", ["neuclip", "fastclip_v3", "openclip"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_and_precision(stage: int, precision: str, method: str, shards: Path, tmp_path: Path) -> None:
-    compare(shards, tmp_path, f"--deepspeed=zero{stage}_{precision}", f"--objective.method={method}")
+@pytest.mark.parametrize(("engine", "method"), [*STAGES, ("zero1_fp32", "fastclip_v3"), ("zero1_fp32", "openclip")])
+def test_every_stage_precision_and_kind_of_method(engine: str, method: str, shards: Path, tmp_path: Path) -> None:
+    compare(shards, tmp_path, f"--deepspeed={engine}", f"--objective.method={method}")
 
 
 PARTS = [
-    "--model.vision.train=0",
-    "--model.text.lora.rank=2",
-    "--model.text.lora.dropout=0.1",
-    "--optimizer.vision.layer_decay=0.5",
+    "--model.vision.trainable=0",
+    "--model.lora.rank=2",
+    "--model.lora.dropout=0.1",
+    "--optimizer.layer_decay=0.5",
 ]
 
 
@@ -109,18 +87,6 @@ PARTS = [
 @pytest.mark.parametrize("engine", ["zero1_bf16", "zero3_fp32"])
 def test_frozen_parts_and_adapters(engine: str, shards: Path, tmp_path: Path) -> None:
     compare(shards, tmp_path, f"--deepspeed={engine}", *PARTS, tensors=30 + 2 * 15)
-
-
-def test_what_trains_cannot_change_in_a_run(shards: Path, tmp_path: Path) -> None:
-    complete(command(shards, tmp_path, "run", "--budget.steps=1", *PARTS[:2]))
-    for option, words in ((PARTS[2], "model.text.lora="), ("--model.vision.train=all", "model.vision.train=0")):
-        done = call(*command(shards, tmp_path, "run", "--budget.steps=2", *PARTS[:2], option))
-        assert done.returncode == 2 and words in done.stderr, done.stderr
-
-
-def test_a_checkpoint_of_other_data_is_refused(shards: Path, tmp_path: Path) -> None:
-    complete(command(shards, tmp_path, "run", "--budget.steps=2"))
-    done = call(*command(shards, tmp_path, "run", "--budget.steps=3", "--run.seed=5"))
-    assert done.returncode == 2
-    assert "seed=0, but this run has seed=5" in done.stderr
-    assert "Traceback" not in done.stderr
+    changed = [f"--deepspeed={engine}", *PARTS, "--model.lora.dropout=0.2", "--max_steps=13"]
+    refused = call(*command(shards, tmp_path, "whole", *changed))
+    assert refused.returncode == 2 and "model.lora=" in refused.stderr, refused.stderr

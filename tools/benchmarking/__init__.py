@@ -22,10 +22,10 @@ import torch.multiprocessing as mp
 from torch import Tensor
 from torch.nn.functional import normalize
 
+from benchmarking.openclip_reference import openclip_loss
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import Features
-from neuclip_ds.planning.openclip_reference import openclip_loss
 
 FEATURES = ("random", "matched", "collapsed", "opposed")  # opposed: collapsed onto two opposite directions
 EOS = 1  # of tokenizers that this project trains, and of random tokens
@@ -103,15 +103,15 @@ def random_features(rows: int, dim: int, communicator: Communicator, kind: str =
     """Return this rank's rows of noise; of another of `FEATURES`, with similarities that training may come to."""
     generator = torch.Generator().manual_seed(communicator.rank)
     image, text = (torch.randn(rows, dim, generator=generator) for _ in range(2))
-    centre = torch.ones(dim)
+    center = torch.ones(dim)
     match kind:
         case "matched":
             text += image  # positives of about 0.7
         case "collapsed":
-            image, text = image + 5 * centre, text + 5 * centre
+            image, text = image + 5 * center, text + 5 * center
         case "opposed":
             side = torch.randint(0, 2, (rows, 1), generator=generator) * 2 - 1
-            image, text = image + 2 * side * centre, text + 2 * side * centre
+            image, text = image + 2 * side * center, text + 2 * side * center
     image, text = normalize(image, dim=1), normalize(text, dim=1)
     index, device = torch.arange(rows) + communicator.rank * rows, communicator.device
     valid = torch.ones(rows, dtype=torch.bool)

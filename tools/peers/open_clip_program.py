@@ -88,7 +88,7 @@ def add_model(config: Config, folder: Path) -> None:
 
 def command_line(config: Config, arguments: argparse.Namespace, world_size: int) -> list[str]:
     """open_clip's options for the config; its pass over the data is as long as the run."""
-    data, optimizer, steps = config.data, config.optimizer, config.budget.steps or 0
+    data, optimizer, steps = config.data, config.optimizer, config.max_steps or 0
     options: dict[str, Any] = {
         "model": _NAME,
         "name": arguments.out.name,
@@ -112,8 +112,8 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
         "report-to": "tensorboard",
         "aug-cfg": f"scale=({data.crop_scale},1.0)",
     }
-    if optimizer.clip_norm:
-        options["grad-clip-norm"] = optimizer.clip_norm
+    if optimizer.max_grad_norm:
+        options["grad-max-grad-norm"] = optimizer.max_grad_norm
     flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
     flags += ["--torchcompile"] if config.model.compile else []
     return [*flags, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]
@@ -127,7 +127,7 @@ class _Again(list[Any]):
 
 def random_pairs(config: Config, rows: int) -> loading.DataInfo:
     """One batch, as often as the run has steps."""
-    steps = config.budget.steps or 0
+    steps = config.max_steps or 0
     loader = _Again([random_pair(config, rows)] * steps)
     loader.num_batches, loader.num_samples = steps, steps * config.data.batch_size
     return loading.DataInfo(loader)

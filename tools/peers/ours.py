@@ -14,19 +14,18 @@ from contextlib import nullcontext
 
 import torch
 from benchmarking import program_parser, random_features
+from benchmarking.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
 
 from neuclip_ds.cli.main import main as run_command
 from neuclip_ds.cli.program import exit_on_mistake
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.engine.config import load_engine_config
-from neuclip_ds.engine.deterministic import deterministic_algorithms
-from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.precision import deterministic_algorithms, resolve_comm_dtype
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
-from neuclip_ds.planning.synthetic_profile import EPOCH, SyntheticSteps, first_prediction
-from neuclip_ds.recipe import dump, load_recipe, validate
+from neuclip_ds.recipe import load_recipe, validate
 from neuclip_ds.reporting.metrics import MetricsLog
 
 SECONDS = "seconds.json"
@@ -41,7 +40,7 @@ def main() -> None:
         with exit_on_mistake():
             (objectives if arguments.objective else random_steps)(arguments)
         return
-    where = [f"--run.folder={arguments.out.parent}", f"--run.name={arguments.out.name}"]
+    where = [f"--run.output_dir={arguments.out.parent}", f"--run.name={arguments.out.name}"]
     run_command(["train", str(arguments.config), *where])
 
 
@@ -52,7 +51,7 @@ def random_steps(arguments: argparse.Namespace) -> None:
         steps = SyntheticSteps(config, communicator, config.optimizer.lr)
         batch = steps.batch(0)
         with MetricsLog(arguments.out) if communicator.rank == 0 else nullcontext() as metrics:
-            for number in range(1, 1 + (config.budget.steps or EPOCH)):
+            for number in range(1, 1 + (config.max_steps or EPOCH)):
                 gradients = steps.run(number - 1, batch)
                 if metrics is not None and number % config.run.log_every == 0:
                     metrics.write(number, {"loss": float(gradients.loss)})

@@ -23,7 +23,7 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, read_environment
-from neuclip_ds.engine.optimizers import parameter_groups
+from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.planning.memory import StandInTokenizer
@@ -42,7 +42,7 @@ class FloatTowers(nn.Module):
         self.logit_scale = nn.Parameter(torch.tensor(logit_scale))
 
     def forward(self, image: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """(b, 3, H, W) normalised pixels and (b, T) ids -> (b, d) image and text features, scale of the logits."""
+        """(b, 3, H, W) normalized pixels and (b, T) ids -> (b, d) image and text features, scale of the logits."""
         vision: Any = self.vision
         image_features = normalize(vision.projection(vision.trunk(image)), dim=-1)
         return image_features, normalize(self.text(tokens), dim=-1), self.logit_scale.exp()
@@ -83,14 +83,14 @@ def train(arguments: argparse.Namespace, environment: RankEnvironment, device: t
     else:
         loaded = batches(config, tokenizer, environment)
     writer = SummaryWriter(str(arguments.out / "tensorboard")) if environment.rank == 0 else None
-    for number, (image, tokens) in enumerate(itertools.islice(loaded, config.budget.steps)):
+    for number, (image, tokens) in enumerate(itertools.islice(loaded, config.max_steps)):
         image, tokens = image.to(device, non_blocking=True), tokens.to(device, non_blocking=True)
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16, enabled=arguments.bf16):
             loss = loss_of(*model(image, tokens))
         loss.backward()
-        if constants.clip_norm:
-            nn.utils.clip_grad_norm_(towers.parameters(), constants.clip_norm)
+        if constants.max_grad_norm:
+            nn.utils.clip_grad_norm_(towers.parameters(), constants.max_grad_norm)
         optimizer.step()
         with torch.no_grad():
             towers.logit_scale.clamp_(0, _LARGEST_SCALE)

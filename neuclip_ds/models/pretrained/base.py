@@ -5,13 +5,14 @@ belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional par
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
@@ -35,12 +36,12 @@ class LogitParameters(NamedTuple):
 
 
 class Preprocessing(NamedTuple):
-    """The image size and normalisation that a model expects."""
+    """The image size and normalization that a model expects."""
 
     size: int  # side of the square, pixels
     mean: tuple[float, float, float]  # of pixels in [0, 1], by channel
     std: tuple[float, float, float]
-    squash: bool = False  # whether to resize the whole image to the square, instead of a centre crop
+    squash: bool = False  # whether to resize the whole image to the square, instead of a center crop
 
 
 class LoadedModel(NamedTuple):
@@ -88,17 +89,16 @@ class LibraryTower(Encoder):
     Image towers take uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both return (b, d) in the weights' dtype.
 
     Args:
-        trunk: the encoder; returns the pooled feature, or an output with it as `pooler_output`.
-        checkpointing: the library's function that turns on activation checkpointing of the trunk.
+        trunk: the encoder, of transformers or open_clip; returns the pooled feature, or an output with it as
+            `pooler_output`.
         projection: projection to the joint space, if the trunk does not include it.
-        preprocessing: normalisation of an image tower's pixels.
+        preprocessing: normalization of an image tower's pixels.
         arguments: what else the trunk's forward takes.
     """
 
     def __init__(
         self,
-        trunk: nn.Module,
-        checkpointing: Callable[[nn.Module], None],
+        trunk: Any,
         projection: nn.Module | None = None,
         preprocessing: Preprocessing | None = None,
         arguments: Mapping[str, Any] = MappingProxyType({}),
@@ -106,7 +106,7 @@ class LibraryTower(Encoder):
         super().__init__()
         self.trunk = trunk
         self.projection = nn.Identity() if projection is None else projection
-        self._preprocessing, self._checkpointing, self._arguments = preprocessing, checkpointing, dict(arguments)
+        self._preprocessing, self._arguments = preprocessing, dict(arguments)
 
     def normalize(self, x: Tensor) -> Tensor:
         preprocessing = self._preprocessing
@@ -119,7 +119,10 @@ class LibraryTower(Encoder):
         return self.projection(getattr(feature, "pooler_output", feature))
 
     def checkpoint_activations(self) -> None:
-        self._checkpointing(self.trunk)
+        if isinstance(self.trunk, PreTrainedModel):
+            self.trunk.gradient_checkpointing_enable({"use_reentrant": False})
+        else:
+            self.trunk.set_grad_checkpointing(True)
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
@@ -151,18 +154,17 @@ def rename_prefixes(tensors: Mapping[str, Tensor], prefixes: Mapping[str, str]) 
 
 
 def check_tensors(where: str, wanted: Mapping[str, Tensor], found: Mapping[str, Tensor]) -> None:
-    """Raise UserError, with the first of each kind, if tensors are missing, unexpected or of another shape."""
+    """Raise UserError if tensors are missing, unexpected or of another shape."""
     shapes = [
-        f"{name} is {tuple(found[name].shape)} instead of {tuple(wanted[name].shape)}"
-        for name in wanted
-        if name in found and found[name].shape != wanted[name].shape
+        f"{name} is {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in wanted.items()
+        if name in found and found[name].shape != tensor.shape
     ]
-    missing, unexpected = [n for n in wanted if n not in found], [n for n in found if n not in wanted]
-    raise_on_mismatch(where, missing, unexpected, shapes)
+    raise_on_mismatch(where, [n for n in wanted if n not in found], [n for n in found if n not in wanted], shapes)
 
 
 def raise_on_mismatch(where: str, missing: Sequence[str], unexpected: Sequence[str], shapes: Sequence[str]) -> None:
-    """Raise UserError, which counts the mismatched tensors, if any of the lists has an entry."""
+    """Raise UserError, which counts the mismatched tensors and names the first, if any of the lists has an entry."""
     problems = [
         f"{len(names)} tensors {kind} (first {names[0]})"
         for kind, names in (("are missing", missing), ("are unexpected", unexpected), ("have another shape", shapes))

@@ -25,15 +25,12 @@ def first_sentence(error: Exception) -> str:
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raise UserError if the file is missing or no JSON object."""
+    if not path.is_file():
+        raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.") from error
-    except ValueError as error:
-        raise UserError(f"{path} is not valid JSON ({error}); put the checkpoint's file there.") from error
-    if not isinstance(tree, dict):
-        raise UserError(f"{path} is not a JSON object; put the checkpoint's file there.")
-    return tree
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path} is not valid JSON of an object ({error}); put the checkpoint's file there.") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
@@ -44,16 +41,12 @@ def read_tensors(path: Path) -> dict[str, Tensor]:
         if path.suffix == ".safetensors":
             return load_file(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError) as error:
-        reason = first_sentence(error)
+        return {str(key).removeprefix("module."): value.detach() for key, value in tree.get("state_dict", tree).items()}
+    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
         raise UserError(
-            f"{path} is not a file of tensors only ({reason}); use a safetensors file or a plain state dict."
+            f"{path} is not a file of tensors only ({first_sentence(error)}); use a safetensors file or a plain state "
+            "dict."
         ) from error
-    tree = tree.get("state_dict", tree) if isinstance(tree, dict) else None
-    tensors = {} if tree is None else {str(key).removeprefix("module."): value for key, value in tree.items()}
-    if not tensors or not all(isinstance(value, Tensor) for value in tensors.values()):
-        raise UserError(f"{path} holds no state dict; use a safetensors file or a plain state dict.")
-    return tensors
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path | None:
@@ -64,10 +57,9 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
 def save_small_files(source: Path, folder: Path) -> None:
     """Copy a checkpoint's files to a folder, which is created: everything but the weights."""
     folder.mkdir(parents=True, exist_ok=True)
-    for pattern in SMALL_FILES:
-        for path in source.glob(pattern):
-            if not path.name.endswith(".index.json"):
-                shutil.copy(path, folder)
+    for path in (path for pattern in SMALL_FILES for path in source.glob(pattern)):
+        if not path.name.endswith(".index.json"):
+            shutil.copy(path, folder)
 
 
 def download(name: str, patterns: Sequence[str], option: str = "model.pretrained") -> Path:
@@ -75,10 +67,10 @@ def download(name: str, patterns: Sequence[str], option: str = "model.pretrained
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses
-        reason = first_sentence(error)
         raise UserError(
-            f"{option}={name} is no local folder and cannot be downloaded from the hub ({reason}): download "
-            "the repository on a machine with network and name its folder, or copy it into the hub's cache (HF_HOME)."
+            f"{option}={name} is no local folder and cannot be downloaded from the hub ({first_sentence(error)}): "
+            "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
+            "(HF_HOME)."
         ) from error
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
@@ -29,9 +30,10 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
-from neuclip_ds.models.tokenizer import ModelTokenizer, special_ids
+from neuclip_ds.models.tokenizer import ModelTokenizer
 
 CONFIG_FILE = "open_clip_config.json"
+WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # the first with files in a repository is downloaded
 _WEIGHTS = (
     "open_clip_model.safetensors",
     "open_clip_pytorch_model.safetensors",
@@ -41,8 +43,6 @@ _WEIGHTS = (
 _PREFIXES = {"vision.trunk.": "visual.", "text.trunk.": "text."}
 # parameters at the top level of open_clip's CLIP that its CustomTextCLIP has under `text.`
 _TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "transformer.", "ln_final.")
-_OPENAI_MEAN = (0.48145466, 0.4578275, 0.40821073)
-_OPENAI_STD = (0.26862954, 0.26130258, 0.27577711)
 
 
 def library() -> Any:
@@ -54,11 +54,6 @@ def library() -> Any:
             "An open_clip model needs open_clip_torch, which is not installed: pip install open_clip_torch."
         ) from error
     return open_clip
-
-
-def is_architecture(name: str) -> bool:
-    """Whether open_clip has an architecture of that name."""
-    return bool(name) and name in library().list_models()
 
 
 def locate_by_name(name: str, weights: bool) -> CheckpointRef:
@@ -84,10 +79,6 @@ class OpenClipTokenizer:
     def __init__(self, tokenizer: Any) -> None:
         self.context_length: int = tokenizer.context_length
         self.inner = tokenizer
-
-    @property
-    def special_ids(self) -> dict[str, int | None]:
-        return special_ids(transformers_form(self.inner))
 
     def __call__(self, captions: list[str]) -> Tensor:
         """Return (b, context_length) int64 ids."""
@@ -129,8 +120,11 @@ class OpenClipCheckpoint:
         self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
 
     def tokenizer(self) -> ModelTokenizer:
+        # open_clip passes the config's options for transformers' tokenizer on
+        options = {"trust_remote_code": False} if self._config.get("text_cfg", {}).get("hf_tokenizer_name") else {}
+        length = self._sizes.context_length
         try:
-            tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=self._sizes.context_length)
+            tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=length, **options)
         except (OSError, ValueError, TypeError, ImportError) as error:
             reason = first_sentence(error)
             raise UserError(
@@ -179,7 +173,7 @@ class OpenClipCheckpoint:
         if self._sizes.image_size is not None and "timm_model_name" in self._config["vision_cfg"]:
             raise UserError(
                 f"open_clip's config cannot express model.force_image_size={self._sizes.image_size} of a timm image "
-                "tower; export with --format=onnx."
+                "tower, and no other format has it; neuclip_ds.load opens the run."
             )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
         config = deepcopy(self._config)
@@ -193,16 +187,17 @@ class OpenClipCheckpoint:
         self.tokenizer().save(folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
-        return DualEncoder(
-            LibraryTower(model.visual, _checkpoint, preprocessing=self.preprocessing),
-            LibraryTower(model.text, _checkpoint),
-        )
+        return DualEncoder(LibraryTower(model.visual, preprocessing=self.preprocessing), LibraryTower(model.text))
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
     """Build open_clip's model of a config with random weights; raise UserError if open_clip cannot."""
     open_clip = library()
     parts = {key: value for key, value in config.items() if key != "custom_text"}
+    text = parts.get("text_cfg", {})
+    if text.get("hf_model_name"):
+        _refuse_foreign_code(text["hf_model_name"], where)
+        parts["text_cfg"] = {**text, "hf_model_pretrained": False}  # the checkpoint has the weights
     try:
         return open_clip.CustomTextCLIP(**parts)
     except TypeError as error:
@@ -210,6 +205,21 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
             f"open_clip {open_clip.__version__} cannot build {where} ({error}); correct its model_cfg, or update "
             "open_clip_torch."
         ) from error
+
+
+def _refuse_foreign_code(name: str, where: str) -> None:
+    """Raise UserError unless transformers itself has the text encoder: open_clip would ask whether to run its code."""
+    from transformers import MODEL_MAPPING, AutoConfig
+
+    try:
+        is_own = type(AutoConfig.from_pretrained(name, trust_remote_code=False)) in MODEL_MAPPING
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(
+            f"transformers cannot read the text encoder {name} of {where} ({first_sentence(error)}); correct "
+            "text_cfg.hf_model_name, or download the encoder on a machine with network and name its folder there."
+        ) from error
+    if not is_own:
+        raise UserError(f"transformers has no model of the type of {name}, the text encoder of {where}; use another.")
 
 
 def custom_text_names(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -254,10 +264,6 @@ def transformers_form(tokenizer: Any) -> Any:
     )
 
 
-def _checkpoint(trunk: Any) -> None:
-    trunk.set_grad_checkpointing(True)
-
-
 def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return `model_cfg` and `preprocess_cfg`."""
     if not ref.name:
@@ -271,14 +277,14 @@ def _config_of(ref: CheckpointRef) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], where: str) -> Preprocessing:
     size = vision.get("image_size", 224)  # open_clip's own default
-    if isinstance(size, list | tuple):
-        if len(set(size)) != 1:
-            raise UserError(f"{where} has images of {size} pixels; only square ones are supported.")
-        size = size[0]
-    mean, std = tuple(preprocess.get("mean", _OPENAI_MEAN)), tuple(preprocess.get("std", _OPENAI_STD))
-    if len(mean) != 3 or len(std) != 3:
-        raise UserError(f"preprocess_cfg of {where} has mean {mean} and std {std}; three channels are needed.")
-    return Preprocessing(int(size), mean, std, preprocess.get("resize_mode") == "squash")
+    sides = set(size) if isinstance(size, list | tuple) else {size}
+    mean, std = tuple(preprocess.get("mean", OPENAI_MEAN)), tuple(preprocess.get("std", OPENAI_STD))
+    if len(sides) != 1 or len(mean) != 3 or len(std) != 3:
+        raise UserError(
+            f"{where} takes images of {size} pixels with mean {mean} and std {std}; only square ones of three channels "
+            "are supported."
+        )
+    return Preprocessing(int(sides.pop()), mean, std, preprocess.get("resize_mode") == "squash")
 
 
 def _check_activation(architecture: str, tag: str, quick_gelu: bool) -> None:

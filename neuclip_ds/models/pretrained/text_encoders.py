@@ -1,6 +1,5 @@
 """Text towers from any transformers text encoder: its weights, its tokenizer, a pooling and a new projection."""
 
-from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,6 @@ from transformers.models.auto.modeling_auto import (
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.positions import fit_context
-from neuclip_ds.models.pretrained.base import raise_on_mismatch
 from neuclip_ds.models.pretrained.files import (
     SMALL_FILES,
     download,
@@ -26,43 +24,30 @@ from neuclip_ds.models.pretrained.files import (
     first_sentence,
     save_small_files,
 )
-from neuclip_ds.models.pretrained.transformers_models import (
-    WEIGHT_PATTERNS,
-    LibraryTokenizer,
-    load_tokenizer,
-    read_model,
-)
+from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, read_model
+from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import Encoder, new_projection
 
 _OPTION = "model.text.pretrained"
 _POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute ones
 
-Pool = Callable[[Tensor, Tensor, Tensor], Tensor]
 
+def pool(hidden: Tensor, mask: Tensor, is_eos: Tensor, pooling: str) -> Tensor:
+    """Return features (b, width) of hidden states (b, T, width).
 
-def _cls(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
-    return hidden[:, 0]
-
-
-def _mean(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
-    weights = mask[:, :, None].float()
-    return ((hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)).to(hidden.dtype)
-
-
-def _last(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
-    return _at(hidden, mask.int().sum(dim=1) - 1)
-
-
-def _eos(hidden: Tensor, mask: Tensor, is_eos: Tensor) -> Tensor:
-    return _at(hidden, is_eos.int().argmax(dim=1))
-
-
-def _at(hidden: Tensor, place: Tensor) -> Tensor:
+    Args:
+        hidden: the encoder's output.
+        mask, is_eos: which tokens are the caption's, and which are EOS, (b, T).
+        pooling: `cls` reads the first token, `last` the caption's last one, `eos` the first EOS, `mean` the caption's
+            mean.
+    """
+    if pooling == "mean":
+        weights = mask[:, :, None].float()
+        return ((hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)).to(hidden.dtype)
+    if pooling == "cls":
+        return hidden[:, 0]
+    place = mask.int().sum(dim=1) - 1 if pooling == "last" else is_eos.int().argmax(dim=1)
     return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
-
-
-# of hidden states (b, T, width), which tokens are the caption's (b, T), and which are EOS (b, T): features (b, width)
-POOLINGS: dict[str, Pool] = {"cls": _cls, "mean": _mean, "last": _last, "eos": _eos}
 
 
 class PooledTextTower(Encoder):
@@ -70,12 +55,12 @@ class PooledTextTower(Encoder):
 
     Args:
         trunk: the encoder, without a pooler.
-        pooling: a key of POOLINGS.
+        pooling: that of `pool`.
         tokenizer: gives the ids of padding and EOS.
         embed_dim: width of the joint space; the projection to it is new, linear and without bias.
     """
 
-    def __init__(self, trunk: Any, pooling: str, tokenizer: LibraryTokenizer, embed_dim: int) -> None:
+    def __init__(self, trunk: Any, pooling: str, tokenizer: CaptionTokenizer, embed_dim: int) -> None:
         super().__init__()
         self.trunk = trunk
         self.projection = new_projection(trunk.config.hidden_size, embed_dim)
@@ -86,7 +71,7 @@ class PooledTextTower(Encoder):
     def encode(self, x: Tensor) -> Tensor:
         mask = self._mask(x)
         hidden = self.trunk(input_ids=x, attention_mask=mask.long()).last_hidden_state
-        return self.projection(POOLINGS[self.pooling](hidden, mask, x.eq(self.eos_id)))
+        return self.projection(pool(hidden, mask, x.eq(self.eos_id), self.pooling))
 
     def _mask(self, tokens: Tensor) -> Tensor:
         """Return which tokens are the caption's; with EOS, where padding is EOS, and with one token at least."""
@@ -129,7 +114,7 @@ class TextEncoder:
     def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
         self._folder, self._text, self._stretch = Path(folder), text, stretch
         try:
-            config = AutoConfig.from_pretrained(folder, local_files_only=True)
+            config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
             raise UserError(
                 f"{folder} holds no config.json that transformers can read ({first_sentence(error)}); name the folder "
@@ -147,19 +132,13 @@ class TextEncoder:
         self._config, self._special = self._stretched()
         self.pooling = text.pooling or _usual_pooling(self._published.model_type)
 
-    def tokenizer(self) -> LibraryTokenizer:
+    def tokenizer(self) -> CaptionTokenizer:
         """Return its tokenizer, which pads at the end."""
-        inner = load_tokenizer(self._folder)
+        inner = load_tokenizer(self._folder, self._config.vocab_size)
         inner.padding_side = "right"
-        tokenizer = LibraryTokenizer(inner, self._text.context_length)
-        largest = max(inner.get_vocab().values())
+        tokenizer = CaptionTokenizer(inner, self._text.context_length)
         if inner.pad_token_id is None or tokenizer.eos_id is None:
             raise UserError(f"The tokenizer in {self._folder} has no padding or no EOS token; add it to its files.")
-        if largest >= self._config.vocab_size:
-            raise UserError(
-                f"The tokenizer in {self._folder} has ids up to {largest}, but the encoder's vocabulary ends at "
-                f"{self._config.vocab_size - 1}; put the encoder's tokenizer files there."
-            )
         longest = tokenizer(["a " * self._text.context_length])
         if self.pooling == "eos" and not (longest == tokenizer.eos_id).any():
             raise UserError(
@@ -167,7 +146,7 @@ class TextEncoder:
             )
         return tokenizer
 
-    def tower(self, tokenizer: LibraryTokenizer, embed_dim: int, weights: bool) -> PooledTextTower:
+    def tower(self, tokenizer: CaptionTokenizer, embed_dim: int, weights: bool) -> PooledTextTower:
         """Build the tower; its encoder has the weights of the folder, or random ones.
 
         Raises:
@@ -196,10 +175,7 @@ class TextEncoder:
         return self._published, 0  # relative or rotary positions have no table
 
     def _loaded(self) -> Any:
-        trunk, info = read_model(self._kind, self._folder, self._published)
-        missing = [name for name in info["missing_keys"] if not name.startswith("pooler.")]
-        shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]
-        raise_on_mismatch(str(self._folder), sorted(missing), (), shapes)  # unexpected are heads and decoders
+        trunk, _ = read_model(self._kind, self._folder, self._published, optional=("pooler.",))
         if self._config is self._published or self._config.to_dict() == self._published.to_dict():
             return trunk
         longer, tensors = self._kind(self._config), trunk.state_dict()

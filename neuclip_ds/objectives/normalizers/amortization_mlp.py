@@ -1,8 +1,8 @@
-"""The amortisation network of AmorLIP: log lambda of an anchor from its feature, a net for images and one for texts.
+"""The amortization network of AmorLIP: log lambda of an anchor from its feature, a net for images and one for texts.
 
     x -> Linear(d, h) -> ReLU -> LayerNorm -> Linear(h, d) -> ReLU -> LayerNorm -> + x -> ReLU -> Linear(d, 1)
 
-The paper has a "three-layer MLP"; residual and normalisation are the released code's. The weights of both nets are
+The paper has a "three-layer MLP"; residual and normalization are the released code's. The weights of both nets are
 views of one flat vector, so that copying, averaging and clipping a net, and its Adam, are one operation each.
 """
 

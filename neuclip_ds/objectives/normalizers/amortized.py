@@ -1,4 +1,4 @@
-"""Normalisers amortised by a small network: AmorLIP (arXiv 2505.18983).
+"""Normalizers amortized by a small network: AmorLIP (arXiv 2505.18983).
 
 With L = 1/tau and c the weight of the positive, an anchor's partition function over the global batch is
 
@@ -28,17 +28,18 @@ from torch.nn import Parameter
 from torch.nn.functional import pad, softplus
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
-from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.methods.amorlip import AmortizedConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
+from neuclip_ds.objectives.normalizers.prediction import bounded, partner_gradient, representable
+from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
 # The divergences are sums over anchors, divided by B^2; their derivative by log lambda_i is C_i/lambda_i times this
-# function of log lambda_i - log Z_i. With P = exp(L s)/lambda and Q = exp(L s)/Z, not normalised, P/Q is the same for
+# function of log lambda_i - log Z_i. With P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for
 # all pairs of an anchor, so that no pair is visited:
 #   kl  C/lambda (log Z - log lambda)
 #   js  1/2 [C/lambda log(P/M) + C/Z log(Q/M)],  M = (P + Q)/2,  P/M = 2/(1 + lambda/Z),  Q/M = 2/(1 + Z/lambda)
+_DIVERGENCE_L2 = 0.1  # weight of the squared error in addition to a divergence
 _DIVERGENCE_SLOPES: dict[str, Callable[[Tensor], Tensor]] = {
     "kl": lambda gap: gap - 1,
     "js": lambda gap: (softplus(gap) - math.log(2)) / 2,
@@ -55,7 +56,7 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 def fit_gradient(
     log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, config: AmortizedConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the derivative of the amortisation loss, summed over both directions, by log lambda.
+    """Return the derivative of the amortization loss, summed over both directions, by log lambda.
 
     Args:
         log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
@@ -73,7 +74,7 @@ def fit_gradient(
     log_ratio = log_total - log_lambda
     peak = pad(log_ratio.flatten(), (0, 1)).max()
     divergence = _bounded_exp(log_ratio - peak) * slope(gap) / size**2
-    return divergence + config.divergence_l2 * _bounded_exp(-peak) * squared, peak
+    return divergence + _DIVERGENCE_L2 * _bounded_exp(-peak) * squared, peak
 
 
 def _bounded_exp(x: Tensor) -> Tensor:
@@ -115,7 +116,7 @@ class AmortizedNormalizer(Normalizer):
             self._steps += 1
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
-        log_lambda = predicted if drawn and self._config.stage2 == "ema" else log_target
+        log_lambda = predicted if drawn and self._config.encoder_normalizer == "ema" else log_target
         error = (predicted - log_target).square()
         return self._estimate(batch, positive, tau, log_total, log_lambda, error)
 
@@ -124,7 +125,7 @@ class AmortizedNormalizer(Normalizer):
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
         features, positive = self._inputs(batch, tau)
-        if self._config.stage2 == "ema":
+        if self._config.encoder_normalizer == "ema":
             return self._mlp(self._target, features) - positive
         return self._log_target(self._log_total(log_g, positive, batch.size), features, self._epoch) - positive
 
@@ -149,7 +150,7 @@ class AmortizedNormalizer(Normalizer):
     def _draw(self, epoch: int, features: Tensor, log_target: Tensor, size: int) -> None:
         """New nets, but for their level a function of the epoch alone, and a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
-        if self._config.start == "batch_mean":
+        if self._config.init == "batch_mean":
             gap = (log_target - self._mlp(self._target, features)).sum(dim=1)
             level = self._communicator.all_reduce(gap, "normalizer") / size
             self._mlp.weights(self._target).out_bias.add_(level.view(2, 1, 1))
@@ -161,7 +162,7 @@ class AmortizedNormalizer(Normalizer):
         return torch.optim.Adam([self._online], lr=self._config.lr, fused=True)
 
     def _fit(self, features: Tensor, log_target: Tensor, log_total: Tensor, size: int) -> None:
-        for _ in range(self._config.updates if self._own_optimizer else 1):
+        for _ in range(self._config.inner_steps if self._own_optimizer else 1):
             with torch.enable_grad():
                 log_lambda = self._mlp(self._online, features)
             by_output, peak = fit_gradient(log_lambda.detach(), log_target, log_total, size, self._config)
@@ -183,9 +184,9 @@ class AmortizedNormalizer(Normalizer):
 
         A divergence of a young net may be too steep for float32; its clipped gradient is not.
         """
-        if not self._config.clip_norm:
+        if not self._config.max_grad_norm:
             return peak
-        return torch.minimum(peak, math.log(self._config.clip_norm) - gradient.norm().log())
+        return torch.minimum(peak, math.log(self._config.max_grad_norm) - gradient.norm().log())
 
     def _estimate(
         self,
@@ -224,3 +225,8 @@ class AmortizedNormalizer(Normalizer):
         self._previous = state["previous"].clone().to(self._target) if "previous" in state else None
         self._adam = self._new_adam()
         load_adam_state(self._adam, self._online, state)
+
+
+def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
+    """Build it from its section; AmorLIP's loss has no eps."""
+    return AmortizedNormalizer(config.amortized, context)

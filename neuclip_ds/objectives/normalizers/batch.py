@@ -1,6 +1,6 @@
-"""The batch as its own normaliser: OpenCLIP's mini-batch contrastive loss (MBCL).
+"""The batch as its own normalizer: OpenCLIP's mini-batch contrastive loss (MBCL).
 
-The softmax includes the positive, so an anchor's normaliser is 1/(B-1) + g_i, and its loss
+The softmax includes the positive, so an anchor's normalizer is 1/(B-1) + g_i, and its loss
 log(1 + sum_{j != i} exp(x_ij / tau)) = log(1/(B-1) + g_i) + log(B-1).
 """
 
@@ -9,8 +9,9 @@ import math
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.base import Normalizer, NormalizerOutput, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.options import ObjectiveConfig
 
 
 class BatchNormalizer(Normalizer):
@@ -25,3 +26,8 @@ class BatchNormalizer(Normalizer):
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         return log_g
+
+
+def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
+    """Build it; it has no options."""
+    return BatchNormalizer()

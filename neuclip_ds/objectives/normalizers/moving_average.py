@@ -1,4 +1,4 @@
-"""A moving average of each sample's normaliser over its visits: SogCLR, FastCLIP (FastCLIP eq. 1).
+"""A moving average of each sample's normalizer over its visits: SogCLR, FastCLIP (FastCLIP eq. 1).
 
 u_i <- (1 - gamma) u_i + gamma g_i, kept as log u in the per-sample store; the first visit takes g_i itself.
 
@@ -21,7 +21,7 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Stateful, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.sogclr_family import MovingAverageConfig
+from neuclip_ds.objectives.options import MovingAverageConfig, ObjectiveConfig
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -128,3 +128,8 @@ class MovingAverageNormalizer(Normalizer):
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}
+
+
+def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
+    """Build it from its section."""
+    return MovingAverageNormalizer(config.moving_average, eps, context)

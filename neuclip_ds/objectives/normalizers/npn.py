@@ -1,6 +1,6 @@
-"""NeuCLIP's normaliser-prediction network (NPN): NeuCLIP eq. 10-12 and Algorithm 1.
+"""NeuCLIP's normalizer-prediction network (NPN): NeuCLIP eq. 10-12 and Algorithm 1.
 
-Eq. 10. The network predicts the log-normaliser of an image anchor from its feature e1_i and m prototypes W1_k; for a
+Eq. 10. The network predicts the log-normalizer of an image anchor from its feature e1_i and m prototypes W1_k; for a
 text anchor it reads e2_i and W2_k:
 
     z1_ik  = (cos(e1_i, W1_k) - s_ii) / tau                                                 `_side`
@@ -18,7 +18,7 @@ whose minimum over alpha_i is alpha_i = log(eps + g_i), where the bracket is log
 its derivatives are, e_i being the anchor and t_i its partner:
 
     dJ/dW_k   = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|)                  `_update`
-    dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: contrastive.py
+    dJ/de_i   = tau/B [ exp(-alpha_i) dg_i/de_i + r_i dalpha_i/de_i ]                       first term: pair_gradient.py
     dJ/dtau   = 1/B sum_i [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + 2 rho
                 + tau/B sum_i [ exp(-alpha_i) dg_i/dtau + r_i dalpha_i/dtau ]               temperature.py
     dalpha_i/de_i = 1/tau (sum_k p_ik W_k/|W_k| - t_i sum_k p_ik),   dalpha_i/dt_i = -1/tau e_i sum_k p_ik,
@@ -28,13 +28,13 @@ its derivatives are, e_i being the anchor and t_i its partner:
 `positive` holds beta_i = alpha_i + s_ii/tau constant, the network's prediction of log Z_i = log(eps + g_i) + s_ii/tau,
 which depends on the anchor alone. What is left of alpha_i = beta_i - s_ii/tau pulls along the positive,
 
-    dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            anchor_ratio.py
+    dalpha_i/de_i = -t_i/tau,   dalpha_i/dt_i = -e_i/tau,   tau dalpha_i/dtau = s_ii/tau            prediction.py
 
 so that its pull, r_i/tau and the (1 - r_i)/tau of the first term, is 1/tau whatever r_i is (up to eps).
 
 Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of the batch are there:
 
-    every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_restart_if_due`
+    every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_redraw_if_due`
     (of this batch where B >= m, else of the last m samples before it)
     T_u times: W1, W2 <- AdaGrad on dJ/dW                                                   `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
@@ -55,12 +55,18 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
-from neuclip_ds.objectives.exponents import lowest_exponent
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
-from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
-from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
-from neuclip_ds.objectives.normalizers.prediction_gradient import prediction_gradient
+from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
+from neuclip_ds.objectives.normalizers.prediction import (
+    NpnHealth,
+    bounded,
+    log_eps_plus,
+    partner_gradient,
+    prediction_gradient,
+    representable,
+)
+from neuclip_ds.objectives.options import NpnConfig, ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 from neuclip_ds.state.partition import Partition, RowTable
 
@@ -111,11 +117,11 @@ class NpnNormalizer(Normalizer):
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; with `order=simultaneous` the network's updates come last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
-        fills_queue = self._config.restart_with == "current" and batch.size >= self._config.prototypes
+        fills_queue = batch.size >= self._config.prototypes
         if step.learn and fills_queue:
             self._enqueue(batch)
         if step.learn:
-            self._restart_if_due(step)
+            self._redraw_if_due(step)
         if self._drawn:
             positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
             if step.learn and self._config.order == "alternating":
@@ -135,7 +141,7 @@ class NpnNormalizer(Normalizer):
         positive = torch.einsum("id,id->i", batch.image, batch.text)
         return self._predict(batch, positive, tau).alpha[:, batch.local]
 
-    def _restart_if_due(self, step: Step) -> None:
+    def _redraw_if_due(self, step: Step) -> None:
         """Every T_r steps set W1 to the queue's m texts and W2 to the images of the same samples.
 
         They are this batch's where it has m pairs (Algorithm 1, line 4), so that an anchor's own partner is among them.
@@ -143,19 +149,16 @@ class NpnNormalizer(Normalizer):
         """
         if self._seen < self._config.prototypes:
             return
-        every = self._config.restart_every
+        every = self._config.redraw_every
         if self._drawn and not (every and step.number % every == 0):
             return
         for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
             prototype.copy_(queue)
-        if self._config.reset_accumulator:
-            for accumulator in self._accumulators:
-                accumulator.fill_(self._config.initial_accumulator)
         self._drawn = True
 
     def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
         """Take T_u AdaGrad updates; g_i is this batch's in all of them. The caller's optimizer takes one."""
-        for _ in range(self._config.updates if self._own_optimizer else 1):
+        for _ in range(self._config.inner_steps if self._own_optimizer else 1):
             self._update(self._predict(batch, positive, tau), batch, log_target, tau)
 
     def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
@@ -286,6 +289,65 @@ class NpnNormalizer(Normalizer):
         return dict(zip(("w1", "w2"), self._prototypes, strict=True))
 
 
+class JointNpnNormalizer(NpnNormalizer):
+    """NeuCLIP's ablation of the order: prototypes and encoders move at once, all by AdamW (NeuCLIP Algorithm 3).
+
+    A step takes alpha_i from the prototypes as they are, and its gradient dJ/dW_k moves them once:
+
+        M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
+        W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
+
+    lr, betas and epsilon are the encoders', as both have one optimizer in Algorithm 3; the paper has no value for
+    lambda. A re-draw keeps the moments.
+    """
+
+    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
+        simultaneous = config.model_copy(update={"order": "simultaneous"})
+        super().__init__(simultaneous, eps, context._replace(own_optimizers=False))
+        (self._betas, self._adam_eps), self._weight_decay = context.adam, config.weight_decay
+        self._moments = [torch.zeros_like(prototype.detach()) for prototype in self._prototypes]
+        self._squares = [torch.zeros_like(prototype.detach()) for prototype in self._prototypes]
+        self._updates = 0
+
+    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
+        estimate = super().__call__(batch, log_g, tau, step)
+        if step.learn and self._drawn:
+            self._updates += 1
+            self._descend(step.lr)
+        return estimate
+
+    def _descend(self, lr: float) -> None:
+        beta1, beta2 = self._betas
+        correction1, correction2 = 1 - beta1**self._updates, 1 - beta2**self._updates
+        for prototype, moment, square in zip(self._prototypes, self._moments, self._squares, strict=True):
+            gradient, prototype.grad = prototype.grad, None
+            assert gradient is not None  # of the call before
+            moment.lerp_(gradient, 1 - beta1)
+            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+            denominator = (square / correction2).sqrt_().add_(self._adam_eps)
+            prototype.mul_(1 - lr * self._weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
+
+    def replicated_state(self) -> dict[str, Tensor]:
+        return {**super().replicated_state(), "updates": torch.tensor(self._updates)}
+
+    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        super().load_replicated_state(state)
+        self._updates = int(state["updates"])
+
+    def row_tables(self) -> dict[str, RowTable]:
+        (name, table), *_ = super().row_tables().items()
+        tensors = dict(table.tensors)
+        for side, moment, square in zip(("w1", "w2"), self._moments, self._squares, strict=True):
+            tensors |= {f"{side}_moment": moment, f"{side}_square": square}
+        return {name: table._replace(tensors=tensors)}
+
+
+def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
+    """Build the network that `objective.npn` names."""
+    kind = MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer
+    return (JointNpnNormalizer if config.npn.order == "joint" else kind)(config.npn, eps, context)
+
+
 def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """Yield dJ/dW_k block by block of prototypes; `weighted` (B, d) is r_i p_ik e_i / (B share_ik)."""
     for columns in _blocks(len(side.unit), weighted, weighted.shape[1]):
@@ -305,7 +367,3 @@ def _blocks(count: int, like: Tensor, width: int) -> Iterator[slice]:
     """Cut `count` rows of `width` elements into blocks for the device of a tensor."""
     at_once = max(1, (_CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK) // max(1, width))
     return (slice(low, min(low + at_once, count)) for low in range(0, count, at_once))
-
-
-def log_eps_plus(log_x: Tensor, eps: float) -> Tensor:
-    return torch.logaddexp(log_x, log_x.new_full((), math.log(eps)))

@@ -1,6 +1,6 @@
 """NeuCLIP's ablation of the network's form: an MLP instead of prototypes (NeuCLIP section 5.2).
 
-    alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortisation MLP of AmorLIP, one for each direction
+    alpha_i = log(eps + exp(f(e_i) - s_ii / tau)),   f: the amortization MLP of AmorLIP, one for each direction
 
 fitted to the same objective as the prototypes, by Adam. The last bias starts at the batch's mean, so that the first
 predictions have the right level. Each rank fits the nets to its own rows; their gradient is summed over ranks.
@@ -15,11 +15,15 @@ from torch.nn import Parameter
 
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.methods.neuclip import NpnConfig
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.normalizers.anchor_ratio import bounded, partner_gradient, representable
-from neuclip_ds.objectives.normalizers.npn import log_eps_plus
-from neuclip_ds.objectives.normalizers.npn_health import NpnHealth
+from neuclip_ds.objectives.normalizers.prediction import (
+    NpnHealth,
+    bounded,
+    log_eps_plus,
+    partner_gradient,
+    representable,
+)
+from neuclip_ds.objectives.options import NpnConfig
 
 _SEED = 0
 
@@ -107,7 +111,7 @@ class MlpNpnNormalizer(Normalizer):
 
     def _fit(self, features: Tensor, positive: Tensor, log_target: Tensor, tau: Tensor, size: int) -> None:
         """T_u Adam steps on tau/B sum_i [exp(-alpha_i)(eps + g_i) + alpha_i], or on the separate objective."""
-        for _ in range(self._config.updates if self._own_optimizer else 1):
+        for _ in range(self._config.inner_steps if self._own_optimizer else 1):
             with torch.enable_grad():
                 log_normalizer = self._mlp(self._weights, features)
                 alpha = log_eps_plus(log_normalizer - positive, self._eps)

@@ -1,4 +1,4 @@
-"""NeuCLIP's normaliser without an inner optimizer: weighted recent features, pooled with the batch.
+"""NeuCLIP's normalizer without an inner optimizer: weighted recent features, pooled with the batch.
 
 Prototypes. For an image anchor they are the last m text features W_k, for a text anchor the last m image features; a
 batch enters the queue after use. With weights c_k, all 1 at the start of a step, their estimate of g_i is
@@ -22,16 +22,13 @@ Pooling. The queue's estimate is stale and the batch's is noisy; their weighted 
 
     alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
 
-With `kappa_steps` kappa is a share of its value, min(1, t/kappa_steps) after t steps, so that R_i stays near 1, the
-batch's own normaliser, while the encoders move fastest and the queue lags behind them most.
-
 Gradient. That of NeuCLIP eq. 12 for encoders and temperature, with c and R held constant; where R < 1 the rest of an
 anchor's negatives comes from the queue, so that they weigh 1 together:
 
     R_i grad log(eps + g_i) + (1 - R_i) grad log(eps + ghat_i)
 
-The first term is exp(-alpha_i) grad g_i, which all methods share (contrastive.py). In the second, with q_ik the softmax
-of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
+The first term is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with q_ik the
+softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
 
     tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
 
@@ -49,13 +46,11 @@ from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
-from neuclip_ds.objectives.exponents import bounded_exp_, log_sum_exp
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.methods.neuclip_queue import QueueConfig
-from neuclip_ds.objectives.normalizers.npn import log_eps_plus
-from neuclip_ds.objectives.normalizers.prediction_gradient import prediction_gradient
+from neuclip_ds.objectives.normalizers.prediction import log_eps_plus, prediction_gradient
+from neuclip_ds.objectives.options import ObjectiveConfig, QueueConfig
+from neuclip_ds.objectives.pair_arithmetic import bounded_exp_, log_sum_exp, products_exact_for
 from neuclip_ds.objectives.pair_grid import block_bytes
-from neuclip_ds.objectives.product_precision import products_exact_for
 
 _DELTA = 1e-3  # of the anchors' mean mass on a prototype
 _RATIO = "normalizer_ratio"  # mean of R_i
@@ -79,10 +74,9 @@ class PooledQueueNormalizer(Normalizer):
 
     def __init__(self, config: QueueConfig, eps: float, context: Context) -> None:
         self._config, self._eps, self._communicator = config, eps, context.communicator
-        empty = torch.zeros((config.prototypes, context.dim), dtype=context.dtype, device=context.communicator.device)
+        empty = torch.zeros((config.size, context.dim), dtype=context.dtype, device=context.communicator.device)
         self._images, self._texts = empty, empty.clone()
         self._seen = 0  # samples that have gone into the queue
-        self._steps = 0  # in which they have
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_target = log_eps_plus(log_g, self._eps)
@@ -121,7 +115,7 @@ class PooledQueueNormalizer(Normalizer):
 
     def _estimate(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> _Estimate:
         """Compare this rank's anchors with the queue, weigh the prototypes, and pool with log(eps + g)."""
-        count = min(self._seen, self._config.prototypes)
+        count = min(self._seen, self._config.size)
         prototypes = (self._texts[:count], self._images[:count])
         with products_exact_for(batch.comm_dtype):
             logits = [x[batch.local] @ w.T for x, w in zip((batch.image, batch.text), prototypes, strict=True)]
@@ -136,8 +130,7 @@ class PooledQueueNormalizer(Normalizer):
             with products_exact_for(batch.comm_dtype):
                 drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
         estimate = torch.stack(log_ghat)
-        rise = self._config.kappa_steps
-        kappa = self._config.kappa * (min(1.0, self._steps / rise) if rise else 1.0)
+        kappa = self._config.kappa
         pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(kappa))
         alpha = pooled - math.log1p(kappa)
         return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
@@ -164,26 +157,29 @@ class PooledQueueNormalizer(Normalizer):
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m."""
-        self._seen, self._steps = self._seen + batch.size, self._steps + 1
-        kept = min(batch.size, self._config.prototypes)
-        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._config.prototypes
+        self._seen += batch.size
+        kept = min(batch.size, self._config.size)
+        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._config.size
         for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
             queue.index_copy_(0, places, features[-kept:])
 
     def replicated_state(self) -> dict[str, Tensor]:
-        counts = {"seen": torch.tensor(self._seen), "steps": torch.tensor(self._steps)}
-        return {**counts, "queue_image": self._images, "queue_text": self._texts}
+        return {"seen": torch.tensor(self._seen), "queue_image": self._images, "queue_text": self._texts}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         for name, queue in (("queue_image", self._images), ("queue_text", self._texts)):
             if state[name].shape != queue.shape:
                 raise UserError(
                     f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run has "
-                    f"{tuple(queue.shape)}; set objective.queue.prototypes={len(state[name])}, or start a new run."
+                    f"{tuple(queue.shape)}; set objective.queue.size={len(state[name])}, or start a new run."
                 )
             queue.copy_(state[name])
         self._seen = int(state["seen"])
-        self._steps = int(state.get("steps", self._config.kappa_steps))  # checkpoints without steps had no rise
+
+
+def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
+    """Build it from its section."""
+    return PooledQueueNormalizer(config.queue, eps, context)
 
 
 def _positive(batch: GatheredFeatures) -> Tensor:

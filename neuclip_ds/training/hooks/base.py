@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from neuclip_ds.data.rank_batch import RankBatch
+from neuclip_ds.config import Config
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import Communicator
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
@@ -14,7 +17,11 @@ class Hook:
     """Do something around the steps of a loop: override the methods that you need.
 
     All ranks have the same hooks and call them in the same order, so a hook may use collectives. `Loop` says what a
-    hook can read and ask for.
+    hook can read and ask for. Those that are passed to `train` come before those of every run (health, metrics,
+    signals, checkpoints, evaluation) and are closed after them.
+
+    Attributes:
+        in_recovery: whether the hook also runs around the steps that recover statistics (`recovery.*`).
 
     Example:
         class StopBelow(Hook):
@@ -22,6 +29,11 @@ class Hook:
                 if result.loss < 0.1:
                     loop.stop_requested = True
     """
+
+    in_recovery = False
+
+    def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
+        """Run before data and model are opened; the run's folder need not exist yet."""
 
     def start(self, loop: Loop) -> None:
         """Run before the first step of this start, and of a rollback; `loop.done` steps are behind it."""
@@ -48,3 +60,6 @@ class Hook:
     def close(self, loop: Loop, error: BaseException | None) -> None:
         """Release what `start` took; runs in every case, with the exception that ended the loop, if any: a `RollBack`
         before the run returns to its newest checkpoint."""
+
+    def after_run(self, loop: Loop) -> None:
+        """Run when the run has ended without an error and is marked complete, also by an earlier start of it."""

@@ -1,52 +1,226 @@
-"""Report loss spikes, skipped updates, divergence and slow data."""
+"""Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
+
+Every rank watches its own loader. Loss and gradient norms are equal on all ranks, so all ranks detect the same and
+rank 0 reports it. Nothing here communicates with other ranks or waits for a GPU.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import logging
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from statistics import median
+from typing import TYPE_CHECKING, NamedTuple
 
-from neuclip_ds.data.rank_batch import RankBatch
+from neuclip_ds.data.dataset import PADDING
+from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.errors import RollBack, TrainingDiverged
-from neuclip_ds.reporting.events import EventLog
-from neuclip_ds.reporting.health import SampleLookup, StepHealth
 from neuclip_ds.training.hooks.base import Hook
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
 
+_SHOWN = 8  # sample indices in a message; events.jsonl has all of them
+_VALUES = {
+    "tau": "temperature",
+    "feature_grad_norm": "feature-gradient norm",
+    "grad_norm": "the encoders' gradient norm",
+    "lr": "learning rate",
+}
+_WINDOW, _MIN_LOSSES = 100, 50  # steps of the loss's level, and how many are needed for one
+_BEGIN, _END = 10.0, 5.0  # deviations above the level
+_CALM = 20  # steps in a row below the end, after which a spike is over
+_MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
+_USUAL, _MIN_STEPS = 50, 5  # steps of the usual time, and how many are needed for one
+_STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a wait is long above both this many seconds and this many usual steps
+_INTERVAL, _SLOW = 60.0, 0.2  # seconds of steps over which the share of waiting is measured; above it is slow
+
+
+class Spike(NamedTuple):
+    """A loss far above the level of the steps before."""
+
+    level: float
+    deviation: float
+
+
+class LossSpikeDetector:
+    """Detect spikes by robust statistics of the last steps, which a spike does not move itself.
+
+    The level is the median of a window, the deviation 1.4826 times the median distance from it (the standard deviation,
+    if losses are normal). A spike begins above `level + 10 deviations`: never by chance where losses are normal, once
+    in 60,000 steps where their tails are exponential. It ends after 20 calm steps, or becomes the level after 200.
+    """
+
+    def __init__(self) -> None:
+        self._losses: deque[float] = deque(maxlen=_WINDOW)
+        self._spike: Spike | None = None  # the current one
+        self._calm = self._age = 0  # steps in a row below its end, and in all since it began
+
+    def update(self, loss: float) -> Spike | None:
+        """Add a step's loss; return a spike that begins with it, otherwise None."""
+        found = None
+        if self._spike is None:
+            found = self._begin(loss)
+        else:
+            self._follow(self._spike, loss)
+        if math.isfinite(loss):
+            self._losses.append(loss)
+        return found
+
+    def _begin(self, loss: float) -> Spike | None:
+        if len(self._losses) < _MIN_LOSSES:
+            return None
+        level = median(self._losses)
+        deviation = max(1.4826 * median(abs(x - level) for x in self._losses), _MIN_DEVIATION * abs(level))
+        if loss > level + _BEGIN * deviation:
+            self._spike, self._calm, self._age = Spike(level, deviation), 0, 1
+        return self._spike
+
+    def _follow(self, spike: Spike, loss: float) -> None:
+        self._calm, self._age = self._calm + 1 if loss <= spike.level + _END * spike.deviation else 0, self._age + 1
+        if self._calm >= _CALM or self._age >= 2 * _WINDOW:
+            self._spike = None
+
+
+class StallDetector:
+    """Detect that this rank's loader is slow, in one step or over a minute, from the times of every step.
+
+    The first step after a start is ignored: worker processes start and fill their queues in it.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[float] = deque(maxlen=_USUAL)
+        self._started = False
+        self._waited = self._seconds = 0.0  # of the interval
+
+    def update(self, waited: float, seconds: float) -> tuple[float | None, float | None]:
+        """Add a step's seconds of waiting for its batch and in all.
+
+        Returns:
+            The seconds of a usual step where this one has waited far longer, otherwise None; and the share of waiting
+            in the interval that ends with this step where it is large, otherwise None.
+        """
+        if not self._started:
+            self._started = True
+            return None, None
+        usual = median(self._recent) if len(self._recent) >= _MIN_STEPS else math.inf
+        self._recent.append(seconds)
+        self._waited, self._seconds = self._waited + waited, self._seconds + seconds
+        slow = None
+        if self._seconds >= _INTERVAL and usual < math.inf:
+            share = self._waited / self._seconds
+            self._waited = self._seconds = 0.0
+            slow = share if share > _SLOW else None
+        return usual if waited > max(_STALL_SECONDS, _STALL_TIMES * usual) else None, slow
+
 
 class WatchHealth(Hook):
-    """Hand every step to `StepHealth`, whose findings go to the log and to events.jsonl."""
+    """Check every step; findings go to the log and to events.jsonl."""
 
-    def __init__(self, loop: Loop, events: EventLog) -> None:
-        context, position = loop.context, loop.position
-        # the order is a pure function, so every rank knows which samples all ranks saw
-        samples = SampleLookup(
-            lambda step: position.batch(step - 1).tolist(),
-            lambda index: context.data.manifest.shards[context.data.manifest.locate(index)[0]].path,
-        )
-        config = context.config
-        self._health = StepHealth(
-            events, samples, context.communicator.rank, config.data.workers, config.run.max_skipped
-        )
+    def start(self, loop: Loop) -> None:
+        self._reports = loop.context.communicator.rank == 0
+        self._spikes, self._stalls = LossSpikeDetector(), StallDetector()
+        self._stalled = self._slow = 0  # steps and intervals
+        self._skipped: list[Sequence[int]] = []  # samples of each of the skipped steps in a row
         self._step = loop.done
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
         self._step = loop.done + 1
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        self._health.check_times(result.step, result.waited, result.seconds, result.batch.index.tolist())
-        if result.overflowed:
-            self._health.report_overflow(result.step, result.metrics["loss_scale"])
-            return
-        problem = self._health.check_update(result.step, result.applied, lambda: result.metrics, result.not_finite)
-        if problem is not None:
-            loop.roll_back(problem)
-        if result.applied and not result.rest:
-            self._health.check_loss(result.step, result.loss, lambda: result.metrics)
+        usual, share = self._stalls.update(result.waited, result.seconds)
+        if usual is not None:
+            self._report_stall(loop, usual, result)
+        if share is not None:
+            self._slow += 1
+            message = (
+                f"step {result.step}: waiting for data took {share:.0%} of the last {_INTERVAL:.0f} s. Set more "
+                f"data.workers (now {loop.context.config.data.workers}), or move the data to a faster disk."
+            )
+            loop.events.add(result.step, "data_slow", message, level=_flood_level(self._slow))
+        if result.overflowed:  # a smaller loss scale is the remedy
+            message = f"its gradient overflows float16; the loss scale is now {result.metrics['loss_scale']:g}"
+            self._add(loop, "loss_scale", f"step {result.step} is skipped: {message}", level=logging.INFO)
+        elif not result.applied:
+            self._skip(loop, result)
+        else:
+            self._skipped.clear()
+            spike = None if result.rest else self._spikes.update(result.loss)
+            if spike is not None and self._reports:
+                self._report_spike(loop, spike, result)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
+        """Record why the run returns to a checkpoint, with the samples of all skipped steps, or why it ends."""
         if isinstance(error, RollBack):
             step = int(error.checkpoint.name.rpartition("_")[2])  # later events are dropped as those of repeated steps
-            self._health.rolled_back(step, error)
+            samples = [index for indices in self._skipped for index in indices]
+            self._add(loop, "rolled_back", str(error), samples, step=step)
         elif isinstance(error, TrainingDiverged):
-            self._health.diverged(self._step, error)
+            self._add(loop, "diverged", str(error), self._batch(loop), logging.ERROR)
+
+    def _skip(self, loop: Loop, result: StepResult) -> None:
+        """Report a step that was skipped, as its loss or gradient is not finite; roll back after too many in a row."""
+        batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
+        self._skipped.append(result.not_finite or batch)
+        samples = result.not_finite[:_SHOWN]
+        which = f"the features of samples {samples} are" if samples else "loss or gradient is"
+        found = f"{which} not finite (loss {metrics['loss']:.4g}, {_values(metrics)}; {_first_samples(batch)})"
+        message = f"step {result.step} is skipped and changes nothing: {found}"
+        self._add(loop, "step_skipped", message, self._skipped[-1], _flood_level(result.skipped))
+        if len(self._skipped) >= patience:
+            loop.roll_back(f"steps {result.step - patience + 1} to {result.step} were skipped: in the last, {found}")
+
+    def _report_stall(self, loop: Loop, usual: float, result: StepResult) -> None:
+        """Report a step that waited for this rank's loader."""
+        self._stalled += 1
+        indices, manifest = result.batch.index.tolist(), loop.context.data.manifest
+        first = next((index for index in indices if index != PADDING), None)
+        shard = "" if first is None else f", the first in {manifest.shards[manifest.locate(first)[0]].path}"
+        message = (
+            f"step {result.step} waited {result.waited:.1f} s for its batch; a usual step takes {usual:.2g} s (stall "
+            f"{self._stalled} since the start); {_first_samples(indices)}{shard}. If this recurs, set more "
+            f"data.workers (now {loop.context.config.data.workers}), or check the disk, the network and the cache "
+            "(data.cache_dir, data.cache_gb)."
+        )
+        loop.events.add(result.step, "data_stall", message, indices, _flood_level(self._stalled))
+
+    def _report_spike(self, loop: Loop, spike: Spike, result: StepResult) -> None:
+        indices = self._batch(loop)
+        message = (
+            f"step {result.step}: loss {result.loss:.4g} is far above its level {spike.level:.4g} (usual deviation "
+            f"{spike.deviation:.2g}); {_values(result.metrics)}; {_first_samples(indices)}. If spikes recur, lower "
+            "optimizer.lr or set optimizer.max_grad_norm."
+        )
+        self._add(loop, "loss_spike", message, indices)
+
+    def _add(
+        self,
+        loop: Loop,
+        kind: str,
+        message: str,
+        indices: Sequence[int] = (),
+        level: int = logging.WARNING,
+        step: int | None = None,
+    ) -> None:
+        """Record on rank 0 what all ranks have found, of this step or another."""
+        if self._reports:
+            loop.events.add(self._step if step is None else step, kind, message, indices, level)
+
+    def _batch(self, loop: Loop) -> list[int]:
+        """Return the indices of the step's global batch; the order is a pure function, so every rank knows them."""
+        return list(loop.position.batch(self._step - 1).tolist())
+
+
+def _values(metrics: Mapping[str, float]) -> str:
+    return ", ".join(f"{label} {metrics[name]:.4g}" for name, label in _VALUES.items() if name in metrics)
+
+
+def _first_samples(indices: Sequence[int]) -> str:
+    return f"its samples begin with indices {[index for index in indices[:_SHOWN] if index != PADDING]}"
+
+
+def _flood_level(count: int) -> int:
+    """Return the level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..., so that many do
+    not flood the log."""
+    return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

@@ -1,87 +1,168 @@
-"""Copy checkpoints to a remote store while training continues."""
+"""Copy a run to a remote store while it trains, and resume it from there (`run.remote`)."""
 
 from __future__ import annotations
 
 import logging
+import shutil
+import subprocess
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, read_best, step_folder
-from neuclip_ds.checkpoint.mirror import Mirror
+from neuclip_ds.checkpoint.integrity import DamagedCheckpoint, verify
+from neuclip_ds.checkpoint.remote import RemoteRun, start_push
+from neuclip_ds.config import Config, RunConfig
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import deferring
-from neuclip_ds.redaction import redact
-from neuclip_ds.reporting.events import EventLog
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import sync_folders
 from neuclip_ds.training.hooks.base import Hook
-from neuclip_ds.training.remote import copy_of
+from neuclip_ds.training.recovery import RECOVERY
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
 
 log = logging.getLogger(__name__)
 
-_LONGEST_WAIT = 1500  # seconds, within the 30 minutes for which other ranks wait in a collective
+_STALLED = 3600.0  # seconds after which a copy counts as stalled
+_LONGEST_WAIT = 1500.0  # seconds at the end, within the 30 minutes for which other ranks wait in a collective
 
 
-class CopyCheckpoints(Hook):
-    """Copy each checkpoint that is complete, and the best one, from rank 0; a failure is an event, and no more.
+class CopyRun(Hook):
+    """Copy each complete checkpoint, the best one, metrics and logs from rank 0, one checkpoint at a time.
 
-    Comes after the hooks that save checkpoints and choose the best.
+    While one is copied, only the newest of those that follow waits. A failure is an event, and no more. A run begins
+    with what the copy has newer than its folder; at the end the copy gets what the end has written.
     """
 
-    def __init__(self, events: EventLog, remote: str) -> None:
-        self._events, self._remote = events, remote
-        self._mirror: Mirror | None = None  # on rank 0
-        self._copied = 0  # `changes` of the checkpoints that were passed on
+    in_recovery = True
+
+    def __init__(self, remote: str) -> None:
+        self._remote = remote
+        self._push: subprocess.Popen[str] | None = None  # on rank 0
+        self._names: list[str] = []  # of the checkpoints that it copies
+        self._began = 0.0
+        self._seen = 0  # changes of the checkpoints up to the last copy
+
+    def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
+        recovery = [folder / RECOVERY] if config.recovery.epochs else []
+        communicator.on_rank_zero(lambda: restore(config.run, folder, *recovery))
 
     def start(self, loop: Loop) -> None:
-        run = loop.context.config.run
-        if loop.context.communicator.rank == 0:
-            self._mirror = Mirror(loop.folder, copy_of(self._remote, loop.folder, run.folder), run.keep_remote)
-            loop.checkpoints.in_use = self._mirror.uses
-            self._copied = loop.checkpoints.changes
-            if loop.done:  # an earlier start may not have copied it
-                self._copy(self._mirror, loop)
+        loop.checkpoints.in_use = lambda path: self._push is not None and path.name in self._names
+        self._seen = loop.checkpoints.changes - bool(loop.done)  # an earlier start may not have copied its last one
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        if self._mirror is None:
-            return
-        if loop.checkpoints.changes != self._copied:
-            self._copied = loop.checkpoints.changes
-            self._copy(self._mirror, loop)
-        if result.logs:
-            self._report(self._mirror, loop)
-
-    def finish(self, loop: Loop) -> None:
-        if self._mirror is not None and loop.checkpoints.changes != self._copied:  # the last evaluation was the best
-            self._copy(self._mirror, loop)
+        if self._push is not None and (self._push.poll() is not None or time.monotonic() > self._began + _STALLED):
+            self._end(loop, 1.0)
+        if loop.context.communicator.rank == 0:
+            self._begin(loop)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Wait on all ranks for the copies where the loop has ended well or was stopped; a signal ends the wait."""
+        """Wait on all ranks for the last copy where the loop has ended well or was stopped; a signal ends the wait."""
         try:
             if error is None:
-                loop.context.communicator.on_rank_zero(lambda: self._wait(loop))
+                loop.context.communicator.on_rank_zero(lambda: self._finish(loop))
         finally:
-            if self._mirror is not None:
-                self._mirror.close()
+            if self._push is not None:
+                self._push.kill()
+                self._push.wait()
+                self._push = None
 
-    def _wait(self, loop: Loop) -> None:
-        assert self._mirror is not None  # of rank 0
+    def after_run(self, loop: Loop) -> None:
+        if loop.context.communicator.rank == 0:  # the other ranks need not wait
+            self._seen = -1
+            self._finish(loop)
+
+    def _finish(self, loop: Loop) -> None:
         with deferring(False):
-            if not (done := self._mirror.wait(1.0)):
-                log.info("waiting for the copies to %s", redact(self._remote))
-                done = self._mirror.wait(_LONGEST_WAIT)
-        self._report(self._mirror, loop)
-        if not done:
-            log.warning("the copies to %s take longer than %d s", redact(self._remote), _LONGEST_WAIT)
+            self._end(loop, _LONGEST_WAIT / 2)
+            self._begin(loop)
+            self._end(loop, _LONGEST_WAIT / 2)
 
-    def _copy(self, mirror: Mirror, loop: Loop) -> None:
-        folder = loop.folder / "checkpoints"
-        newest, best = max(complete_checkpoints(folder), default=None), read_best(folder)
-        kept = None if best is None else step_folder(folder, best.step)
-        chosen: list[Path] = [path for path in dict.fromkeys((newest, kept)) if path is not None and path.is_dir()]
-        if chosen:
-            mirror.copy(chosen)
+    def _begin(self, loop: Loop) -> None:
+        """Start to copy the newest checkpoint and the best, if none is being copied and one of them is another now."""
+        if self._push is None and self._seen != loop.checkpoints.changes:
+            self._seen, self._began, folder = loop.checkpoints.changes, time.monotonic(), loop.folder / "checkpoints"
+            newest, best = max(complete_checkpoints(folder), default=None), read_best(folder)
+            wanted = [newest, best and step_folder(folder, best.step)]
+            self._names = [path.name for path in dict.fromkeys(wanted) if path and path.is_dir()]
+            self._push = start_push(_copy_of(loop.context.config.run, loop.folder), loop.folder, self._names)
 
-    def _report(self, mirror: Mirror, loop: Loop) -> None:
-        for message in mirror.take_failures():
-            self._events.add(loop.done, "copy_failed", f"{message} Training continues; the next one is copied again.")
+    def _end(self, loop: Loop, seconds: float) -> None:
+        """Wait for the copy in progress, if any, and report its failure; it is killed if it takes longer."""
+        if self._push is None:
+            return
+        try:
+            reason = self._push.communicate(timeout=seconds)[0].strip() or "its process was killed"
+        except subprocess.TimeoutExpired:
+            self._push.kill()
+            reason = f"it took more than {time.monotonic() - self._began:.0f} s"
+        if self._push.wait():
+            message = f"{' and '.join(self._names) or 'the run'} could not be copied to {self._remote} ({reason}). "
+            loop.events.add(loop.done, "copy_failed", f"{message}The next copy, or the next start, tries again.")
+        self._push = None
+
+
+def restore(run: RunConfig, *folders: Path) -> None:
+    """Fetch a run's newest intact checkpoint, and the best, where the copy has a newer one; on one rank.
+
+    Args:
+        run: names the store.
+        folders: the run's, and then those that are of use only where it has no checkpoint.
+
+    Raises:
+        UserError: the store cannot be read and written, or holds checkpoints that `run.resume=never` must not use.
+    """
+    for folder in folders:
+        url, checkpoints = _copy_of(run, folder), folder / "checkpoints"
+        try:
+            remote = RemoteRun(url)
+            names, present = remote.names(), max((path.name for path in complete_checkpoints(checkpoints)), default="")
+            if names and run.resume == "never":
+                raise UserError(
+                    f"{url} holds checkpoints and run.resume=never. Choose another --run.name, or delete it."
+                )
+            newer = [name for name in reversed(names) if name > present]
+            if any(_fetched(remote, name, checkpoints) for name in newer):
+                remote.pull_records(folder)
+                try:
+                    best = read_best(checkpoints)
+                    if best is not None and not step_folder(checkpoints, best.step).exists():
+                        _fetched(remote, step_folder(checkpoints, best.step).name, checkpoints)
+                except DamagedCheckpoint as error:  # its copying was interrupted
+                    log.warning("the copy of best.json is not used: %s", error)
+                    (checkpoints / "best.json").unlink()
+        except UserError:
+            raise
+        except Exception as error:  # of fsspec's backend, or of the disk
+            raise UserError(
+                f"run.remote: the copy in {url} cannot be read and written ({type(error).__name__}: {error}). Check "
+                "the address, and your access to it."
+            ) from error
+        if complete_checkpoints(checkpoints):
+            return
+
+
+def _fetched(remote: RemoteRun, name: str, checkpoints: Path) -> bool:
+    """Fetch a checkpoint, which appears complete; return False, with a warning, if the copy is damaged."""
+    partial = checkpoints / f".partial-fetched-{name}"
+    try:
+        partial.mkdir(parents=True, exist_ok=True)
+        remote.pull(name, partial)
+        verify(partial)
+        sync_folders(partial)
+        partial.rename(checkpoints / name)
+    except (DamagedCheckpoint, FileNotFoundError, ValueError, KeyError) as error:
+        log.warning("the copy of %s is not used: %s", name, error)
+        return False
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    log.info("fetched %s from the copy", name)
+    return True
+
+
+def _copy_of(run: RunConfig, folder: Path) -> str:
+    """Return the URL of a folder's copy."""
+    return f"{str(run.remote).rstrip('/')}/{folder.relative_to(run.output_dir).as_posix()}"

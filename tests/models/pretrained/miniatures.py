@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,13 @@ from transformers import (
     XLMRobertaTokenizer,
 )
 
+# of a model that is built from the config: a CLIP ViT on 32 pixels and a text tower
+TINY_VIT: dict[str, Any] = {
+    "name": "vit_base_patch32_clip_224",
+    "image_size": 32,
+    "options": {"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
+}
+TINY_TEXT: dict[str, Any] = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 2, "heads": 2}
 CAPTIONS = ["a dog runs on grass", "Two cats, sleeping!", "", "a photo of a very long caption that goes on " * 4]
 LETTERS = "abcdefghijklmnopqrstuvwxyz0123456789,.!?'"
 
@@ -198,8 +206,17 @@ def _save(model: Any, folder: Path, **logits: float) -> None:
 
 
 def _disturb(model: torch.nn.Module) -> None:
-    """Randomise biases and gains, whose initial 0 and 1 would hide a wrong mapping."""
+    """Randomize biases and gains, whose initial 0 and 1 would hide a wrong mapping."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.1 * torch.randn_like(parameter))
+
+
+SAVERS: dict[str, Callable[[Path], Any]] = {
+    "clip": save_clip,
+    "metaclip_2": save_metaclip_2,
+    "siglip": save_siglip,
+    "siglip2": save_siglip2,
+    "open_clip": save_open_clip,
+}

@@ -9,14 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from miniatures import clip_tokenizer, save_clip, save_open_clip, save_siglip
+from miniatures import OPEN_CLIP_CONFIG as OPEN_CLIP_TREE
+from miniatures import SAVERS, clip_tokenizer, save_clip, save_open_clip, small
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained import locate, open_checkpoint
+from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
+from neuclip_ds.models.pretrained.open_clip_models import architecture
+from neuclip_ds.models.source import locate_model, model_source
 
 OPEN_CLIP_FILE = "open_clip_model.safetensors"
+AUTO = ("AutoConfig", "AutoModel", "AutoTokenizer")
 
 
 def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
@@ -42,18 +47,6 @@ def refusal(folder: Path) -> str:
     return message
 
 
-@pytest.fixture
-def clip(tmp_path: Path) -> Path:
-    save_clip(tmp_path)
-    return tmp_path
-
-
-@pytest.fixture
-def ours(tmp_path: Path) -> Path:
-    save_open_clip(tmp_path)
-    return tmp_path
-
-
 @pytest.mark.parametrize(
     ("name", "words"),
     [
@@ -76,123 +69,99 @@ def test_names_without_network(name: str, words: str) -> None:
     assert "\n" not in str(caught.value)
 
 
-def test_a_single_file_needs_an_architecture(ours: Path) -> None:
+def test_places_that_are_no_checkpoint(tmp_path: Path) -> None:
+    save_open_clip(tmp_path)
     with pytest.raises(UserError, match="write open_clip:ARCHITECTURE/"):
-        locate(str(ours / OPEN_CLIP_FILE))
-
-
-def test_a_folder_of_something_else(tmp_path: Path) -> None:
+        locate(str(tmp_path / OPEN_CLIP_FILE))
+    with pytest.raises(UserError, match="put the checkpoint under the same path on every node"):
+        open_checkpoint(locate(str(tmp_path))._replace(path="/nowhere"))
+    (tmp_path / OPEN_CLIP_CONFIG).unlink()
     (tmp_path / "config.json").write_text('{"model_type": "bert"}')
     assert "type clip, metaclip_2, siglip, siglip2, or open_clip's" in refusal(tmp_path)
 
 
-def test_a_place_that_this_rank_does_not_see(clip: Path) -> None:
-    place = locate(str(clip))
-    with pytest.raises(UserError, match="put the checkpoint under the same path on every node"):
-        open_checkpoint(place._replace(path="/nowhere"))
+def config(change: Callable[[dict[str, Any]], object], name: str = "config.json") -> Callable[[Path], object]:
+    """Return what changes a JSON file of a checkpoint."""
+    return lambda folder: edit(folder / name, change)
 
 
-def test_clip_without_projection_dim(clip: Path) -> None:
-    edit(clip / "config.json", lambda tree: tree.pop("projection_dim"))
-    assert "has no projection_dim, the width of the joint space; add it" in refusal(clip)
+def without(pattern: str) -> Callable[[Path], object]:
+    """Return what removes files of a checkpoint."""
+    return lambda folder: [path.unlink() for path in folder.glob(pattern)]
 
 
-def test_siglip_whose_towers_end_in_different_widths(tmp_path: Path) -> None:
-    save_siglip(tmp_path)
-    edit(tmp_path / "config.json", lambda tree: tree["text_config"].update(projection_size=24))
-    assert "projects texts to 24 numbers and images to 32" in refusal(tmp_path)
+PROCESSOR, OPEN_CLIP_CONFIG = "preprocessor_config.json", "open_clip_config.json"
+SIZE = len(clip_tokenizer())
+# name -> family, what is done to its files, what the message says
+DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
+    "no width": ("clip", config(lambda tree: tree.pop("projection_dim")), "no projection_dim, the width of the joint"),
+    "different widths": (
+        "siglip",
+        config(lambda tree: tree["text_config"].update(projection_size=24)),
+        "projects texts to 24 numbers and images to 32",
+    ),
+    "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
+    "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
+    "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "has no image_mean and image_std"),
+    "no tokenizer": ("clip", without("tokenizer*"), "is no tokenizer that transformers can read"),
+    "another tokenizer": (
+        "clip",
+        config(lambda tree: tree["text_config"].update(eos_token_id=3)),
+        "reads its feature at token 3, but the tokenizer ends a caption with",
+    ),
+    "small vocabulary": (
+        "clip",
+        config(lambda tree: tree["text_config"].update(vocab_size=SIZE - 1)),
+        f"has ids up to {SIZE - 1}, but the model's vocabulary ends at {SIZE - 2}",
+    ),
+    "no weights": ("clip", without("model.safetensors"), "has no weights; put model.safetensors"),
+    "other depth": (
+        "clip",
+        config(lambda tree: tree["vision_config"].update(num_hidden_layers=3)),
+        "do not match its config: 16 tensors are missing",
+    ),
+    "other width": ("clip", config(lambda tree: tree.update(projection_dim=24)), "2 tensors have another shape"),
+    "no weights of open_clip": ("open_clip", without(OPEN_CLIP_FILE), f"has no weights; put {OPEN_CLIP_FILE} there"),
+    "weights left over": (
+        "open_clip",
+        lambda folder: edit_weights(folder / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2))),
+        "1 tensors are unexpected (first extra)",
+    ),
+    "other shape": (
+        "open_clip",
+        config(lambda tree: tree["model_cfg"].update(embed_dim=24), OPEN_CLIP_CONFIG),
+        "2 tensors have another shape (first visual.proj is (32, 20) instead of (32, 24))",
+    ),
+    "no embed_dim": (
+        "open_clip",
+        config(lambda tree: tree["model_cfg"].pop("embed_dim"), OPEN_CLIP_CONFIG),
+        "has no model_cfg.embed_dim, the width of the joint space; add it",
+    ),
+    "no model_cfg": ("open_clip", config(lambda tree: tree.pop("model_cfg"), OPEN_CLIP_CONFIG), "has no model_cfg"),
+    "unknown parts": (
+        "open_clip",
+        config(lambda tree: tree["model_cfg"]["text_cfg"].update(magic=1), OPEN_CLIP_CONFIG),
+        "cannot build",
+    ),
+    "no tokenizer of open_clip": (
+        "open_clip",
+        config(lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x/y"), OPEN_CLIP_CONFIG),
+        "open_clip cannot find the tokenizer",
+    ),
+    "broken weights": (
+        "open_clip",
+        lambda folder: (folder / OPEN_CLIP_FILE).write_bytes(b"nothing of use"),
+        "is not a file of tensors only",
+    ),
+}
 
 
-@pytest.mark.parametrize("name", ["preprocessor_config.json", "config.json"])
-def test_files_that_are_no_json(clip: Path, name: str) -> None:
-    (clip / name).write_text("{")
-    assert f"{name} is not valid JSON" in refusal(clip)
-
-
-def test_clip_without_its_processor(clip: Path) -> None:
-    (clip / "preprocessor_config.json").unlink()
-    assert "has no preprocessor_config.json; put the checkpoint's file there" in refusal(clip)
-
-
-def test_clip_without_mean(clip: Path) -> None:
-    edit(clip / "preprocessor_config.json", lambda tree: tree.pop("image_mean"))
-    assert "has no image_mean and image_std" in refusal(clip)
-
-
-def test_clip_without_tokenizer(clip: Path) -> None:
-    for path in clip.glob("tokenizer*"):
-        path.unlink()
-    message = refusal(clip)
-    assert "holds no tokenizer that transformers can read" in message
-    assert "put the model's tokenizer files there" in message
-
-
-def test_a_tokenizer_of_another_model(clip: Path) -> None:
-    edit(clip / "config.json", lambda tree: tree["text_config"].update(eos_token_id=3))
-    assert "reads its feature at token 3, but the tokenizer ends a caption with" in refusal(clip)
-
-
-def test_a_tokenizer_beyond_the_vocabulary(clip: Path) -> None:
-    size = len(clip_tokenizer())
-    edit(clip / "config.json", lambda tree: tree["text_config"].update(vocab_size=size - 1))
-    assert f"has ids up to {size - 1}, but the model's vocabulary ends at {size - 2}" in refusal(clip)
-
-
-def test_no_weights(clip: Path) -> None:
-    (clip / "model.safetensors").unlink()
-    assert "has no weights; put model.safetensors" in refusal(clip)
-
-
-def test_no_weights_of_open_clip(ours: Path) -> None:
-    (ours / OPEN_CLIP_FILE).unlink()
-    assert f"has no weights; put {OPEN_CLIP_FILE} there" in refusal(ours)
-
-
-def test_weights_of_another_depth(clip: Path) -> None:
-    edit(clip / "config.json", lambda tree: tree["vision_config"].update(num_hidden_layers=3))
-    assert "do not match its config: 16 tensors are missing" in refusal(clip)
-
-
-def test_weights_of_another_width(clip: Path) -> None:
-    edit(clip / "config.json", lambda tree: tree.update(projection_dim=24))
-    assert "visual_projection.weight is (20, 32) instead of (24, 32)" in refusal(clip) or "2 tensors have" in refusal(
-        clip
-    )
-
-
-def test_weights_left_over(ours: Path) -> None:
-    edit_weights(ours / OPEN_CLIP_FILE, lambda tensors: tensors.update(extra=torch.zeros(2)))
-    assert "1 tensors are unexpected (first extra)" in refusal(ours)
-
-
-def test_open_clip_weights_of_another_shape(ours: Path) -> None:
-    edit(ours / "open_clip_config.json", lambda tree: tree["model_cfg"].update(embed_dim=24))
-    assert "2 tensors have another shape (first visual.proj is (32, 20) instead of (32, 24))" in refusal(ours)
-
-
-def test_open_clip_without_embed_dim(ours: Path) -> None:
-    edit(ours / "open_clip_config.json", lambda tree: tree["model_cfg"].pop("embed_dim"))
-    assert "has no model_cfg.embed_dim, the width of the joint space; add it" in refusal(ours)
-
-
-def test_open_clip_without_model_cfg(ours: Path) -> None:
-    edit(ours / "open_clip_config.json", lambda tree: tree.pop("model_cfg"))
-    assert "has no model_cfg" in refusal(ours)
-
-
-def test_open_clip_with_unknown_parts(ours: Path) -> None:
-    edit(ours / "open_clip_config.json", lambda tree: tree["model_cfg"]["text_cfg"].update(magic=1))
-    assert "cannot build" in refusal(ours)
-
-
-def test_open_clip_without_its_tokenizer(ours: Path) -> None:
-    edit(ours / "open_clip_config.json", lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x/y"))
-    assert "open_clip cannot find the tokenizer" in refusal(ours)
-
-
-def test_broken_weights(ours: Path) -> None:
-    (ours / OPEN_CLIP_FILE).write_bytes(b"nothing of use")
-    assert "is not a file of tensors only" in refusal(ours)
+@pytest.mark.parametrize("case", DAMAGED)
+def test_what_is_missing_is_named_with_its_place(case: str, tmp_path: Path) -> None:
+    family, damage, words = DAMAGED[case]
+    SAVERS[family](tmp_path)
+    damage(tmp_path)
+    assert words in refusal(tmp_path)
 
 
 class Malicious:
@@ -216,3 +185,50 @@ def test_no_temperature_is_told_as_none(family: str, tmp_path: Path) -> None:
     path = next(tmp_path.glob("*.safetensors"))
     edit_weights(path, lambda tensors: tensors.pop("logit_scale"))
     assert open_checkpoint(locate(str(tmp_path))).load().logits == (None, None)
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip"])
+def test_code_of_a_model_is_never_run(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is the user asked whether it may; the library's own classes are used."""
+    save_clip(tmp_path)
+    if family == "open_clip":
+        text = {**OPEN_CLIP_TREE["text_cfg"], "hf_tokenizer_name": "tokenizer", "vocab_size": SIZE}
+        save_open_clip(tmp_path, {**OPEN_CLIP_TREE, "text_cfg": text})
+        for name in ("config.json", "model.safetensors"):
+            (tmp_path / name).unlink()
+        text["tokenizer_kwargs"] = {"trust_remote_code": True}
+        edit(tmp_path / OPEN_CLIP_CONFIG, lambda tree: tree["model_cfg"].update(text_cfg=text))
+    else:
+        edit(tmp_path / "config.json", lambda tree: tree.update(auto_map=dict.fromkeys(AUTO, "code.Made")))
+    edit(tmp_path / "tokenizer_config.json", lambda tree: tree.update(auto_map={"AutoTokenizer": ["code.Made", None]}))
+    (tmp_path / "code.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
+    checkpoint = open_checkpoint(locate(str(tmp_path)))
+    checkpoint.tokenizer()
+    checkpoint.load()
+    if family == "clip":  # as the encoder of a text tower
+        text_tower = ModelConfig.model_validate({"text": {"pretrained": str(tmp_path), "context_length": 16}})
+        source = model_source(text_tower, locate_model(text_tower))
+        source.tokenizer(lambda: pytest.fail("it has its own"))
+    assert not (tmp_path / "ran").exists()
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_code_of_open_clips_text_encoders_is_never_run(
+    known: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An encoder that transformers has is built from its own class; any other is refused."""
+    encoder = tmp_path / "encoder"
+    encoder.mkdir()
+    tree = {"model_type": "roberta" if known else "made", **small(24), "vocab_size": 60, "pad_token_id": 1}
+    tree["auto_map"] = {"AutoConfig": "code.Made", "AutoModel": "code.Made"}
+    (encoder / "config.json").write_text(json.dumps(tree))
+    (encoder / "code.py").write_text(f"import pathlib; pathlib.Path({str(tmp_path / 'ran')!r}).touch()")
+    monkeypatch.setattr("builtins.input", lambda *words: pytest.fail("the user was asked"))
+    config = {**OPEN_CLIP_TREE, "text_cfg": {"hf_model_name": str(encoder)}}
+    if known:
+        assert type(architecture(config, "it").text.transformer).__name__ == "RobertaModel"
+    else:
+        with pytest.raises(UserError, match=r"cannot read the text encoder .* of it"):
+            architecture(config, "it")
+    assert not (tmp_path / "ran").exists()

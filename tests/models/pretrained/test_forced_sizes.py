@@ -2,38 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import open_clip
 import pytest
 import torch
-from miniatures import (
-    CAPTIONS,
-    OPEN_CLIP_CONFIG,
-    PE_CONFIG,
-    images,
-    save_clip,
-    save_metaclip_2,
-    save_open_clip,
-    save_siglip,
-    save_siglip2,
-)
+from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, PE_CONFIG, SAVERS, images, save_open_clip
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.positions import ForcedSizes
-from neuclip_ds.models.pretrained import locate, open_checkpoint
+from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.source import Pretrained, locate_model, model_source, open_saved
-
-SAVERS: dict[str, Callable[[Path], Any]] = {
-    "clip": save_clip,
-    "metaclip_2": save_metaclip_2,
-    "siglip": save_siglip,
-    "siglip2": save_siglip2,
-    "open_clip": save_open_clip,
-}
 
 
 @pytest.mark.parametrize("family", SAVERS)
@@ -84,18 +65,14 @@ def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
         wanted = theirs.encode_image(model.vision.normalize(images(64)))
         torch.testing.assert_close(model.vision(images(64)), wanted, rtol=0, atol=1e-5)
     assert checkpoint.tokenizer()(CAPTIONS).shape == (4, 24)
-    with pytest.raises(UserError, match="of a timm image tower; export with --format=onnx"):
+    with pytest.raises(UserError, match="of a timm image tower"):
         checkpoint.package(model.state_dict(), checkpoint.load().logits)
 
 
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
-        (
-            "clip",
-            ForcedSizes(36, None),
-            "model.force_image_size=36 is not divisible into patches of 8 pixels; use 32 or 40",
-        ),
+        ("clip", ForcedSizes(36, None), "model.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"),
         ("siglip2", ForcedSizes(36, None), "not divisible into patches of 8"),
         ("open_clip", ForcedSizes(36, None), "not divisible into patches of 8"),
         ("clip", ForcedSizes(None, 24, "long_clip"), "keeps the first 20 positions"),

@@ -59,18 +59,18 @@ def by_timm(model: Any, source: FromConfig, size: int) -> Tensor:
         return model.forward_head(model.forward_features((images(size) / 255 - mean) / std), pre_logits=True)
 
 
-def test_a_file_gives_timms_features(tmp_path: Path) -> None:
+@pytest.mark.parametrize("size", [160, 192])
+def test_a_file_gives_timms_features(size: int, tmp_path: Path) -> None:
+    """At another size the positions are resampled as timm does; pixel statistics are those of timm's model."""
     model = saved_timm(tmp_path / "weights.safetensors")
-    source = source_of(config_of(tmp_path / "weights.safetensors"))
-    torch.testing.assert_close(trunk_feature(source, 160), by_timm(model, source, 160), rtol=0, atol=1e-5)
-    assert source.preprocessing.mean == timm.get_pretrained_cfg(NAME).mean  # those of timm's model, not OpenAI's
-
-
-def test_positions_are_resampled_as_timm_does(tmp_path: Path) -> None:
-    model = saved_timm(tmp_path / "weights.safetensors")
-    source = source_of(config_of(tmp_path / "weights.safetensors", size=192))
-    model.set_input_size((192, 192))
-    torch.testing.assert_close(trunk_feature(source, 192), by_timm(model, source, 192), rtol=0, atol=1e-5)
+    config = config_of(tmp_path / "weights.safetensors", size)
+    source = source_of(config)
+    model.set_input_size((size, size))
+    torch.testing.assert_close(trunk_feature(source, size), by_timm(model, source, size), rtol=0, atol=1e-5)
+    assert source.preprocessing.mean == timm.get_pretrained_cfg(NAME).mean
+    vision = config.vision.model_copy(update={"mean": (0.5, 0.5, 0.5)})
+    named = source_of(config.model_copy(update={"vision": vision}))
+    assert named.preprocessing.mean == (0.5, 0.5, 0.5), "those that are named come first"
 
 
 def test_a_tag_comes_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -99,14 +99,6 @@ def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
     again, _ = open_saved(config, tmp_path / "run")
     assert again.preprocessing == source.preprocessing
     again.build(tokenizer).load_state_dict(model.state_dict())
-
-
-def test_statistics_that_are_named_come_first(tmp_path: Path) -> None:
-    saved_timm(tmp_path / "weights.safetensors")
-    config = config_of(tmp_path / "weights.safetensors")
-    vision = config.vision.model_copy(update={"mean": (0.5, 0.5, 0.5)})
-    source = source_of(config.model_copy(update={"vision": vision}))
-    assert source.preprocessing.mean == (0.5, 0.5, 0.5)
 
 
 def refusal(config: ModelConfig) -> str:

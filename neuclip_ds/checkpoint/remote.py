@@ -1,0 +1,133 @@
+"""The copy of a run in a store that fsspec reaches (S3, GCS, Azure, SFTP, a mounted folder).
+
+    URL/checkpoints/step_000000100/    the files of the checkpoint of that name; meta.json is written last
+    URL/checkpoints/best.json          as in the run's folder
+    URL/metrics.jsonl, log.txt ...     the other files of the run's folder, without its subfolders
+
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Nothing is ever deleted
+there but the meta.json of a checkpoint that another one of the same step replaces.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import fsspec
+
+from neuclip_ds.data.children import end_with_parent
+
+_ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
+_META, _BEST = "meta.json", "checkpoints/best.json"  # as checkpoints.py has them, which takes torch
+
+
+class RemoteRun:
+    """The copy of one run; all methods raise what fsspec's backend of the store raises.
+
+    Args:
+        url: its folder in the store, with credentials as fsspec finds them.
+    """
+
+    def __init__(self, url: str) -> None:
+        # nothing is cached, as another machine may have written there meanwhile
+        self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
+        self._root = root.rstrip("/")
+        self._checkpoints = f"{self._root}/checkpoints"
+
+    def names(self) -> list[str]:
+        """Return the names of its checkpoints, the oldest first, after a trial to write there."""
+        probe = f"{self._root}/.writable"
+        self._make_parents([probe])
+        self._fs.pipe_file(probe, b"")
+        self._fs.rm_file(probe)
+        paths = self._fs.find(self._checkpoints)  # not glob, whose characters a run's name may hold
+        return sorted(path.split("/")[-2] for path in paths if path.endswith(f"/{_META}"))
+
+    def push(self, run: Path, names: Sequence[str]) -> None:
+        """Copy checkpoints of a run's folder that are not there yet, the first one first, and the files next to them.
+
+        Nothing of a checkpoint is visible as one before all of it is there.
+        """
+        for name in names:
+            source, target = run / "checkpoints" / name, f"{self._checkpoints}/{name}"
+            meta, there = (source / _META).read_bytes(), self._read(f"{target}/{_META}")
+            if meta != there:
+                if there is not None:  # of an earlier start
+                    self._fs.rm_file(f"{target}/{_META}")
+                self._put({source / file: f"{target}/{file}" for file in json.loads(meta)["files"]})
+                self._put_at_once(source / _META, f"{target}/{_META}")
+        files = [path for path in run.iterdir() if not path.name.startswith(".")]
+        self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
+
+    def pull(self, name: str, folder: Path) -> None:
+        """Fetch the files of a checkpoint, unverified, into a new folder; raise ValueError if it is none."""
+        source = f"{self._checkpoints}/{name}"
+        files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
+        for file in files:
+            if not (folder / file).resolve().is_relative_to(folder.resolve()):
+                raise ValueError(f"{file} would lie outside the checkpoint")
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+        self._fs.get([f"{source}/{file}" for file in files], [str(folder / file) for file in files])
+
+    def pull_records(self, run: Path) -> None:
+        """Fetch the files next to the checkpoints into a run's folder."""
+        files = [info["name"] for info in self._fs.ls(self._root, detail=True) if info["type"] == "file"]
+        for name in (*(file.rpartition("/")[2] for file in files), _BEST):
+            if (content := self._read(f"{self._root}/{name}")) is not None:
+                (run / name).write_bytes(content)
+
+    def _put(self, files: Mapping[Path, str]) -> None:
+        self._make_parents(files.values())
+        self._fs.put(list(map(str, files)), list(files.values()))
+
+    def _put_at_once(self, file: Path, place: str) -> None:
+        """Copy a file so that no reader ever sees a part of it: object stores do that, file systems need a rename."""
+        if self._fs.async_impl:
+            self._put({file: place})
+        else:
+            self._put({file: f"{place}.part"})
+            self._fs.mv(f"{place}.part", place)
+
+    def _make_parents(self, places: Any) -> None:
+        """Create folders; object stores, whose backends are asynchronous, have none, and would create a bucket."""
+        for parent in {place.rpartition("/")[0] for place in places} if not self._fs.async_impl else ():
+            self._fs.makedirs(parent, exist_ok=True)
+
+    def _read(self, place: str) -> bytes | None:
+        """Return the content of a file; None if there is none."""
+        try:
+            return self._fs.cat_file(place)
+        except FileNotFoundError:
+            return None
+
+
+def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
+    """Start `push` in a process that ends with this one, even if that is killed; it prints why it has failed.
+
+    A process can be killed when a store does not answer, and its copying takes no turns from the training.
+    """
+    return subprocess.Popen(
+        [sys.executable, "-m", __name__, str(os.getpid()), url, str(run), *names],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # signals to this process's group do not reach it
+        env={**os.environ, "PYTHONPATH": f"{_ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"},
+        text=True,
+    )
+
+
+def main() -> None:
+    parent, url, run, *names = sys.argv[1:]
+    end_with_parent(int(parent))
+    try:
+        RemoteRun(url).push(Path(run), names)
+    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
+        print(f"{type(error).__name__}: {error}")
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Decode and transform an encoded image to uint8 pixels (3, H, W); the model normalizes them on the device.
+
+simplejpeg decodes JPEGs by default, to tensors, which torch resizes several times as fast as PIL its images: its vector
+code has the same kernel, and pixels differ from PIL's by rounding. What it refuses (PNG, CMYK, broken files) goes to
+PIL. Both use libjpeg-turbo and can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, and
+pixels differ slightly from a full decode).
+
+Geometry as in open_clip, with antialiased bicubic interpolation: training takes a random resized crop, evaluation the
+center of the resized image or, for models trained that way, the whole image squashed. Augmentation depends only on the
+given `seed` (a hash of the data seed, epoch and index).
+"""
+
+import math
+from typing import Protocol
+
+import simplejpeg
+import torch
+from PIL import Image
+from torch import Tensor
+from torch.nn.functional import interpolate
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms import functional as F
+
+from neuclip_ds.data.decoders import Decode, Decoded, decode_header, decode_pil, read_header
+
+_JPEG = ("JPEG", "MPO")  # MPO: several JPEGs in a file, as cameras write them
+_RATIO = (3 / 4, 4 / 3)
+_LOG_RATIO = tuple(torch.tensor(_RATIO).log().tolist())  # rounded as torchvision does
+
+
+def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
+    """Decode as `decode_pil`, but JPEGs with simplejpeg."""
+    header = read_header(data)
+    if header.format not in _JPEG:
+        return decode_header(header, min_side)
+    width, height = header.size
+    # as PIL's `draft`: libjpeg-turbo has no vector code for other scales, and between 1/2 and 1 they take longer than 1
+    factor = 1 if min_side is None else next((n for n in (8, 4, 2) if min(width, height) // n >= min_side), 1)
+    try:
+        pixels = simplejpeg.decode_jpeg(data, "RGB", min_height=-(-height // factor), min_width=-(-width // factor))
+    except ValueError:
+        return decode_header(header, min_side)
+    return Decoded(torch.from_numpy(pixels).permute(2, 0, 1), header.size)
+
+
+DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pil}  # by `data.decoder`
+
+
+class ImageTransform(Protocol):
+    """Turn encoded bytes into a uint8 (3, image_size, image_size) tensor; raise DecodeError if they are no image."""
+
+    image_size: int
+
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor: ...
+
+
+class EvalTransform:
+    """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to the square.
+
+    SigLIP and DFN were trained on squashed images, whose proportions are ignored.
+    """
+
+    def __init__(self, image_size: int, squash: bool = False, decode: Decode = decode_pil) -> None:
+        self.image_size, self._squash, self._decode = image_size, squash, decode
+
+    def at_size(self, image_size: int) -> "EvalTransform":
+        """Return the same transform for another size."""
+        return EvalTransform(image_size, self._squash, self._decode)
+
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        image, square = self._decode(data, None).image, [self.image_size, self.image_size]
+        if self._squash:
+            return _as_tensor(_resize(image, square))
+        width, height = F.get_image_size(image)
+        size = [int(self.image_size * side / min(width, height)) for side in (height, width)]
+        return _as_tensor(F.center_crop(_resize(image, size), square))
+
+
+class RandomCrop:
+    """Crop a random share of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
+
+    def __init__(self, image_size: int, crop_scale: float, decode: Decode = decode_pil) -> None:
+        self.image_size, self._decode = image_size, decode
+        self._scale = (crop_scale, 1.0)
+        # The smallest crop of a scaled-down decode still has as many pixels per side as the output.
+        self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
+
+    def at_size(self, image_size: int) -> "RandomCrop":
+        """Return the same transform for another size."""
+        return RandomCrop(image_size, self._scale[0], self._decode)
+
+    def __call__(self, data: bytes, seed: int = 0) -> Tensor:
+        image, (full_width, full_height) = self._decode(data, self._min_side)
+        top, left, height, width = draw_crop(full_height, full_width, self._scale, seed)
+        width_now, height_now = F.get_image_size(image)
+        down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
+        top, left = round(top * down), round(left * across)
+        height = min(round(height * down), height_now - top)  # rounding up both would go beyond the border
+        width = min(round(width * across), width_now - left)
+        return _as_tensor(_resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size]))
+
+
+def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
+    """Draw a crop (top, left, height, width) with an area within `scale` and an aspect ratio of 3:4 to 4:3.
+
+    The same as torchvision's `RandomResizedCrop.get_params` with the CPU generator seeded, in a third of the time.
+    """
+    generator, drawn = torch.Generator().manual_seed(seed), torch.empty(1)
+    for _ in range(10):
+        area = height * width * drawn.uniform_(*scale, generator=generator).item()
+        ratio = drawn.uniform_(*_LOG_RATIO, generator=generator).exp_().item()
+        wide, high = round(math.sqrt(area * ratio)), round(math.sqrt(area / ratio))
+        if 0 < wide <= width and 0 < high <= height:
+            top, left = (
+                int(torch.randint(0, room + 1, (1,), generator=generator)) for room in (height - high, width - wide)
+            )
+            return top, left, high, wide
+    # the largest in the center
+    wide, high = min(width, round(height * _RATIO[1])), min(height, round(width / _RATIO[0]))
+    return (height - high) // 2, (width - wide) // 2, high, wide
+
+
+def _resize(image: Image.Image | Tensor, size: list[int]) -> Image.Image | Tensor:
+    """Resize an image to `size`, (H, W)."""
+    if isinstance(image, Tensor):
+        return interpolate(image.unsqueeze(0), size, mode="bicubic", antialias=True).squeeze(0)
+    return F.resize(image, size, InterpolationMode.BICUBIC)
+
+
+def _as_tensor(image: Image.Image | Tensor) -> Tensor:
+    return image if isinstance(image, Tensor) else F.pil_to_tensor(image)
+
+
+def train_transform(
+    image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
+) -> RandomCrop | EvalTransform:
+    """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
+    return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

@@ -1,0 +1,183 @@
+"""Manifests on disk, and the shards that several of them have in common.
+
+A manifest is a folder with
+
+    shards.parquet                      one row per shard; version and totals in the file's metadata
+    samples/part-*.parquet              optional: offsets and keys of the samples (neuclip_ds/data/sample_table.py)
+"""
+
+import filecmp
+import os
+import re
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from neuclip_ds.data.manifest import Manifest, Shard, check_size
+from neuclip_ds.data.sample_table import Place, SampleParts
+from neuclip_ds.data.shards import is_local, refuse_commands
+from neuclip_ds.errors import UserError, redact
+from neuclip_ds.files import atomic_write
+
+_VERSION = 3
+_TABLE = "shards.parquet"
+_META = "neuclip_ds."  # begins the keys of the table's metadata
+SAMPLES = "samples"  # folder of the sample tables
+_SCHEMA = pa.schema(
+    [("path", pa.string())]
+    + [(name, pa.int64()) for name in ("start", "n", "bytes", "n_bad", "crc32", "selection")]
+    + [("removed", pa.bool_()), ("layout", pa.int64()), ("part", pa.string()), ("group", pa.int64())]
+)
+_OPTIONAL = ("crc32", "selection", "layout", "part", "group")
+_PART = re.compile(r"part-[\w-]+\.parquet")
+MIN_SAMPLE_BYTES = 512  # the header of one member
+_MAX_SHARD_BYTES = 1 << 40
+
+
+def check_distinct(manifest: Manifest) -> None:
+    """Raise UserError if two shards of a manifest hold the same samples, which would count twice."""
+    for first, second in _repeats(manifest.shards):
+        same = "is listed more than once" if first.path == second.path else f"has the same content as {first.path}"
+        raise UserError(f"{second.path} {same}, so its samples would count twice; name every shard once.")
+
+
+def check_separate(training: Manifest, validation: Manifest) -> None:
+    """Raise UserError if shards of the validation data are among the training data."""
+    found = [second for _, second in _repeats([*training.shards, *validation.shards])]
+    if found:
+        raise UserError(
+            f"{len(found)} of {validation.n_shards} shards of data.val are among the training shards, such as "
+            f"{found[0].path}: their recall would be that of pairs trained on. Name other shards, or set data.val= "
+            "(empty) for none."
+        )
+
+
+def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
+    """Yield each shard that holds the samples of an earlier one, after that one."""
+    seen: dict[object, Shard] = {}
+    for shard in shards:
+        if shard.removed or not shard.n:
+            continue
+        keys: list[object] = [shard.path] + [(shard.bytes, shard.layout)] * (shard.layout is not None)
+        earlier = [seen[key] for key in keys if key in seen]
+        seen.update((key, shard) for key in keys if key not in seen)
+        if same := next((other for other in earlier if _is_same(other, shard)), None):
+            yield same, shard
+
+
+def _is_same(one: Shard, other: Shard) -> bool:
+    """Whether shards of equal path or layout hold the same samples; their bytes are read where no checksum tells."""
+    if None not in (one.selection, other.selection) and one.selection != other.selection:
+        return False  # different samples of the shard
+    if one.path == other.path:
+        return True
+    if one.crc32 is not None and other.crc32 is not None:
+        return one.crc32 == other.crc32
+    try:
+        return is_local(one.path) and is_local(other.path) and filecmp.cmp(one.path, other.path, shallow=False)
+    except OSError:  # a shard that is missing here is reported by who reads it
+        return False
+
+
+def is_manifest(path: str | os.PathLike[str]) -> bool:
+    """Whether `path` is a manifest folder."""
+    return (Path(path) / _TABLE).is_file()
+
+
+def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ()) -> None:
+    """Write or replace the manifest's shard table atomically; the sample tables at `places` must already be there.
+
+    Only its owner can read a table whose URLs hold secrets.
+    """
+    columns = [list(column) for column in zip(*manifest.shards, strict=True)] or [[]] * len(Shard._fields)
+    none = [None] * manifest.n_shards
+    columns += [[place.part.name for place in places] or none, [place.group for place in places] or none]
+    meta = {"version": _VERSION, "n": manifest.n, "content_hash": manifest.content_hash}
+    schema = _SCHEMA.with_metadata({f"{_META}{key}": str(value) for key, value in meta.items()})
+    with atomic_write(folder / _TABLE) as temporary:
+        pq.write_table(pa.table(columns, schema=schema), temporary, write_page_checksum=True)
+        if any(redact(shard.path) != shard.path for shard in manifest.shards):
+            temporary.chmod(0o600)  # the secrets of its URLs are needed to fetch them
+
+
+def load_manifest(
+    folder: str | os.PathLike[str], *, check_shards: bool = True, allow_commands: bool = False
+) -> Manifest:
+    """Read a manifest folder.
+
+    Args:
+        check_shards: whether to compare the first and the largest shard with the description.
+        allow_commands: whether shards may be `pipe:` commands, which readers run.
+
+    Raises:
+        UserError: it is none, is damaged or impossible, has commands that nobody has allowed, or its first or largest
+            shard is not what it describes.
+    """
+    folder = Path(folder)
+    if not is_manifest(folder):
+        raise UserError(f"{folder} is not a manifest folder (it has no {_TABLE}); run neuclip-ds build-manifest first.")
+    try:
+        table = pq.read_table(folder / _TABLE, page_checksum_verification=True)
+        meta = {key.decode(): value.decode() for key, value in (table.schema.metadata or {}).items()}
+        if (version := meta.get(f"{_META}version")) != str(_VERSION):
+            raise UserError(f"The manifest in {folder} has version {version}, not {_VERSION}; build it again.")
+        rows = table.select(_SCHEMA.names).cast(_SCHEMA)
+    except (ValueError, KeyError, OSError, pa.ArrowException) as error:
+        raise _unreadable(folder, error) from error
+    if any(rows.column(name).null_count for name in _SCHEMA.names if name not in _OPTIONAL):
+        raise _unreadable(folder, "values are missing")
+    *columns, parts, groups = rows.to_pydict().values()
+    manifest = Manifest([Shard(*row) for row in zip(*columns, strict=True)])
+    _check_possible(folder, manifest)
+    if meta.get(f"{_META}content_hash") != manifest.content_hash:
+        raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
+    if any(parts):
+        places = [_place(folder, *place) for place in zip(parts, groups, strict=True)]
+        manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
+    used = [shard for shard in manifest.shards if not shard.removed]
+    if not allow_commands:
+        refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
+    if check_shards and used:
+        _check_present(folder, used[0])
+        _check_present(folder, max(used, key=lambda shard: shard.n))
+    return manifest
+
+
+def _place(folder: Path, part: str | None, group: int | None) -> Place:
+    if part is None or group is None or not _PART.fullmatch(part):
+        raise _unreadable(folder, f"{part} is no file of sample tables")
+    return Place(folder / SAMPLES / part, group)
+
+
+def _check_possible(folder: Path, manifest: Manifest) -> None:
+    """Raise UserError for numbers that no shards have: tables as large as they say are allocated."""
+    start = 0
+    for shard in manifest.shards:
+        least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
+        if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
+            raise UserError(
+                f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "
+                f"{shard.bytes} bytes, which cannot be; build it again."
+            )
+        start += shard.n
+
+
+def _check_present(folder: Path, shard: Shard) -> None:
+    """Raise UserError unless a local shard exists and has its size."""
+    if not is_local(shard.path):
+        return
+    try:
+        found = Path(shard.path).stat().st_size
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"Shard {shard.path} of the manifest in {folder} does not exist; "
+            "restore the shards or build the manifest where they are now."
+        ) from error
+    check_size(shard, found)
+
+
+def _unreadable(folder: Path, error: Exception | str) -> UserError:
+    reason = " ".join(str(error).split())[:200]
+    return UserError(f"The manifest in {folder} cannot be read ({reason}); remove it and build it again.")

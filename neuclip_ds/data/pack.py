@@ -1,0 +1,295 @@
+"""Read tables of image-caption pairs (CSV, TSV, JSON lines, parquet, `datasets`), and pack them into tar shards.
+
+    OUT/00000.tar       samples 000000000.jpg (png, webp), .txt (and syn.txt ...), .json; the key is the row's number
+    OUT/broken.jsonl    rows that could not be used, with the reason
+
+A cell of the image column holds a path (relative to the table's folder), a URL that fsspec knows, the encoded image, or
+both as `datasets` stores them, {bytes, path}. A cell of a caption column holds a text or a list of texts.
+
+A sample's uid is that of a column `uid`, or a hash of image and captions. Images keep their bytes; GIF and BMP, which
+shards do not hold, become PNG. Every row is in a shard or in the list of broken ones, and OUT is complete or absent.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import io
+import itertools
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import fsspec
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.dataset
+
+from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import new_folder
+
+IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
+CAPTION_COLUMNS = ("caption", "text", "title", "captions", "sentence", "sentences", "txt", "alt_text")
+TABLES = (".csv", ".tsv", ".jsonl", ".parquet")
+_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+_HUB = "hf:"
+_MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
+_MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
+_BATCH = (
+    256  # rows read at once, which may hold images; threads encode them, as decoding leaves Python's lock to others
+)
+
+
+class PairTable(NamedTuple):
+    """Rows with images and captions, in a fixed order."""
+
+    name: str  # for messages
+    schema: pa.Schema
+    rows: int
+    folder: Path  # where relative paths of images begin
+    scan: Callable[[list[str]], Iterable[pa.Table]]
+
+    def read(self, columns: Sequence[str]) -> Iterator[dict[str, Any]]:
+        """Yield some columns of all rows; raise UserError if they cannot be read."""
+        with _explaining(self.name):
+            for batch in self.scan(list(columns)):
+                yield from batch.to_pylist()
+
+    def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
+        """Return the first column with one of the usual names; raise UserError, with advice, if there is none."""
+        by_name = {column.lower(): column for column in reversed(self.schema.names)}
+        found = next((by_name[name] for name in usual if name in by_name), None)
+        if found is None:
+            raise UserError(
+                f"{self.name} has no column of {what} with a usual name ({', '.join(usual)}), but "
+                f"{', '.join(self.schema.names)}: {advice}."
+            )
+        return found
+
+
+class Columns(NamedTuple):
+    """Columns of a table that are packed; all others that hold no bytes go to the sample's JSON."""
+
+    image: str
+    captions: dict[str, str]  # column by member: {"txt": "caption", "syn.txt": "recaption"}
+
+
+class Packed(NamedTuple):
+    """What became of all rows."""
+
+    rows: int
+    pairs: int
+    causes: Counter[str]  # of the broken rows
+    several: int  # rows with several captions in a cell, which become several lines of a member
+
+
+def open_table(source: str, split: str | None = None) -> PairTable:
+    """Open a table of pairs.
+
+    Args:
+        source: a CSV, TSV, JSON lines or parquet file, a folder or a glob of files of one kind; or `hf:NAME` or
+            `hf:NAME:CONFIG`, where `datasets.load_dataset` takes NAME.
+        split: split of a data set with several.
+
+    Raises:
+        UserError: there is nothing of that name, it has several splits, or it cannot be read.
+    """
+    if source.startswith(_HUB):
+        return _open_dataset(source, split)
+    if split is not None:
+        raise UserError(f"{source} is a file or folder of files, which has no splits; omit --split.")
+    path = Path(source).expanduser()
+    if path.is_dir():
+        paths = sorted(str(file) for file in path.rglob("*") if file.suffix.lower() in TABLES)
+    else:
+        paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
+    kinds = {Path(file).suffix.lower() for file in paths}
+    if len(kinds) != 1 or not kinds <= set(TABLES):
+        raise UserError(
+            f"{source} is no table; name a file, folder or glob of one kind ({', '.join(TABLES)}), or hf:NAME."
+        )
+    with _explaining(source):
+        found = _open_files(paths, *kinds)
+        read = partial(found.to_batches, batch_size=_BATCH, fragment_readahead=1)
+        folder = Path(paths[0]).parent.absolute()
+        return PairTable(source, found.schema, found.count_rows(), folder, lambda columns: read(columns=columns))
+
+
+def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
+    if kind not in _DELIMITERS:
+        return pyarrow.dataset.dataset(paths, format="json" if kind == ".jsonl" else "parquet")
+    parsing = pyarrow.csv.ParseOptions(delimiter=_DELIMITERS[kind], newlines_in_values=True)
+    with pyarrow.csv.open_csv(paths[0], parse_options=parsing) as first:
+        schema = pa.schema([(name, pa.string()) for name in first.schema.names])  # or a caption "7" would be a number
+    return pyarrow.dataset.dataset(paths, schema=schema, format=pyarrow.dataset.CsvFileFormat(parsing))
+
+
+def _open_dataset(source: str, split: str | None) -> PairTable:
+    """Open what the library `datasets` knows by a name."""
+    try:
+        import datasets
+    except ImportError as error:
+        raise UserError(f"{source} needs the package datasets: pip install datasets.") from error
+    name, _, config = source.removeprefix(_HUB).partition(":")
+    try:
+        found = datasets.load_dataset(name, config or None, split=split)
+    except Exception as error:  # the library raises many types
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"{source} cannot be opened ({type(error).__name__}: {reason}); check the name.") from error
+    if isinstance(found, datasets.DatasetDict):
+        if len(found) > 1:
+            raise UserError(f"{source} has the splits {', '.join(found)}; choose one with --split.")
+        (found,) = found.values()
+    rows, schema, folder = found.with_format("arrow"), found.features.arrow_schema, Path(name).absolute()
+    return PairTable(source, schema, len(found), folder, lambda columns: rows.select_columns(columns).iter(_BATCH))
+
+
+@contextmanager
+def _explaining(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (pa.ArrowException, OSError, ValueError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"The table {name} cannot be read ({reason}); fix or remove that file.") from error
+
+
+def image_of(value: Any) -> bytes | str | None:
+    """Return the encoded image of a cell's value, or its path or URL; None if there is neither."""
+    if isinstance(value, dict):
+        value = value.get("bytes") or value.get("path")
+    if isinstance(value, str):
+        value = value.strip()
+    return value if value and isinstance(value, bytes | str) else None
+
+
+def read_image(source: bytes | str, folder: Path) -> bytes:
+    """Return the encoded image that `image_of` found in a table of a folder; raise OSError if it cannot be read."""
+    if isinstance(source, bytes):
+        return source
+    if is_local(source):
+        return (folder / source).read_bytes()
+    try:
+        with fsspec.open(source, "rb") as file:
+            return bytes(file.read())
+    except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
+        raise OSError(f"{source}: {type(error).__name__}: {error}") from error
+
+
+def captions_of(value: Any) -> list[str]:
+    """Return the captions of a cell's value, each in one line if there may be several, without blank ones."""
+    if isinstance(value, list):
+        return [" ".join(one.split()) for one in value if isinstance(one, str) and one.strip()]
+    return [value.strip()] if isinstance(value, str) and value.strip() else []
+
+
+def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
+    """Return the columns to pack.
+
+    Args:
+        image: column of images, by default the first with a usual name.
+        captions: MEMBER=COLUMN, or COLUMN for the member txt; by default the first column with a usual name.
+
+    Raises:
+        UserError: a column does not exist, or a member is no text or named twice.
+    """
+    image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
+    captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
+    by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}
+    for column in (image, *by_member.values()):
+        if column not in table.schema.names:
+            raise UserError(f"{table.name} has no column {column}; its columns are {', '.join(table.schema.names)}.")
+    if len(by_member) < len(captions) or not all(map(_MEMBER.fullmatch, by_member)):
+        raise UserError(f"--captions {' '.join(captions)}: each column needs a separate member, txt or syn.txt.")
+    return Columns(image, by_member)
+
+
+def pack(
+    table: PairTable,
+    out: Path,
+    columns: Columns,
+    shard_size: int = 10_000,
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
+) -> Packed:
+    """Write the samples of a table to `out`, `shard_size` to a shard.
+
+    Args:
+        on_progress: called with the rows done and their number.
+
+    Raises:
+        UserError: `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
+    """
+    import webdataset  # imports torch, which takes seconds
+
+    taken = dict.fromkeys([columns.image, *columns.captions.values()])
+    others = [field.name for field in table.schema if "binary" not in str(field.type) and field.name not in taken]
+    values, rows, pairs, several = table.read([*taken, *others]), 0, 0, 0
+    broken, causes = list[str](), Counter[str]()
+    with new_folder(out) as folder, ThreadPoolExecutor() as threads:
+        pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
+        # of a fixed time, so that equal tables give equal files
+        with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
+            while batch := list(itertools.islice(values, _BATCH)):
+                for row, found in zip(batch, threads.map(partial(_encode, columns, table.folder), batch), strict=True):
+                    if isinstance(found, str):
+                        source = image_of(row[columns.image])
+                        place = source if isinstance(source, str) else ""
+                        broken.append(json.dumps({"row": rows, "image": place, "reason": found}) + "\n")
+                        causes[found.partition(":")[0]] += 1
+                    else:
+                        shards.write({"__key__": f"{rows:09d}", **found})
+                        pairs += 1
+                        several += any(len(captions_of(row[column])) > 1 for column in columns.captions.values())
+                    rows += 1
+                on_progress(rows, table.rows)
+        if not pairs:
+            first = f" (the first: {broken[0].strip()})" if broken else ""
+            raise UserError(f"No row of {table.name} can be used{first}; check the columns, and where the images are.")
+        if broken:
+            (folder / "broken.jsonl").write_text("".join(broken), encoding="utf-8")
+    return Packed(rows, pairs, causes, several)
+
+
+def _encode(columns: Columns, folder: Path, row: Mapping[str, Any]) -> dict[str, bytes] | str:
+    """Return a sample's members, or why it cannot be used: no image or caption, or an image that does not decode."""
+    source = image_of(row[columns.image])
+    texts = {member: "\n".join(captions_of(row[column])) for member, column in columns.captions.items()}
+    if source is None or not any(texts.values()):
+        return "no caption" if source else "no image"
+    try:
+        extension, data = _image(read_image(source, folder))
+    except (OSError, ValueError) as error:
+        return f"image cannot be read: {error}"
+    except DecodeError as error:
+        return f"image cannot be decoded: {error}"
+    members = {extension: data, **{member: text.encode("utf-8", "replace") for member, text in texts.items() if text}}
+    others = {name: value for name, value in row.items() if name not in (columns.image, *columns.captions.values())}
+    others = {"uid": _uid(members), **others}
+    return {**members, JSON: json.dumps(others, default=str, ensure_ascii=False).encode("utf-8", "replace")}
+
+
+def _image(data: bytes) -> tuple[str, bytes]:
+    """Return extension and bytes of an image as shards hold it; raise DecodeError if it does not decode."""
+    decoded = decode_pil(data).image
+    extension = next((name for name, magic in _MAGIC.items() if magic.match(data)), None)
+    if extension is not None:
+        return extension, data
+    decoded.save(out := io.BytesIO(), "PNG")  # type: ignore[union-attr]
+    return "png", out.getvalue()
+
+
+def _uid(members: Mapping[str, bytes]) -> str:
+    """Return 32 hex digits that belong to these contents, by which `filter` and `build-manifest --uids` select."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in (part for name, data in members.items() for part in (name.encode(), data)):
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
+    return digest.hexdigest()

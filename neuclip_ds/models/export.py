@@ -1,0 +1,393 @@
+"""Export trained models to the files of other libraries.
+
+`CONVERTERS` convert a package of CLIP's weights and config between transformers' CLIPModel, open_clip's ViT and timm's
+ViT, and `WRITERS` write it. Tensors are renamed by tables; the other libraries have q, k and v as one tensor, and
+open_clip transposes projections. `write_towers` takes any model that was built from the config.
+"""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors.torch import save_file
+from timm.models import save_for_hf
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+from transformers import CLIPTextModel
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preprocessing, check_tensors, logit_tensors
+from neuclip_ds.models.pretrained.open_clip_models import (
+    OpenClipTokenizer,
+    architecture,
+    config_names,
+    custom_text_names,
+    library,
+    transformers_form,
+    write_config,
+)
+from neuclip_ds.models.pretrained.text_encoders import PooledTextTower
+from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
+from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
+
+_ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
+_DEFAULT_EPS = 1e-5
+_LEGACY_EOS = 2  # for which CLIPModel reads the feature at the largest id, as old configs mean it
+_QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
+_TRANSPOSED = ("visual.proj", "text.text_projection")  # of open_clip
+# parts of transformers' names -> those of the other library, replaced one after the other
+_TO_OPEN_CLIP = {
+    "vision_model.": "visual.",
+    "text_model.": "text.",
+    ".embeddings.": ".",
+    ".patch_embedding.": ".conv1.",
+    ".position_embedding.weight": ".positional_embedding",
+    ".pre_layrnorm.": ".ln_pre.",
+    ".post_layernorm.": ".ln_post.",
+    ".final_layer_norm.": ".ln_final.",
+    ".encoder.layers.": ".transformer.resblocks.",
+    ".layer_norm": ".ln_",
+    ".fc1.": ".c_fc.",
+    ".fc2.": ".c_proj.",
+    ".self_attn.out_proj.": ".attn.out_proj.",
+    "visual_projection.weight": "visual.proj",
+    "text_projection.weight": "text.text_projection",
+}
+_TO_TIMM = {
+    "vision_model.": "vision.trunk.",
+    "trunk.embeddings.class_embedding": "trunk.cls_token",
+    "trunk.embeddings.position_embedding.weight": "trunk.pos_embed",
+    "trunk.embeddings.patch_embedding.": "trunk.patch_embed.proj.",
+    ".pre_layrnorm.": ".norm_pre.",
+    ".post_layernorm.": ".norm.",
+    "trunk.encoder.layers.": "trunk.blocks.",
+    ".layer_norm": ".norm",
+    ".self_attn.out_proj.": ".attn.proj.",
+    "visual_projection.": "vision.projection.",
+}
+_TEXT_TOWER = {"text_model.": "text.trunk.", "text_projection.": "text.projection."}  # ours is transformers'
+
+
+def open_clip_name(clip: str) -> str:
+    """Return open_clip's name of a tensor of transformers."""
+    return _replaced(_QKV.sub(".attn.in_proj_", clip), _TO_OPEN_CLIP)
+
+
+def timm_name(clip: str) -> str:
+    """Return the name in our towers, with a ViT of timm, of a tensor of transformers."""
+    if clip.startswith("text_"):
+        return _replaced(clip, _TEXT_TOWER)
+    return _replaced(_QKV.sub(".attn.qkv.", clip), _TO_TIMM)
+
+
+def _replaced(name: str, parts: Mapping[str, str]) -> str:
+    for old, new in parts.items():
+        name = name.replace(old, new)
+    return name
+
+
+def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return transformers' tensors under open_clip's names."""
+    found: dict[str, Tensor] = {}
+    for name, tensor in weights.items():
+        key, part = open_clip_name(name), _QKV.search(name)
+        if part and key not in found:
+            tensor = torch.cat([weights[name.replace(part[0], f".self_attn.{one}_proj.")] for one in "qkv"])
+        found.setdefault(key, tensor.T.contiguous() if key in _TRANSPOSED else tensor)
+    return found
+
+
+def to_clip(config: Any, weights: Mapping[str, Tensor], name_of: Callable[[str], str]) -> dict[str, Tensor]:
+    """Return another library's tensors, which `name_of` names, under the names of transformers' model of a config."""
+    found = {}
+    for name, wanted in _meta_state(config).items():
+        key, part = name_of(name), _QKV.search(name)
+        if key == "logit_scale" and key not in weights:
+            continue  # reported by the check of what is written
+        tensor = weights[key].T if key in _TRANSPOSED else weights[key]
+        if part and part[0] not in key:
+            tensor = tensor.chunk(3)["qkv".index(part[1])]
+        found[name] = tensor.reshape(wanted.shape).contiguous()  # timm's embeddings have leading dimensions of 1
+    return found
+
+
+def _meta_state(config: Any) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return MODEL_TYPES[config.model_type].model(config).state_dict()
+
+
+def clip_to_open_clip(package: Package) -> Package:
+    """Convert transformers' CLIPModel or MetaClip2Model to open_clip.
+
+    Raises:
+        UserError: it is a SiglipModel or Siglip2Model, or has an unknown activation.
+    """
+    tree = package.config
+    if tree["model_type"] not in ("clip", "metaclip_2"):
+        raise UserError(
+            f"A {tree['model_type']} model of transformers has tanh GELUs, which open_clip's config cannot set for its "
+            "timm tower; export it with --format=transformers."
+        )
+    vision, text = tree["vision_config"], tree["text_config"]
+    acts = {part["hidden_act"] for part in (vision, text)}
+    if len(acts) != 1 or not acts <= _ACTIVATIONS.keys():
+        raise UserError(
+            f"open_clip has one GELU or quick GELU for both towers, not {' and '.join(sorted(acts))}; export with "
+            "--format=transformers."
+        )
+    eos = text["eos_token_id"]
+    at_largest_id = tree["model_type"] == "clip" and eos == _LEGACY_EOS
+    config = {
+        "embed_dim": tree["projection_dim"],
+        "quick_gelu": _ACTIVATIONS[acts.pop()],
+        "vision_cfg": {
+            "image_size": vision["image_size"],
+            "patch_size": vision["patch_size"],
+            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
+            **_open_clip_sizes(vision),
+        },
+        "text_cfg": {
+            "context_length": text["max_position_embeddings"],
+            "vocab_size": text["vocab_size"],
+            "heads": text["num_attention_heads"],
+            **_open_clip_sizes(text),
+            **({"pool_type": "argmax"} if at_largest_id else {"pool_type": "eos", "eos_id": eos}),
+            "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
+        },
+    }
+    weights = from_clip(package.weights)
+    if "logit_bias" in weights:
+        config["init_logit_bias"] = weights["logit_bias"].item()
+    return Package("open_clip", config, config_names(config, weights), package.preprocessing, package.tokenizer)
+
+
+def open_clip_to_clip(package: Package) -> Package:
+    """Convert open_clip's ViT and text transformer to CLIPModel; raise UserError for options that CLIPModel lacks."""
+    tree = package.config
+    vision, text = dict(tree["vision_cfg"]), dict(tree["text_cfg"])
+    _refuse_extras("vision_cfg", vision, library().CLIPVisionCfg, _VISION_PARTS)
+    _refuse_extras("text_cfg", text, library().CLIPTextCfg, _TEXT_PARTS)
+    act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
+    width = vision.get("width", 768)
+    tokens = transformers_form(cast(OpenClipTokenizer, package.tokenizer).inner)
+    specials = {f"{name}_token_id": getattr(tokens, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    if text.get("pool_type") == "eos" and text["eos_id"] != specials["eos_token_id"]:
+        raise UserError(
+            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
+            "text_cfg.eos_id."
+        )
+    kind = _read_at_eos(text["eos_id"] if text.get("pool_type") == "eos" else None)
+    config = kind(
+        projection_dim=tree["embed_dim"],
+        vision_config={
+            "image_size": package.preprocessing.size,
+            "patch_size": vision.get("patch_size", 16),
+            "num_attention_heads": width // vision.get("head_width", 64),
+            "hidden_act": act,
+            **_clip_sizes(vision, width),
+        },
+        text_config={
+            "max_position_embeddings": text.get("context_length", 77),
+            "vocab_size": text.get("vocab_size", 49408),
+            "num_attention_heads": text.get("heads", 8),
+            "hidden_act": act,
+            **_clip_sizes(text, text.get("width", 512)),
+            **specials,
+        },
+    )
+    weights = to_clip(config, custom_text_names(package.weights), open_clip_name)
+    return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
+
+
+_SIZES = {"layers", "width", "mlp_ratio", "norm_kwargs"}
+_VISION_PARTS = _SIZES | {"image_size", "head_width", "patch_size", "timm_model_pretrained"}
+_TEXT_PARTS = _SIZES | {"context_length", "vocab_size", "heads", "eos_id", "pad_id", "hf_tokenizer_name"}
+
+
+def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
+    defaults = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
+    extras = [name for name, value in config.items() if name not in known and value != defaults.get(name)]
+    if config.get("pool_type") == "eos":
+        extras.remove("pool_type")
+    if not isinstance(config.get("layers", 12), int):
+        extras.append("layers")
+    if extras:
+        raise UserError(
+            f"transformers' CLIPModel cannot express {', '.join(f'{where}.{name}={config[name]}' for name in extras)} "
+            "of open_clip; export with --format=open_clip."
+        )
+
+
+def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
+    width, inner = part["hidden_size"], part["intermediate_size"]
+    exact = int(width * (inner / width)) == inner  # as open_clip computes it
+    sizes = {"width": width, "layers": part["num_hidden_layers"]}
+    sizes["mlp_ratio"] = (inner if exact else inner + 0.5) / width
+    eps = part["layer_norm_eps"]
+    return sizes if eps == _DEFAULT_EPS else {**sizes, "norm_kwargs": {"eps": eps}}
+
+
+def _read_at_eos(eos: int | None) -> Any:
+    """Return the configs' class of a CLIP model that reads its feature at the EOS: CLIPModel does not if that is 2."""
+    return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
+
+
+def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
+    return {
+        "hidden_size": width,
+        "num_hidden_layers": part.get("layers", 12),
+        "intermediate_size": int(width * part.get("mlp_ratio", 4.0)),
+        "layer_norm_eps": (part.get("norm_kwargs") or {}).get("eps", _DEFAULT_EPS),
+    }
+
+
+def towers_to_clip(
+    model: DualEncoder,
+    weights: Mapping[str, Tensor],
+    logits: LogitParameters,
+    preprocessing: Preprocessing,
+    tokenizer: ModelTokenizer,
+) -> Package:
+    """Convert a model that was built from the config to CLIPModel; `model` may be on the meta device.
+
+    A bias is kept for open_clip, as CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
+    """
+    image_tower = cast(VisionTower, model.vision)
+    vision, text = _clip_vision_config(image_tower, preprocessing.size), _clip_text_config(model.text)
+    if vision is None or text is None:
+        name = image_tower.trunk.pretrained_cfg["architecture"]
+        what = f"timm's image model {name!r}" if vision is None else "the text encoder of model.text.pretrained"
+        raise UserError(
+            f"A CLIP model of transformers or open_clip cannot express {what}; export with --format=towers, or train "
+            "one of timm's vit_*_clip_* models, which may have options, with CLIP's text transformer."
+        )
+    config = _read_at_eos(text["eos_token_id"])(
+        projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
+    )
+    scalars = logit_tensors(logits, ())
+    found = to_clip(config, {**weights, **scalars}, timm_name) | scalars
+    return Package("transformers", config.to_dict(), found, preprocessing, tokenizer)
+
+
+def _clip_text_config(tower: Encoder) -> dict[str, Any] | None:
+    """Return the tower as transformers' CLIPTextConfig, or None if it is not CLIP's text transformer."""
+    if not isinstance(tower, TextTower | PooledTextTower) or not isinstance(tower.trunk, CLIPTextModel):
+        return None
+    if isinstance(tower, PooledTextTower) and tower.pooling != "eos":
+        return None
+    config = {**tower.trunk.config.to_dict(), "eos_token_id": tower.eos_id}
+    return {name: value for name, value in config.items() if name != "model_type"}
+
+
+def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:
+    """Return the tower as transformers' CLIPVisionConfig, or None if it is not CLIP's vision transformer."""
+    trunk = tower.trunk
+    if not isinstance(trunk, VisionTransformer) or trunk.global_pool != "token":
+        return None
+    block = trunk.blocks[0]
+    activation = {"GELU": "gelu", "QuickGELU": "quick_gelu"}.get(type(block.mlp.act).__name__)
+    if activation is None or trunk.pos_embed is None or trunk.pos_embed.shape[1] != trunk.patch_embed.num_patches + 1:
+        return None
+    sizes = {
+        "hidden_size": trunk.embed_dim,
+        "num_hidden_layers": len(trunk.blocks),
+        "num_attention_heads": block.attn.num_heads,
+        "intermediate_size": block.mlp.fc1.out_features,
+        "patch_size": trunk.patch_embed.patch_size[0],
+        "image_size": image_size,
+        "hidden_act": activation,
+        "layer_norm_eps": trunk.norm.eps,
+    }
+    wanted = _meta_state(MODEL_TYPES["clip"].config(vision_config=sizes, text_config={"num_hidden_layers": 1}))
+    names = {timm_name(name) for name in wanted if name.startswith("vis")}
+    return sizes if {f"vision.{name}" for name in tower.state_dict()} == names else None
+
+
+def export(package: Package, form: str, folder: Path) -> None:
+    """Write a model into a folder.
+
+    Args:
+        package: the model in its family's form.
+        form: a key of WRITERS.
+        folder: an empty one.
+
+    Raises:
+        UserError: the format cannot express the model.
+    """
+    converted = package if package.family == form else CONVERTERS[package.family, form](package)
+    WRITERS[form](converted, folder)
+
+
+def write_transformers(package: Package, folder: Path) -> None:
+    """Write config, weights, preprocessor and tokenizer for transformers' `AutoModel` and `AutoProcessor`."""
+    kind = MODEL_TYPES[package.config["model_type"]]
+    config = kind.config.from_dict({**package.config, "architectures": [kind.model.__name__], "dtype": "float32"})
+    if hasattr(config, "projection_dim"):  # the classes of a single tower read it from its own config
+        config.vision_config.projection_dim = config.text_config.projection_dim = config.projection_dim
+    wanted = _meta_state(config)
+    weights = {name: value for name, value in package.weights.items() if name in wanted or name != "logit_bias"}
+    check_tensors(str(folder), wanted, weights)
+    config.save_pretrained(folder)
+    save_file(_plain(weights), folder / "model.safetensors", metadata={"format": "pt"})
+    kind.processor(package.preprocessing, config).save_pretrained(folder)
+    package.tokenizer.save(folder)
+
+
+def write_open_clip(package: Package, folder: Path) -> None:
+    """Write open_clip_config.json, open_clip_model.safetensors and the tokenizer for open_clip's `local-dir:`."""
+    with torch.device("meta"):
+        wanted = architecture(package.config, str(folder)).state_dict()
+    check_tensors(str(folder), wanted, custom_text_names(package.weights))
+    write_config(folder, package.config, package.preprocessing)
+    save_file(_plain(package.weights), folder / "open_clip_model.safetensors", metadata={"format": "pt"})
+    package.tokenizer.save(folder)
+
+
+def write_towers(
+    model: DualEncoder, tokenizer: ModelTokenizer, preprocessing: Preprocessing, logits: LogitParameters, folder: Path
+) -> None:
+    """Write `image/` for timm's `local-dir:`, `text/` for transformers, and what joins them.
+
+    heads.safetensors holds `vision` and `text`, the projections (d, width) of the pooled features, where a tower has
+    one, and `logit_scale` and `logit_bias`.
+
+    Raises:
+        UserError: the model is that of a dual encoder's checkpoint.
+    """
+    vision, text = model.vision, model.text
+    if not isinstance(vision, VisionTower) or not isinstance(text, TextTower | PooledTextTower):
+        raise UserError(
+            "Towers of model.pretrained are written as one model: export with --format=transformers or open_clip."
+        )
+    size, mean, std, _ = preprocessing
+    pixels = {"input_size": (3, size, size), "mean": mean, "std": std}
+    save_for_hf(vision.trunk, str(folder / "image"), data_config=pixels, safe_serialization=True)
+    text.trunk.save_pretrained(folder / "text")
+    tokenizer.save(folder / "text")
+    heads = {
+        name: tower.projection.weight
+        for name, tower in (("vision", vision), ("text", text))
+        if isinstance(tower.projection, nn.Linear)
+    }
+    save_file(_plain({**heads, **logit_tensors(logits, ())}), folder / "heads.safetensors")
+
+
+def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Return contiguous float32 tensors that share no memory, as safetensors requires."""
+    return {
+        name: (tensor.float() if tensor.is_floating_point() else tensor).contiguous().clone()
+        for name, tensor in weights.items()
+    }
+
+
+WRITERS: dict[str, Callable[[Package, Path], None]] = {"transformers": write_transformers, "open_clip": write_open_clip}
+
+CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
+    ("transformers", "open_clip"): clip_to_open_clip,
+    ("open_clip", "transformers"): open_clip_to_clip,
+}

@@ -1,0 +1,73 @@
+"""Open pretrained dual encoders by `model.pretrained`: a local folder, a hub name, or `open_clip:...`.
+
+There are two steps, so that a run downloads only once: `locate` on rank 0, `open_checkpoint` on all ranks.
+"""
+
+from pathlib import Path
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import ForcedSizes
+from neuclip_ds.models.pretrained import open_clip_models, transformers_models
+from neuclip_ds.models.pretrained.base import Checkpoint, CheckpointRef
+from neuclip_ds.models.pretrained.files import SMALL_FILES, download, download_weights, read_json
+
+_AS_PUBLISHED = ForcedSizes()
+
+
+def locate(name: str, weights: bool = True) -> CheckpointRef:
+    """Locate a checkpoint, downloading it from the hub if needed.
+
+    Args:
+        name: the value of `model.pretrained`.
+        weights: False needs the architecture only, as a plan does.
+
+    Raises:
+        UserError: the checkpoint does not exist, or cannot be downloaded.
+    """
+    rest = name.removeprefix("open_clip:")
+    forced = rest != name
+    if forced and rest.partition("/")[0] in open_clip_models.library().list_models():
+        return open_clip_models.locate_by_name(rest, weights)
+    folder = Path(rest).expanduser()
+    if folder.is_file():
+        raise UserError(
+            f"model.pretrained={name} is a file without an architecture; write "
+            f"open_clip:ARCHITECTURE/{folder}, or name the folder of a complete checkpoint."
+        )
+    local = folder.is_dir()
+    if not local:
+        folder = download(rest, SMALL_FILES)
+    family = "open_clip" if forced else _family(folder)
+    if weights and not local:
+        download_weights(rest, _LIBRARIES[family].WEIGHT_PATTERNS)
+    return CheckpointRef(family, str(folder.resolve()))
+
+
+def open_checkpoint(ref: CheckpointRef, sizes: ForcedSizes = _AS_PUBLISHED) -> Checkpoint:
+    """Open the checkpoint that `locate` found, on any rank.
+
+    Raises:
+        UserError: a required file is missing, or the model cannot have a forced size.
+    """
+    if not Path(ref.path).exists():
+        raise UserError(
+            f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
+        )
+    if ref.family == "open_clip":
+        return open_clip_models.OpenClipCheckpoint(ref, sizes)
+    return transformers_models.TransformersCheckpoint(ref, sizes)
+
+
+_LIBRARIES = {"transformers": transformers_models, "open_clip": open_clip_models}
+
+
+def _family(folder: Path) -> str:
+    config = folder / "config.json"
+    if config.is_file() and read_json(config).get("model_type") in transformers_models.MODEL_TYPES:
+        return "transformers"
+    if (folder / open_clip_models.CONFIG_FILE).is_file():
+        return "open_clip"
+    raise UserError(
+        f"{folder} holds no model that can be loaded: it needs the config.json of a transformers model of type "
+        f"{', '.join(transformers_models.MODEL_TYPES)}, or open_clip's {open_clip_models.CONFIG_FILE}."
+    )

@@ -1,0 +1,234 @@
+"""Options of the objectives: those that all methods share, and one section for each estimator; free of torch."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NamedTuple
+
+from pydantic import Field, SerializerFunctionWrapHandler, model_serializer, model_validator
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.methods import DEFAULT, METHODS, SECTIONS, find_method, method_of
+from neuclip_ds.section import Section, merge
+
+
+class AdamSettings(NamedTuple):
+    """Constants of the Adam that learns the temperature."""
+
+    betas: tuple[float, float] = (0.9, 0.98)
+    eps: float = 1e-6
+
+
+class TemperatureConfig(Section):
+    initial: float | None = Field(None, gt=0)
+    """Temperature tau at step 0. By default a pretrained checkpoint's, else the method's."""
+    minimum: float = Field(0.01, gt=0)
+    """Lower bound of tau; 0.01 is CLIP's clamp of 1/tau at 100."""
+    maximum: float = Field(1.0, gt=0)
+    """Upper bound of tau."""
+    optimizer: Literal["adam", "lion", "sgd"] = "adam"
+    """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as FastCLIP's study of optimizers
+    has them. Moment decays are the encoders', of which the first is SGD's momentum."""
+    lr: float | None = Field(None, ge=0)
+    """Learning rate of log(1/tau). By default that of the encoders."""
+    rule: Literal["robust", "learned"] | None = None
+    """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default of the first; `learned`
+    as OpenCLIP with eps = 1/(n-1) and no rho, that of the second."""
+    schedule: Literal["encoder", "constant", "third_below_0.03"] = "encoder"
+    """`encoder` follows the encoders' schedule; `third_below_0.03` takes lr, and lr/3 while tau < 0.03 (FastCLIP)."""
+    rho: float | Annotated[list[float], Field(min_length=1)] = 0.0
+    """Margin rho of the robust contrastive loss (FastCLIP eq. 10). Entries of a list each hold for an equal part of
+    the run."""
+
+    @model_validator(mode="after")
+    def _bounds_hold_initial(self) -> TemperatureConfig:
+        if self.initial is not None and not self.minimum <= self.initial <= self.maximum:
+            raise ValueError(
+                f"initial={self.initial} is outside [minimum={self.minimum}, maximum={self.maximum}]; change one of "
+                "them"
+            )
+        return self
+
+
+class SiglipConfig(Section):
+    bias: float | None = None
+    """Learned bias of the logits at step 0. By default a pretrained checkpoint's, else -10."""
+
+
+class MovingAverageConfig(Section):
+    follows_epochs = True
+    gamma: Literal["cosine", "constant"] = "cosine"
+    """Schedule of gamma: FastCLIP's cosine, or SogCLR's constant gamma_min. A sample's first visit always takes 1."""
+    gamma_min: float = Field(0.2, gt=0, le=1)
+    """Weight of the new estimate at the end of the schedule."""
+    gamma_epochs: float = Field(18, ge=0)
+    """Epochs E over which gamma falls from 1 to gamma_min on a cosine, in steps of one epoch."""
+    gamma_epoch_steps: int | None = Field(None, ge=1)
+    """Training steps that count as an epoch of this schedule, for runs that see each sample about once. By default
+    those of the data."""
+    drift_rate: float = Field(0.0, ge=0, le=1)
+    """Weight of a batch in the running mean of log g that log u is kept relative to, so that u follows what all
+    samples' g do between two visits; 0 keeps u itself (FastCLIP)."""
+
+
+class AmortizedConfig(Section):
+    follows_epochs = True
+    width: float = Field(1.0, gt=0)
+    """Hidden units of the amortization MLP as a multiple f_d of the feature width."""
+    loss: Literal["l2_log", "kl", "js"] = "l2_log"
+    """Loss that lambda is fitted by: squared error of logarithms, or KL or Jensen-Shannon divergence, to which a tenth
+    of the squared error is added."""
+    lr: float = Field(1e-3, gt=0)
+    """Adam's learning rate (the released code multiplies it by the number of ranks)."""
+    max_grad_norm: float = Field(1.0, ge=0)
+    """Largest gradient norm of the MLPs; 0 does not clip."""
+    inner_steps: int = Field(3, ge=0)
+    """Adam steps T_lambda on a batch."""
+    online_every: int = Field(1, ge=1)
+    """Steps T_online between fits of the online nets."""
+    target_every: int = Field(2, ge=1)
+    """Steps T_target between updates of the EMA target nets."""
+    ema: float = Field(0.999, ge=0, le=1)
+    """Decay alpha of the EMA."""
+    previous_weight: float = Field(0.8, ge=0, lt=1)
+    """Largest weight beta_T of the previous epoch's net in the target."""
+    previous_epochs: float = Field(16, ge=0)
+    """Epochs over which that weight rises from 0 on a cosine: all of the run in the paper, 16 of 33 in the README."""
+    positive_weight: float = Field(1.0, ge=0)
+    """Weight c of an anchor's own pair in the partition: 1 in the paper, 1e-3 in the released scripts."""
+    encoder_normalizer: Literal["ema", "combined"] = "ema"
+    """Normalizer of the encoders' loss: the EMA target net (paper), or the combined batch target (released code)."""
+    init: Literal["batch_mean", "released_code"] = "batch_mean"
+    """Level of an epoch's new nets: the mean log Z of its first batch, or near 0; the paper leaves it open."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on C/lambda, with which an anchor's negatives weigh. By default none (AmorLIP)."""
+
+
+class NpnConfig(Section):
+    prototypes: int = Field(4096, ge=1, le=1 << 24)
+    """Prototypes m of each side."""
+    network: Literal["prototypes", "mlp"] = "prototypes"
+    """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
+    mlp_lr: float = Field(1e-3, gt=0)
+    """Adam's learning rate with network=mlp."""
+    inner_steps: int = Field(10, ge=0)
+    """AdaGrad updates T_u per step."""
+    redraw_every: int = Field(500, ge=0)
+    """Steps T_r between re-draws of the columns from recent features; 0 draws them once."""
+    lr: float = Field(1.0, gt=0)
+    """AdaGrad learning rate. The published 1.0 holds for B >= 1024 and m = 4096; use a smaller one below."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
+    order=joint. NeuCLIP searched 0 to 1 and has 0."""
+    initial_accumulator: float = Field(0.0, ge=0)
+    """AdaGrad's accumulator at the start."""
+    alpha_grad: Literal["full", "positive", "stop"] = "full"
+    """How much of alpha's gradient encoders and tau get: all of it (NeuCLIP eq. 12), its part along the positive, or
+    none."""
+    max_ratio: float | None = Field(None, gt=0)
+    """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
+    objective: Literal["unified", "separate"] = "unified"
+    """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
+    order: Literal["alternating", "simultaneous", "joint"] = "alternating"
+    """Update the network first and the encoders with its new prediction, or both from the old one: `simultaneous` with
+    T_u AdaGrad updates, `joint` with one AdamW step at the encoders' learning rate (Algorithm 3, ablation)."""
+
+    @model_validator(mode="after")
+    def _order_fits_the_network(self) -> NpnConfig:
+        if self.order == "joint" and self.network == "mlp":
+            raise ValueError("order=joint is for prototypes; with network=mlp use simultaneous")
+        return self
+
+
+class QueueConfig(Section):
+    size: int = Field(4096, ge=1, le=1 << 24)
+    """Samples m that the queue holds."""
+    kappa: float = Field(1.0, gt=0, le=1e6)
+    """Weight of the queue's estimate where it is pooled with the batch's, which weighs 1. Bounds (eps + g)/exp(alpha)
+    by 1 + kappa."""
+
+
+class HingeConfig(Section):
+    margin: float = Field(0.1, ge=0)
+    """Margin m of TuneCLIP's pair loss max(s_ij - s_ii + m, 0)^power."""
+    power: float = Field(2.0, ge=1)
+    """Exponent of the pair loss; TuneCLIP eq. 8 squares, which its Table 7 calls "margin smoothing 2.0"."""
+
+
+class ObjectiveConfig(Section):
+    method: str = DEFAULT
+    """Method to train with: a name in the table of docs/reference/methods.md."""
+    eps: float = Field(1e-14, gt=0)
+    """Added to every normalizer (FastCLIP App. D: 1e-6 beyond about 100M samples)."""
+    chunk_size: int | None = Field(None, ge=1)
+    """Columns of the similarity matrix that are computed at once. By default as suits the device; rows are limited so
+    that a block has at most 64 MiB on a GPU, 1 MiB per thread on a CPU."""
+    comm_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Precision in which features travel between ranks; `auto` is the towers' precision."""
+    reference: Literal["paper", "released_code"] = "paper"
+    """Where FastCLIP's paper and its released code differ. The code has no leading tau in losses with constant or
+    individual tau, counts the data term in the gradient of a robust tau twice, and clamps the gradients of individual
+    temperatures and corrects their Adam's bias by epochs."""
+    temperature: TemperatureConfig = Field(default_factory=TemperatureConfig)
+    siglip: SiglipConfig = Field(default_factory=SiglipConfig)
+    moving_average: MovingAverageConfig = Field(default_factory=MovingAverageConfig)
+    amortized: AmortizedConfig = Field(default_factory=AmortizedConfig)
+    npn: NpnConfig = Field(default_factory=NpnConfig)
+    queue: QueueConfig = Field(default_factory=QueueConfig)
+    hinge: HingeConfig = Field(default_factory=HingeConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _over_the_methods_defaults(cls, tree: Any) -> Any:
+        """Refuse sections that the method does not read, and put the method's defaults under the rest."""
+        if not isinstance(tree, dict):
+            return tree
+        method = method_of(tree)
+        for section in SECTIONS:
+            if section in tree and section not in method.sections:
+                raise UserError(_unread(tree.get("method", DEFAULT), section, tree[section]))
+        temperature = tree.get("temperature")
+        rule = temperature.get("rule") if isinstance(temperature, dict) else None
+        if rule is not None and method.temperature != "rule":
+            raise UserError(_fixed_rule(tree.get("method", DEFAULT), rule))
+        return merge(merge(method.defaults, method.starts), tree)
+
+    @model_serializer(mode="wrap")
+    def _without_unread_sections(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        read = find_method(self.method).sections
+        return {name: value for name, value in whole(self).items() if name not in SECTIONS or name in read}
+
+    @property
+    def needs_epochs(self) -> bool:
+        """Whether the method has a schedule by epochs of the data."""
+        sections: list[Section] = [getattr(self, name) for name in find_method(self.method).sections]
+        return any(section.follows_epochs for section in sections) or isinstance(self.temperature.rho, list)
+
+    def slips(self) -> list[str]:
+        """Return a sentence for each setting that training survives but that hardly anybody means."""
+        nets = self.amortized
+        if nets.init != "released_code" or nets.encoder_normalizer != "ema" or nets.max_ratio is not None:
+            return []
+        return [
+            "objective.amortized.init=released_code with encoder_normalizer=ema: until the EMA has followed, C/lambda "
+            "is too large by up to exp(1/tau), and so are the gradients (1e15 at tau = 0.01). Set "
+            "objective.amortized.max_ratio, for example to 10, or init=batch_mean; the released code has "
+            "encoder_normalizer=combined."
+        ]
+
+
+def _unread(method: str, section: str, options: Any) -> str:
+    given = [f"objective.{section}.{key}" for key in options] if isinstance(options, dict) else []
+    readers = ", ".join(name for name, other in METHODS.items() if section in other.sections)
+    reads = " and ".join(f"objective.{name}" for name in METHODS[method].sections) or "no section of its own"
+    return (
+        f"{', '.join(given) or f'objective.{section}'} is read by {readers} only; objective.method={method} reads "
+        f"{reads}: remove it, or choose one of those methods."
+    )
+
+
+def _fixed_rule(method: str, rule: str) -> str:
+    readers = ", ".join(name for name, other in METHODS.items() if other.temperature == "rule")
+    return (
+        f"objective.temperature.rule={rule} is read by {readers} only; objective.method={method} has one rule for its "
+        "temperature: remove the option, or choose one of those methods."
+    )

@@ -1,0 +1,149 @@
+"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, and the precision of float32 products.
+
+Most pairs weigh too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in float32),
+with which CPUs compute many times slower. Bounded exponents need no flushing of such numbers, which is a mode of each
+thread of the caller's process.
+
+A GPU multiplies float32 matrices several times faster where it may round them to TF32, which has 11 significant bits,
+and adds the products in float32. What has traveled as bf16 or float16 loses nothing by that. torch's switch for it
+holds for the whole process.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor
+
+_LOG2_E = math.log2(math.e)
+_TF32_HOLDS = (torch.bfloat16, torch.float16)
+
+
+def lowest_exponent(dtype: torch.dtype) -> float:
+    """Return the exponent that all lower ones are raised to: exp of it is 3e-27 in float32.
+
+    It can still be divided by 1e11 without becoming subnormal.
+    """
+    return 0.7 * math.log(torch.finfo(dtype).tiny)
+
+
+def exp_(x: Tensor) -> Tensor:
+    """Overwrite x with exp(x); in float32 with a relative error of 1e-7 (|x| + 1)."""
+    # on some CPUs torch's exp takes three times as long as its exp2
+    return x.mul_(_LOG2_E).exp2_() if x.device.type == "cpu" else x.exp_()
+
+
+def bounded_exp_(x: Tensor) -> Tensor:
+    """Overwrite x with exp(max(x, `lowest_exponent`)), as `exp_` does."""
+    return exp_(x.clamp_(min=lowest_exponent(x.dtype)))
+
+
+def log_sum_exp(x: Tensor, dim: int, out: Tensor) -> Tensor:
+    """Return log of the sum of exp along a dimension, finfo.min where all x are -inf.
+
+    `out`, which may be x, is overwritten by the terms relative to the largest.
+    """
+    largest = x.amax(dim, keepdim=True).clamp_(min=torch.finfo(x.dtype).min)
+    return bounded_exp_(torch.sub(x, largest, out=out)).sum(dim).log_().add_(largest.squeeze(dim))
+
+
+@contextmanager
+def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
+    """Multiply float32 matrices on GPUs in the fastest precision that holds numbers of `dtype` without rounding.
+
+    Outside the block the switch is as it was.
+    """
+    before, wanted = _allows_tf32(), dtype in _TF32_HOLDS
+    _allow_tf32(wanted)
+    try:
+        yield
+    finally:
+        _allow_tf32(before)
+
+
+def _allows_tf32() -> bool:
+    matmul = torch.backends.cuda.matmul
+    # `allow_tf32` raises where the program has set `fp32_precision`, which came with torch 2.9
+    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+
+
+def _allow_tf32(allow: bool) -> None:
+    if allow != _allows_tf32():
+        # sets `fp32_precision` too; torch's profiler raises where only one of the two is set
+        torch.backends.cuda.matmul.allow_tf32 = allow
+
+
+class PairLoss:
+    """l(x) of x = s_ij - s_ii; the identity, as every method but TuneCLIP has it.
+
+    (x + margin) l'(x) = power l(x), so that l(x)/tau is l of a difference whose distance from -margin is divided by
+    tau^(1/power).
+
+    Attributes:
+        margin, power: 0 and 1 for the identity.
+        is_identity: whether l(x) = x.
+    """
+
+    is_identity = True
+    margin, power = 0.0, 1.0
+
+    def value_(self, x: Tensor) -> Tensor:
+        """Overwrite x with l(x)."""
+        return x
+
+    def offset(self, origin: Tensor) -> Tensor:
+        """Return what l/tau of an anchor's pairs has besides `exponent`; `origin` as there, (2, rows)."""
+        return -origin
+
+    def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
+        """Return l/tau, but for a number of each anchor, in `out` or as y itself.
+
+        Args:
+            y: (rows, columns) similarities of a block, divided by tau^(1/power).
+            origin: the anchors' s_ii - margin, divided likewise, (rows, 1) or (1, columns).
+            out: (rows, columns) that may be overwritten, also y.
+        """
+        return y
+
+    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+        """Return the (rows, columns) exp(l/tau + log_factor) times l'/power at y - origin.
+
+        Arguments are those of `exponent`, a number of each anchor, and `spare`, overwritten too but not y.
+        """
+        return bounded_exp_(torch.add(y, log_factor - origin, out=out))
+
+    def divisor(self, size: int) -> int:
+        """Return the divisor of the sum over an anchor's negatives in a batch of `size` rows."""
+        return size - 1
+
+
+class OverBatch(PairLoss):
+    """l(x) = x as TuneCLIP's global contrastive loss has it, which divides an anchor's sum by the whole batch."""
+
+    def divisor(self, size: int) -> int:
+        return size
+
+
+class Hinge(OverBatch):
+    """l(x) = max(x + margin, 0)^power (TuneCLIP eq. 8): pairs beyond the margin contribute no gradient."""
+
+    is_identity = False
+
+    def __init__(self, margin: float, power: float) -> None:
+        self.margin, self.power = margin, power
+
+    def value_(self, x: Tensor) -> Tensor:
+        return x.add_(self.margin).clamp_(min=0).pow_(self.power)
+
+    def offset(self, origin: Tensor) -> Tensor:
+        return torch.zeros_like(origin)
+
+    def exponent(self, y: Tensor, origin: Tensor, out: Tensor) -> Tensor:
+        return torch.sub(y, origin, out=out).clamp_(min=0).pow_(self.power)
+
+    def weight(self, y: Tensor, origin: Tensor, log_factor: Tensor, out: Tensor, spare: Tensor) -> Tensor:
+        above = torch.sub(y, origin, out=spare).clamp_(min=0)
+        exponential = bounded_exp_(torch.pow(above, self.power, out=out).add_(log_factor))
+        # 0^0 is 1, but beyond the margin the slope of power 1 is 0
+        return exponential.mul_(above.pow_(self.power - 1) if self.power > 1 else above.sign_())

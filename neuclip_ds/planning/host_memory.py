@@ -1,0 +1,84 @@
+"""The host memory of a run's loaders, and what this machine lacks of all that the run needs."""
+
+import os
+from pathlib import Path
+from shutil import disk_usage
+from typing import NamedTuple
+
+import torch
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.loader import part_count
+from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery, account, count_towers
+
+SHARED_MEMORY = Path("/dev/shm")  # where torch puts tensors that go from one process to another
+_PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 once garbage collection has copied pages; 0.5 are inherited
+FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
+_FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
+
+
+class LoaderMemory(NamedTuple):
+    """Bytes of all ranks of a node at their peak."""
+
+    shared: int  # in /dev/shm
+    total: int
+    ranks: int  # of the node
+
+    def describe(self) -> str:
+        return f"node of {self.ranks}: {self.total / 1e9:,.1f} GB (in a container {self.advice})"
+
+    @property
+    def advice(self) -> str:
+        """Return the option of a container with room for a node's batches, in whole gigabytes."""
+        return f"--shm-size={-(-self.shared // 10**9)}g"
+
+
+def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
+    """Compute the loaders' memory of a node with so many ranks.
+
+    Each worker has `data.prefetch` parts of batches ready in shared memory and builds one more, for training and for
+    an evaluation meanwhile. One pass takes the next batch while it still holds its own; the second of two passes frees
+    what it has used. With a GPU, what is ready or in use is in pinned memory as well.
+    """
+    data, rows, micro, on_gpu = query.config.data, query.rank_batch, query.micro_batch, query.device == "cuda"
+    pair = 3 * query.image_size**2 + 8 * query.tokenizer.context_length + 9
+    sides = [rows, micro] if data.val or data.zero_shot or data.evaluation_sets else [rows]
+    parts = sum(pair * -(-side // part_count(side, query.image_size)) for side in sides)  # one of each loader
+    ready, in_use = data.workers * data.prefetch * parts, pair * rows * (2 if rows == micro else 1)
+    shared = ready + (in_use if data.workers and not on_gpu else 0)
+    private = data.workers * (len(sides) * _PROCESS + parts)
+    pinned = ready + in_use if on_gpu else 0
+    return LoaderMemory(ranks * shared, ranks * (shared + private + pinned), ranks)
+
+
+def local_ranks() -> int:
+    """Return how many ranks of this launch run on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or 1)  # torchrun's, DeepSpeed's
+
+
+def memory_warnings(config: Config, world_size: int) -> list[str]:
+    """Return a sentence for each memory of this machine that the run, planned before it allocates, is too large for.
+
+    Raises `UserError` if the model cannot be built.
+    """
+    query = MemoryQuery(config, world_size, device="cuda" if torch.cuda.is_available() else "cpu")
+    return shortages(account(query, count_towers(query)), loader_memory(query, local_ranks()), query.device)
+
+
+def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
+    """Return a sentence for this machine's GPU, RAM and shared memory, where it is smaller than the accounts."""
+    on_gpu = device == "cuda"
+    machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
+    ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    of_machine = loaders.ranks * (found.on_host if on_gpu else found.peak) + loaders.total
+    needs = [(of_machine, ram, machine, _FIX_OF_HOST if on_gpu else FIX)]
+    if on_gpu:
+        needs.append((found.peak, torch.cuda.get_device_properties(0).total_memory, "each rank's GPU", FIX))
+    if SHARED_MEMORY.is_dir():  # some systems keep it elsewhere
+        fix = f"start the container with {loaders.advice}, or lower data.workers or data.prefetch"
+        needs.append((loaders.shared, disk_usage(SHARED_MEMORY).free, str(SHARED_MEMORY), fix))
+    return [
+        f"The run needs {needed / 1e9:,.1f} GB (computed) of {what}, which has {there / 1e9:,.1f} GB: {fix}."
+        for needed, there, what, fix in needs
+        if needed > there
+    ]

@@ -1,0 +1,295 @@
+"""report.html of a run: scores, plots, events, last values, config and environment in one file."""
+
+from __future__ import annotations
+
+import base64
+import fnmatch
+import html
+import io
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import yaml
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import PercentFormatter
+
+from neuclip_ds.reporting.events import read_events
+from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
+
+_EVENTS = 200  # listed; the others are counted
+_CURVES = 8  # in one plot; the legend of more would hide them
+
+
+_PAGE = """\
+<!doctype html><html lang="en"><meta charset="utf-8">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<title>{title}</title>
+<style>
+body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem 2rem 4rem; max-width: 96rem }}
+img {{ max-width: 100% }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
+td, th {{ padding: .25em 1.2em .25em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }}
+pre {{ background: #f6f7f9; padding: 1em; overflow: auto; font-size: .85rem }}
+.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1.4rem }}
+figure {{ margin: 0; font-size: .85rem }}
+</style>
+<h1>{title}</h1>
+{content}
+</html>
+"""
+
+
+class Plot(NamedTuple):
+    """A plot of curves that share an axis."""
+
+    title: str
+    metrics: tuple[str, ...]  # names in metrics.jsonl, or patterns of names; those of averaged weights are shown too
+    unit: str  # of the values' axis; "%" of metrics that are shares of 1
+    meaning: str  # sentences below the plot
+    log_scale: bool = False
+
+    def has(self, metric: str) -> bool:
+        """Return whether the plot shows a metric."""
+        return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics)
+
+
+PLOTS = (
+    Plot(
+        "Image to text recall",
+        ("image_to_text_recall@*",),
+        "%",
+        "Share of held-out images whose own caption is among the k nearest of all held-out captions (@k).",
+    ),
+    Plot(
+        "Text to image recall",
+        ("text_to_image_recall@*",),
+        "%",
+        "Share of held-out captions whose own image is among the k nearest of all held-out images (@k).",
+    ),
+    Plot(
+        "Zero-shot accuracy",
+        ("zero_shot_top*",),
+        "%",
+        "Share of images whose class is the nearest (top1) or among the five nearest (top5), by prompts of its name.",
+    ),
+    Plot("Averages of evaluation sets", ("average/*",), "%", "Means of main metrics over groups of DataComp's sets."),
+    Plot("Evaluation sets", ("task/*",), "%", "The main metric of each set."),
+    Plot(
+        "Training loss",
+        ("loss",),
+        "loss of the global batch",
+        "The method's own objective: losses of different methods are different things, so compare recall. An epoch's "
+        "last batch is omitted where it is less than half as large as the others.",
+    ),
+    Plot(
+        "OpenCLIP's loss of the batch",
+        ("batch_loss",),
+        "cross-entropy, nats",
+        "Cross-entropy of each pair among the pairs of its batch, at the run's temperature; the same for all methods.",
+    ),
+    Plot(
+        "Temperature",
+        ("tau", "tau_*"),
+        "temperature τ",
+        "Similarities are divided by τ before the exponential: a smaller one contrasts more sharply.",
+    ),
+    Plot("Bias", ("bias",), "bias b", "SigLIP adds it to the logits, as nearly all of its pairs are negatives."),
+    Plot("Learning rate", ("lr",), "learning rate", "Of the encoders, by its schedule."),
+    Plot("Gradient norm", ("grad_norm",), "L2 norm", "Of the encoders' gradient, before it is clipped.", True),
+    Plot(
+        "Feature gradient norm",
+        ("feature_grad_norm",),
+        "L2 norm",
+        "Of the loss's gradient with respect to all features of the batch, before the towers.",
+        True,
+    ),
+    Plot(
+        "Log-normalizer alpha",
+        ("alpha",),
+        "α, nats",
+        "α is the logarithm of an anchor's normalizer, ε + mean of exp((s_ij - s_ii)/τ) over its negatives j, as the "
+        "method estimates it; the mean of the batch. An anchor's weight is exp(-α).",
+    ),
+    Plot(
+        "NPN ratio",
+        ("npn_ratio_*",),
+        "ratio",
+        "The normalizer of the batch over the one that the normalizer-predicting network (NPN) predicts, "
+        "(ε + g)/(ε + ĝ). 1 is right; a mean outside 0.5 to 2 says that the network has lost the normalizer.",
+        True,
+    ),
+    Plot(
+        "Queue ratio",
+        ("normalizer_ratio",),
+        "ratio",
+        "The normalizer of the batch over the pooled one of batch and queue; 1 where they agree.",
+    ),
+    Plot(
+        "Gamma",
+        ("gamma",),
+        "γ",
+        "Share of the batch in the moving average u of each sample's normalizer; 1 forgets the past.",
+    ),
+    Plot(
+        "Log of u",
+        ("log_u",),
+        "log u, nats",
+        "u is the moving average of a sample's normalizer; the mean over the batch. An anchor's weight is 1/(ε + u).",
+    ),
+    Plot(
+        "Amortization ratio",
+        ("amortization_ratio",),
+        "ratio",
+        "The normalizer of the batch over the one that AmorLIP's MLP predicts; 1 is right.",
+    ),
+    Plot("Amortization error", ("amortization_error",), "loss", "What AmorLIP's MLP minimizes.", True),
+    Plot("Log of lambda", ("log_lambda",), "log λ, nats", "λ is the normalizer that AmorLIP's MLP predicts, the mean."),
+    Plot(
+        "Normalizer error",
+        ("normalizer_mse", "normalizer_mse_*"),
+        "squared error, nats²",
+        "Mean squared difference of the method's log-normalizers from those over the whole training set; _image and "
+        "_text are those of image and text anchors.",
+        True,
+    ),
+    Plot("Normalizer bias", ("normalizer_bias",), "error, nats", "Mean difference of the same; below 0 is too small."),
+    Plot("Throughput", ("samples_per_second",), "samples/s", "Of all ranks together."),
+    Plot("Waiting for data", ("data_wait_share",), "%", "Share of the time in which rank 0 waits for its batch."),
+    Plot(
+        "Objective's communication",
+        ("objective_communication_share",),
+        "%",
+        "Share of the time in which rank 0 waits for the objective's collectives.",
+    ),
+    Plot("Skipped steps", ("skipped_steps",), "steps", "Steps without an update, as a gradient was not finite."),
+    Plot("Bad samples", ("bad_samples/*",), "samples", "Samples that could not be used, by reason."),
+)
+_COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
+
+
+class Histogram(NamedTuple):
+    """Distributions of values, normalized per column."""
+
+    title: str
+    unit: str
+    meaning: str
+    columns: Mapping[str, Sequence[float]]
+
+    def draw(self) -> Figure:
+        figure, axes = _figure(self.title)
+        for name, values in self.columns.items():
+            axes.hist(values, bins=60, histtype="step", label=name, weights=[1 / max(1, len(values))] * len(values))
+        axes.set(xlabel=self.unit, ylabel="share of samples")
+        axes.legend()
+        return figure
+
+
+def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
+    """Write RUN/report.html on what is in a run's folder, and return its path.
+
+    Raises:
+        UserError: the folder has no metrics.
+    """
+    series = read_series(run)
+    config = (run / "config.yaml").read_text(encoding="utf-8")
+    figures = [*_plots(series), *(_element(one.draw(), one.meaning) for one in histograms)]
+    environment = run / "environment.json"
+    found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
+    sections = [
+        *_scores(series),
+        f'<h2>Curves</h2><div class="plots">{"".join(figures)}</div>',
+        *_events(run),
+        _table("Last values", ["metric", "value"], [[name, f"{x[-1]:.5g}"] for name, (_, x) in series.items()]),
+        _table("Environment", ["", ""], [[key, str(value)] for key, value in found.items()]),
+        f"<h2>Config</h2><pre>{html.escape(config)}</pre>",
+    ]
+    path = run / "report.html"
+    heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
+    path.write_text(_PAGE.format(title=html.escape(heading), content="\n".join(sections)), encoding="utf-8")
+    return path
+
+
+def _scores(series: Mapping[str, Series]) -> Iterator[str]:
+    """Yield a table of the last and best value of every score in percent, next to chance, if there are scores."""
+    rows = []
+    for name in scores_among(series):
+        steps, values = series[name]
+        best = max(range(len(values)), key=values.__getitem__)
+        chance = series.get(CHANCE + name.removeprefix(AVERAGED))
+        row = [values[-1], steps[-1], values[best], steps[best], chance[1][-1] if chance else None]
+        rows.append([name, *("-" if x is None else f"{x:,}" if isinstance(x, int) else f"{100 * x:.2f}" for x in row)])
+    if rows:
+        yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
+
+
+def _plots(series: Mapping[str, Series]) -> Iterator[str]:
+    """Yield the plots, with one for each metric that `PLOTS` does not know, or that has too many curves beside it."""
+    names = [name for name in _in_order(series) if name not in _COUNTS and not name.startswith(CHANCE)]
+    left = list(names)
+    for plot in PLOTS:
+        shown = [name for name in names if plot.has(name) and any(series[name][1])]
+        left = [name for name in left if not plot.has(name)]
+        if len(shown) > _CURVES:
+            for name in shown:
+                yield _element(_draw(plot._replace(title=name), {name: series[name]}), plot.meaning)
+        elif shown:
+            yield _element(_draw(plot, {name: series[name] for name in shown}), plot.meaning)
+    for name in left:
+        yield _element(_draw(Plot(name, (name,), name, ""), {name: series[name]}), "")
+
+
+def _draw(plot: Plot, curves: Mapping[str, Series]) -> Figure:
+    figure, axes = _figure(plot.title)
+    for name, (steps, values) in curves.items():
+        axes.plot(steps, values, label=name, linewidth=1, marker="o" if len(steps) < 30 else "", markersize=3)
+    axes.set(xlabel="training step", ylabel=plot.unit, yscale="log" if plot.log_scale else "linear")
+    if plot.unit == "%":
+        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    if len(curves) > 1:
+        axes.legend(fontsize=8)
+    return figure
+
+
+def _figure(title: str) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(4.8, 3))
+    axes = figure.add_axes((0.16, 0.16, 0.81, 0.74))
+    axes.set_title(title, loc="left", fontsize=10)
+    axes.grid(alpha=0.4)
+    return figure, axes
+
+
+def _element(figure: Figure, meaning: str) -> str:
+    """Return a figure as HTML, with its picture in it."""
+    figure.savefig(out := io.BytesIO(), format="png", dpi=110)
+    source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
+    label = html.escape(figure.axes[0].get_title(loc="left"))
+    return f'<figure><img alt="{label}" src="{source}"><figcaption>{html.escape(meaning)}</figcaption></figure>'
+
+
+def _events(run: Path) -> Iterator[str]:
+    """Yield a table of the events, if there are any."""
+    found = list(read_events(run))
+    rows = [[str(event.step), str(event.rank), event.kind, event.words] for event in found[:_EVENTS]]
+    if rows:
+        yield _table("Events", ["step", "rank", "kind", "message"], rows)
+    if len(found) > _EVENTS:
+        yield f"<p>and {len(found) - _EVENTS} more in events.jsonl</p>"
+
+
+def _in_order(names: Iterable[str]) -> list[str]:
+    """Return names in the order of the alphabet and of the numbers in them, recall@5 before recall@10."""
+    return sorted(set(names), key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
+
+
+def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Return a table as HTML below its title, with its cells escaped."""
+    lines = [_row(header, "th"), *(_row(cells, "td") for cells in rows)]
+    return f"<h2>{html.escape(title)}</h2><table>{''.join(lines)}</table>"
+
+
+def _row(cells: Sequence[str], element: str) -> str:
+    return "<tr>" + "".join(f"<{element}>{html.escape(cell)}</{element}>" for cell in cells) + "</tr>"

@@ -1,0 +1,148 @@
+"""Hooks that a run has only if its config asks for them, and its report; the trainer knows none of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import logging
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from neuclip_ds.config import Config
+from neuclip_ds.errors import UserError
+from neuclip_ds.objectives.base import Objective
+from neuclip_ds.profiling.recorder import Recorder
+from neuclip_ds.reporting.report import Histogram, write_report
+from neuclip_ds.state.sample_store import columns
+from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks.remote import CopyRun
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+log = logging.getLogger(__name__)
+
+_DISTRIBUTIONS = {  # table -> title, unit and meaning of a histogram
+    "samples": ("Log of u of samples", "log u, nats", "u is the moving average of each sample's normalizer."),
+    "temperatures": ("Individual temperatures", "temperature τ", "Each sample's own τ, as an image and as a text."),
+}
+_BEFORE_PROFILE = 10  # steps, in which caches fill and a GPU warms up
+_DRAWN = 200_000  # samples, evenly spaced
+
+
+def optional_hooks(config: Config) -> list[Hook]:
+    """Return the hooks of a run's config; raise `UserError` where one needs a library that is not installed."""
+    run = config.run
+    hooks = [
+        ProfileSteps() if run.profile_steps else None,
+        CopyRun(run.remote) if run.remote is not None else None,
+        WeightsAndBiases(run.wandb) if run.wandb is not None else None,
+        WriteReport(),  # its after_run comes first, so that the copy has the report
+    ]
+    return [hook for hook in hooks if hook is not None]
+
+
+class ProfileSteps(Hook):
+    """Record `run.profile_steps` steps, the wait for their batches included, into profile/."""
+
+    def start(self, loop: Loop) -> None:
+        context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
+        labels = {"method": loop.fingerprint["method"], "zero_stage": int(context.engine.zero_optimization_stage())}
+        recorder = Recorder(folder, context.communicator, run.profile_steps, _BEFORE_PROFILE, labels)
+        self._recorder, self._step = loop.resources.enter_context(recorder), ExitStack()
+
+    def before_step(self, loop: Loop) -> None:
+        self._step.enter_context(self._recorder.step())
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._step.close()
+
+
+class WeightsAndBiases(Hook):
+    """Send what TensorBoard gets to a project of Weights & Biases, PROJECT or ENTITY/PROJECT, from rank 0.
+
+    wandb reads its own variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY ...). The run's id is kept in
+    wandb_id.txt, so that a resumed run continues the same chart. A failure is logged, and training continues.
+    """
+
+    def __init__(self, project: str) -> None:
+        found = importlib.util.find_spec("wandb")
+        if found is None or found.origin is None:  # a folder wandb/ of offline runs looks like a package
+            raise UserError(
+                "run.wandb needs the library wandb, which is not installed: run pip install wandb, or omit run.wandb."
+            )
+        self._project, self._run = project, None
+
+    def start(self, loop: Loop) -> None:
+        if loop.context.communicator.rank == 0:
+            try:
+                self._run = self._begin(loop)
+            except Exception as error:  # wandb's own errors, the operating system's and its transport's
+                self._warn(error)
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        if self._run is not None:
+            try:
+                self._run.finish(exit_code=int(error is not None))
+            except Exception as failure:
+                self._warn(failure)
+
+    def _begin(self, loop: Loop) -> Any:
+        import wandb  # optional
+
+        entity, _, project = self._project.rpartition("/")
+        id_file = loop.folder / "wandb_id.txt"
+        if not (loop.done and id_file.is_file()):
+            id_file.write_text(uuid.uuid4().hex[:8], encoding="utf-8")
+        return wandb.init(
+            project=project,
+            entity=entity or None,
+            name=loop.folder.name,
+            id=id_file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(loop.folder),
+            config=loop.context.config.model_dump(mode="json"),
+            sync_tensorboard=True,
+        )
+
+    def _warn(self, error: Exception) -> None:
+        log.warning(
+            "Weights & Biases failed (%s: %s); training continues without it, with all metrics in metrics.jsonl. "
+            "Set WANDB_MODE=offline where there is no network.",
+            *(type(error).__name__, error),
+        )
+
+
+class WriteReport(Hook):
+    """Write report.html at the end of a run, and where an earlier start has failed to."""
+
+    def after_run(self, loop: Loop) -> None:
+        """Write it on rank 0; the run is complete by now, so a failure is a warning."""
+        if loop.context.communicator.rank > 0:
+            return
+        try:
+            report, metrics = loop.folder / "report.html", loop.folder / "metrics.jsonl"
+            if not report.exists() or report.stat().st_mtime_ns < metrics.stat().st_mtime_ns:
+                log.info("report: %s", write_report(loop.folder, list(_histograms(loop.objective))))
+        except Exception as error:
+            log.warning(
+                "report.html could not be written (%s: %s); the same command tries again", type(error).__name__, error
+            )
+
+
+def _histograms(objective: Objective) -> Iterator[Histogram]:
+    """Yield the distributions of u and of individual temperatures over this rank's samples."""
+    tables = objective.row_tables()
+    for name, described in _DISTRIBUTIONS.items():
+        if name in tables:
+            yield Histogram(*described, {field: _drawn(column) for field, column in columns(tables[name]).items()})
+
+
+def _drawn(column: Tensor) -> list[float]:
+    """Return up to `_DRAWN` values of samples that have been seen."""
+    some = column[:: max(1, len(column) // _DRAWN)].float().cpu()
+    return list(some[torch.isfinite(some)].tolist())

@@ -1,0 +1,319 @@
+"""The hooks of every loop: prefetch shards, list bad samples, write metrics, stop on a signal, save, evaluate."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from neuclip_ds.checkpoint.checkpoints import Best
+from neuclip_ds.checkpoint.integrity import SaveFailed
+from neuclip_ds.data.bad_samples import BadSampleLog
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.data.prefetch import Prefetcher
+from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, take_signal
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import explain_disk
+from neuclip_ds.reporting.metrics import MetricsLog, read_metrics, score_lines, scores_among
+from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks.health import WatchHealth
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+log = logging.getLogger(__name__)
+
+Evaluate = Callable[[], dict[str, float]]
+
+_ATTEMPTS = 3  # checkpoints in a row that cannot be written before the run stops
+_SECONDS = 10.0  # least time between lines on the progress
+
+
+def standard_hooks(loop: Loop, evaluate: Evaluate | None) -> list[Hook]:
+    """Return the hooks of every loop in their order."""
+    bad_samples, saver = ListBadSamples(loop), SaveCheckpoints()
+    return [
+        PrefetchShards(),
+        bad_samples,
+        WatchHealth(),
+        ShowProgress(),
+        WriteMetrics(bad_samples.log),
+        StopOnSignal(),
+        saver,
+        *([EvaluateModel(evaluate, saver)] if evaluate is not None else []),
+    ]
+
+
+class PrefetchShards(Hook):
+    """Fetch the remote shards that a node needs ahead of training, on one rank of each node."""
+
+    _prefetcher: Prefetcher | None = None
+
+    def start(self, loop: Loop) -> None:
+        context = loop.context
+        communicator, data = context.communicator, context.data
+        node = communicator.ranks_of_node()
+        if data.loading.cache is None or communicator.rank != node[0] or loop.done == loop.total:
+            return
+        rank_batch = data.order.batch_size // communicator.world_size
+        rows = [slice(rank * rank_batch, (rank + 1) * rank_batch) for rank in node]
+        prefetcher = Prefetcher(
+            data.loading.cache,
+            partial(loop.position.shards_ahead, loop.done, rows),
+            data.manifest.shards,
+            begin=loop.done,
+            end=loop.total,
+            ahead=data.order.steps_per_epoch,
+        )
+        self._prefetcher = loop.resources.enter_context(prefetcher)
+
+    def before_step(self, loop: Loop) -> None:
+        if self._prefetcher is not None:
+            self._prefetcher.advance(loop.done)
+
+
+class ListBadSamples(Hook):
+    """Keep bad_samples.jsonl, and end the run when too many samples are bad."""
+
+    def __init__(self, loop: Loop) -> None:
+        context = loop.context
+        self.log = BadSampleLog(
+            loop.folder, context.config.data.max_bad_fraction, writes=context.communicator.rank == 0
+        )
+
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
+        self.log.record(batch)
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        if result.logs or result.saves:
+            self.log.merge(loop.context.communicator.gather_objects)
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self.log.merge(loop.context.communicator.gather_objects)
+        return {"seen": self.log.seen, "causes": dict(self.log.causes)}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self.log.restore(state["seen"], state["causes"])
+
+
+class WriteMetrics(Hook):
+    """Write the metrics of every `run.log_every`-th step, with throughput and shares of waiting since the last one."""
+
+    def __init__(self, bad_samples: BadSampleLog) -> None:
+        self._bad_samples = bad_samples
+
+    def start(self, loop: Loop) -> None:
+        """Open metrics.jsonl and TensorBoard on rank 0."""
+        communicator = loop.context.communicator
+
+        def open_log() -> MetricsLog | None:
+            with explain_disk(loop.folder):
+                return MetricsLog(loop.folder, loop.done or None) if communicator.rank == 0 else None
+
+        loop.metrics = communicator.on_every_rank(open_log)
+        if loop.metrics is not None:
+            loop.resources.enter_context(loop.metrics)
+        self._begin_interval(loop)
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._waited += result.waited
+        if not result.logs:
+            return
+        if loop.metrics is not None:
+            # the values of an epoch's rest, with fewer negatives, would end every curve in a step
+            of_step = {"lr": result.lr, "skipped_steps": result.skipped} if result.rest else result.metrics
+            loop.metrics.write(result.step, {**of_step, **self._of_interval(loop, result)})
+        self._begin_interval(loop)
+
+    def _of_interval(self, loop: Loop, result: StepResult) -> dict[str, float]:
+        passed = time.perf_counter() - self._since
+        found: dict[str, float] = {f"bad_samples/{cause}": n for cause, n in self._bad_samples.causes.items()}
+        found["samples_per_second"], found["data_wait_share"] = result.samples_per_second, self._waited / passed
+        communicator = loop.context.communicator
+        if communicator.world_size > 1:
+            found["objective_communication_share"] = (communicator.seconds() - self._communicated) / passed
+        return found
+
+    def _begin_interval(self, loop: Loop) -> None:
+        self._waited, self._since = 0.0, time.perf_counter()
+        self._communicated = loop.context.communicator.seconds()
+
+
+class ShowProgress(Hook):
+    """Log step, loss of the newest full batch, temperature, throughput and time left, every 10 seconds and at the end.
+
+    Rank 0 does, as other ranks log warnings only.
+    """
+
+    def start(self, loop: Loop) -> None:
+        self._loss, self._next_line = math.nan, -math.inf
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        self._loss = self._loss if result.rest else result.loss
+        now = time.monotonic()
+        if now < self._next_line and not result.last:
+            return
+        self._next_line = now + _SECONDS
+        rate, left = result.samples_per_second, "?"
+        if math.isfinite(rate) and rate > 0:
+            samples = (loop.total - result.step) * loop.context.config.data.batch_size
+            left = str(timedelta(seconds=round(samples / rate)))
+        log.info(
+            "step %d/%d  loss %.4f  tau %.4f  %s samples/s  ETA %s",
+            result.step,
+            loop.total,
+            self._loss,
+            result.tau,
+            f"{rate:,.0f}" if math.isfinite(rate) else "?",
+            left,
+        )
+
+
+class StopOnSignal(Hook):
+    """Stop all ranks after the same step, with a checkpoint, when one of them has received a stop signal."""
+
+    def start(self, loop: Loop) -> None:
+        loop.resources.enter_context(deferring())
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        """Agree at steps that log whether any rank has received a signal, and which."""
+        if not result.logs:
+            return
+        communicator = loop.context.communicator
+        taken = take_signal()
+        received = torch.tensor([int(number == taken) for number in STOP_SIGNALS], device=communicator.device)
+        counts = communicator.all_reduce(received, "control").tolist()
+        for number, count in zip(STOP_SIGNALS, counts, strict=True):
+            if count:
+                loop.stop_requested, loop.stop_signal = True, number
+
+
+class SaveCheckpoints(Hook):
+    """Save every `run.checkpoint_every` steps, after the last step, and before a requested stop.
+
+    Where that fails, training continues to the next checkpoint, until three have failed in a row.
+    """
+
+    def __init__(self) -> None:
+        self._failed = 0
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        last = result.last or loop.stop_requested
+        if result.saves or loop.stop_requested:
+            self.save(loop, last)
+        elif result.logs:
+            self._try(loop, loop.checkpoints.publish)
+        if last:
+            self._try(loop, loop.checkpoints.finish, last)
+
+    def save(self, loop: Loop, last: bool = False) -> None:
+        """Save now; `last` raises `UserError` where that fails, as no further checkpoint follows."""
+        loop.events.merge(loop.context.communicator.gather_objects)
+        self._try(loop, loop.checkpoints.finish)
+        self._try(loop, loop.save, last)
+
+    def complete(self, loop: Loop) -> bool:
+        """Wait for a save in progress; return whether this step has its checkpoint."""
+        self._try(loop, loop.checkpoints.finish)
+        return loop.saved == loop.done
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        loop.checkpoints.abandon()
+
+    def _try(self, loop: Loop, work: Callable[[], bool], last: bool = False) -> None:
+        """Call what may complete a checkpoint and returns whether it did; count failures in a row."""
+        try:
+            if work():
+                self._failed = 0
+        except SaveFailed as error:
+            self._failed += 1
+            loop.saved = 0
+            if last or self._failed >= _ATTEMPTS:
+                raise UserError(
+                    f"{error} It is number {self._failed} in a row. Make room and check the disk; the same command "
+                    "then resumes from the newest checkpoint."
+                ) from error
+            if loop.context.communicator.rank == 0:
+                loop.events.add(loop.done, "save_failed", f"{error} Training continues without this checkpoint.")
+
+
+class EvaluateModel(Hook):
+    """Evaluate every `run.evaluate_every` steps and after the last one, and before step 1 for `run.best_metric`.
+
+    What is due at the step of the checkpoint that a run resumes from is done first, unless metrics.jsonl has it.
+    """
+
+    def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
+        self._evaluate, self._saver = evaluate, saver
+
+    def start(self, loop: Loop) -> None:
+        run = loop.context.config.run
+        self._began = loop.done
+        at_start = loop.done == 0 and run.best_metric is not None
+        if at_start or (loop.done > 0 and self._is_due(loop)):
+            self._measure(loop)
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        if self._is_due(loop) and not loop.stop_requested:
+            self._measure(loop)
+
+    def finish(self, loop: Loop) -> None:
+        self._measure(loop)
+
+    def _is_due(self, loop: Loop) -> bool:
+        every = loop.context.config.run.evaluate_every
+        return every > 0 and loop.done % every == 0 and loop.done < loop.total
+
+    def _measure(self, loop: Loop) -> dict[str, float]:
+        """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
+
+        A signal ends the evaluation at once, so there is a checkpoint before it.
+        """
+        results, name = self._recorded(loop), loop.context.config.run.best_metric
+        if not results or name not in (None, *results):
+            if loop.done > loop.saved:
+                self._saver.save(loop)
+            with deferring(False):
+                results = self._evaluate()
+            if loop.metrics is not None and results:
+                loop.metrics.write(loop.done, results)
+        for line in score_lines(results):
+            log.info("step %d/%d  %s", loop.done, loop.total, line)
+        if name is None:
+            return results
+        if name not in results:
+            raise UserError(
+                f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
+                f"{', '.join(scores_among(results)) or 'none: set data.val or data.zero_shot'}."
+            )
+        if loop.done:
+            self._keep_if_best(loop, Best(loop.done, name, results[name]))
+        return results
+
+    def _recorded(self, loop: Loop) -> dict[str, float]:
+        """Return the evaluation of this step by an earlier start of the run; nothing if there was none."""
+        path = loop.folder / "metrics.jsonl"
+        if loop.done != self._began or loop.done == 0:
+            return {}
+
+        def read() -> dict[str, float]:
+            of_step = (record for record in read_metrics(path) if record["step"] == loop.done)
+            found = [record for record in of_step if "lr" not in record]  # which those of training have
+            return {name: value for record in found for name, value in record.items() if name != "step"}
+
+        return loop.context.communicator.on_rank_zero(read)
+
+    def _keep_if_best(self, loop: Loop, found: Best) -> None:
+        best = loop.checkpoints.best()
+        replaces = best is None or best.metric != found.metric or best.step == found.step or found.value > best.value
+        if replaces and best != found:
+            if loop.saved != found.step:
+                self._saver.save(loop)
+            if self._saver.complete(loop):
+                loop.checkpoints.keep_best(found)

@@ -1,0 +1,310 @@
+"""What each training step gets, as functions of its number: its place in the data, its phase and its learning rate.
+
+The place in the data holds also when the data have grown while a run was interrupted: the epoch that was begun then
+ends with the shards that it began with, and the next one has the new shards too. A run without `phases:` is one phase;
+a run that resumes is in the phase that its step belongs to.
+"""
+
+import logging
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from neuclip_ds.config import Config, ModelConfig, OptimizerConfig, VisionConfig
+from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.mixture import BatchOrder
+from neuclip_ds.data.prefetch import ShardRequest, shards_ahead
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.towers import check_image_size, taking_other_sizes
+
+log = logging.getLogger(__name__)
+
+
+class Span(NamedTuple):
+    """Training steps with the same shards, from training step `step` on, at which epoch `epoch` begins."""
+
+    step: int
+    epoch: int
+    order: BatchOrder
+    shards: int  # of the manifest
+    removed: tuple[int, ...]  # numbers of those that were not in use
+
+    def record(self) -> dict[str, Any]:
+        """Return what a checkpoint keeps of it."""
+        return {"step": self.step, "epoch": self.epoch, "shards": self.shards, "removed": list(self.removed)}
+
+
+class Budget(NamedTuple):
+    """How long to train."""
+
+    epochs: float
+    max_steps: int | None = None  # instead of epochs
+
+
+class StepLocation(NamedTuple):
+    """A training step's place in the data."""
+
+    order: BatchOrder
+    epoch: int
+    step: int  # within the epoch
+
+
+class DataPosition:
+    """The map from training steps to epochs: spans of steps, nearly always one."""
+
+    def __init__(self, spans: Sequence[Span]) -> None:
+        self.spans = tuple(spans)
+
+    @classmethod
+    def start(cls, order: BatchOrder, manifest: Manifest) -> "DataPosition":
+        """Return the position of a run that begins."""
+        return cls([Span(0, 0, order, manifest.n_shards, manifest.removed)])
+
+    def at(self, number: int) -> StepLocation:
+        """Return a training step's place, counted from 0."""
+        span = self._span(number)
+        epochs, step = divmod(number - span.step, span.order.steps_per_epoch)
+        return StepLocation(span.order, span.epoch + epochs, step)
+
+    def is_rest(self, number: int) -> bool:
+        """Return whether a training step has the rest of an epoch, less than half a batch, whose loss is another."""
+        order, _, step = self.at(number)
+        return 0 < step == order.steps_per_epoch - 1 and 2 * order.last_batch_size < order.batch_size
+
+    def _span(self, number: int) -> Span:
+        return next(span for span in reversed(self.spans) if span.step <= number or span is self.spans[0])
+
+    def parts(self, begin: int, end: int) -> Iterator[tuple[StepLocation, int]]:
+        """Yield the place of the first of the training steps begin ... end - 1 in each span, and their number."""
+        ends = [span.step for span in self.spans[1:]]
+        for stop in [min(stop, end) for stop in ends if stop > begin] + [end]:
+            if begin < stop:
+                yield self.at(begin), stop - begin
+            begin = max(begin, stop)
+
+    def batch(self, number: int) -> NDArray[np.int64]:
+        """Return the global indices of a training step's batch."""
+        place = self.at(number)
+        return place.order.batch(place.epoch, place.step)
+
+    def shards_ahead(self, number: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
+        """Yield what the function of that name does from a training step on, with batches counted as those are."""
+        ends = [span.step for span in self.spans[1:]] + [None]
+        for span, end in zip(self.spans, ends, strict=True):
+            if end is not None and end <= number:
+                continue
+            place = self.at(max(number, span.step))
+            offset = span.step - span.epoch * span.order.steps_per_epoch
+            for request in shards_ahead(place.order, place.epoch, place.step, rows):
+                if end is not None and request.first + offset >= end:
+                    break
+                yield request._replace(first=request.first + offset, last=request.last + offset)
+
+    def end(self, budget: Budget) -> int:
+        """Return the number of steps after which training ends."""
+        if budget.max_steps:
+            return budget.max_steps
+        span = next(span for span in reversed(self.spans) if span.epoch < budget.epochs or span is self.spans[0])
+        left = round((budget.epochs - span.epoch) * span.order.steps_per_epoch)
+        return max(span.step + left, span.step, 1)
+
+    def record(self, manifest: Manifest) -> dict[str, Any]:
+        """Return what a checkpoint keeps of the data."""
+        spans = [span.record() for span in self.spans]
+        return {"hash": manifest.content_hash, "shards": manifest.n_shards, "spans": spans}
+
+
+def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
+    """Raise `UserError` unless the data are those of a checkpoint, or have grown from them."""
+    if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
+        raise UserError(
+            f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
+            f"{manifest.content_hash}, {manifest.n_shards}): name the data it was trained on, or a manifest that "
+            "`neuclip-ds build-manifest --update` has made from theirs, or give the run another name (--run.name)."
+        )
+
+
+def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, order: BatchOrder) -> DataPosition:
+    """Return the position of a run that resumes after `done` steps.
+
+    Args:
+        saved: the checkpoint's record.
+        order: that of the data as they are now, which may have grown, or lack shards that were removed: what these hold
+            of an epoch that was begun stays empty.
+
+    Raises:
+        UserError: the data are not those of the record.
+    """
+    check_data(saved, manifest)
+    before = DataPosition([_build(span, manifest, order) for span in saved["spans"]])
+    last = before.spans[-1]
+    if (manifest.n_shards, manifest.removed) == (last.shards, last.removed):
+        return before
+    under_way = before.at(done)
+    step = done + -under_way.step % under_way.order.steps_per_epoch
+    after = Span(step, under_way.epoch + (under_way.step > 0), order, manifest.n_shards, manifest.removed)
+    log.warning(
+        "the data have changed from %d shards to %d (%d samples in use): epoch %d, from step %d on, is the first with "
+        "these",
+        *(last.shards, manifest.n_shards, manifest.n_used, after.epoch, step),
+    )
+    return DataPosition([*[span for span in before.spans if span.step <= done][-1:], after] if step > done else [after])
+
+
+def _build(span: Mapping[str, Any], manifest: Manifest, order: BatchOrder) -> Span:
+    shards, removed = span["shards"], tuple(span["removed"])
+    if (shards, removed) != (manifest.n_shards, manifest.removed):
+        order = order.of_shards(manifest.sizes_without(removed)[:shards], manifest.removed)
+    return Span(span["step"], span["epoch"], order, shards, removed)
+
+
+_FITTED_WARMUP = 10  # a warm-up that does not fit into the run becomes this part of it: a tenth
+_COOLDOWN = 5  # by default the last fifth
+
+
+class Phase(NamedTuple):
+    """Steps [start, stop) with the same inputs, and the schedule of learning rates that they are part of."""
+
+    start: int
+    stop: int
+    image_size: int | None  # side in pixels; None is the model's
+    context_length: int | None  # tokens of a caption, likewise
+    patch_drop: float  # share of the image's patches that are left out
+    rates: OptimizerConfig
+    rates_start: int  # of the schedule, which may span several phases
+    rates_stop: int
+
+    def learning_rate(self, step: int) -> float:
+        """Return the encoders' learning rate of a step of the run."""
+        return learning_rate(step - self.rates_start, self.rates_stop - self.rates_start, self.rates)
+
+    def describe(self) -> str:
+        """Return what is special about its inputs."""
+        images = "full images" if self.image_size is None else f"images of {self.image_size} pixels"
+        captions = "" if self.context_length is None else f", captions of {self.context_length} tokens"
+        dropped = f", {self.patch_drop:.0%} of the patches dropped" if self.patch_drop else ""
+        return f"steps {self.start + 1} to {self.stop}: {images}{captions}{dropped}, peak lr {self.rates.lr:.3g}"
+
+
+def plan_phases(config: Config, position: DataPosition, total: int) -> list[Phase]:
+    """Return the phases of a run of `total` steps.
+
+    Raises:
+        UserError: the first phases leave no step of the budget for the last one.
+    """
+    if not config.phases:
+        return [Phase(0, total, None, None, config.model.vision.patch_drop, config.optimizer, 0, total)]
+    edges = [0, *_borders(config, position), total]
+    if edges != sorted(set(edges)):
+        raise UserError(
+            f"phases: the first {len(edges) - 2} take {edges[-2]} steps, and the run has {total}: raise epochs or "
+            "max_steps, or shorten them, as the last one takes the rest."
+        )
+    schedules = [number for number, phase in enumerate(config.phases) if number == 0 or phase.lr is not None]
+    planned = []
+    for number, (phase, start, stop) in enumerate(zip(config.phases, edges[:-1], edges[1:], strict=True)):
+        first = max(begin for begin in schedules if begin <= number)
+        after = min((begin for begin in schedules if begin > number), default=len(config.phases))
+        own = config.phases[first]
+        chosen = {"lr": own.lr, "warmup_steps": own.warmup_steps}
+        rates = config.optimizer.model_copy(update={key: x for key, x in chosen.items() if x is not None})
+        drop = config.model.vision.patch_drop if phase.patch_drop is None else phase.patch_drop
+        inputs = phase.image_size, phase.context_length, drop
+        planned.append(Phase(start, stop, *inputs, rates, edges[first], edges[after]))
+    return planned
+
+
+def _borders(config: Config, position: DataPosition) -> list[int]:
+    """Return the steps at which the second and later phases begin."""
+    found, epochs, steps = [], 0.0, 0
+    for phase in config.phases[:-1]:
+        epochs, steps = epochs + (phase.epochs or 0), steps + (phase.steps or 0)
+        found.append(position.end(Budget(epochs)) if phase.epochs else steps)
+    return found
+
+
+def phase_at(phases: Sequence[Phase], step: int) -> Phase:
+    """Return the phase of a step of the run, counted from 0."""
+    return next(phase for phase in phases if step < phase.stop)
+
+
+def model_for_phases(config: Config) -> ModelConfig:
+    """Return the config of the model as it is trained: one that can do what every phase asks of it.
+
+    Raises:
+        UserError: the image tower cannot take a phase's images.
+    """
+    vision = config.model.vision
+    sizes = {phase.image_size for phase in config.phases if phase.image_size} - {vision.image_size}
+    for size in sorted(sizes):
+        check_image_size(vision, size)
+    if sizes:
+        vision = taking_other_sizes(vision)
+    return _with_patch_drop(config, vision, max(_patch_drops(config)))
+
+
+def largest_model(config: Config) -> ModelConfig:
+    """Return the config of the model in the phase that takes the most memory, or more."""
+    return _with_patch_drop(config, config.model.vision, min(_patch_drops(config)))
+
+
+def _patch_drops(config: Config) -> list[float]:
+    default = config.model.vision.patch_drop
+    return [default if phase.patch_drop is None else phase.patch_drop for phase in config.phases] or [default]
+
+
+def _with_patch_drop(config: Config, vision: VisionConfig, share: float) -> ModelConfig:
+    return config.model.model_copy(update={"vision": vision.model_copy(update={"patch_drop": share})})
+
+
+def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
+    """Return the learning rate of a step: lr (step + 1) / warmup, then `config.schedule` from lr to min_lr at `total`.
+
+    Warm-up, cosine and cooldown have the form of open_clip's.
+    """
+    warmup = fitted_warmup(config.warmup_steps, total)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    cooldown = max(1, total // _COOLDOWN) if config.cooldown_steps is None else config.cooldown_steps
+    height = SHAPES[config.schedule](step - warmup, max(1, total - warmup), cooldown)
+    return config.min_lr + height * (config.lr - config.min_lr)
+
+
+def fitted_warmup(steps: int, total: int) -> int:
+    """Return the steps of warm-up in a run of `total`: as given where shorter than the run, else a tenth of it."""
+    return steps if steps < total else total // _FITTED_WARMUP
+
+
+def _cosine(step: int, total: int, cooldown: int) -> float:
+    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+
+
+def _constant(step: int, total: int, cooldown: int) -> float:
+    return 1.0
+
+
+def _cooldown(step: int, total: int, cooldown: int) -> float:
+    return 1 - _progress(step, total, cooldown)
+
+
+def _wsd(step: int, total: int, cooldown: int) -> float:
+    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the decay of Haegele et al. 2024, arXiv:2405.18392."""
+    return 1 - math.sqrt(_progress(step, total, cooldown))
+
+
+def _progress(step: int, total: int, cooldown: int) -> float:
+    """Return the share of the last `cooldown` of `total` steps that is done, in [0, 1]."""
+    length = min(cooldown, total)
+    return min(1.0, max(0, step - (total - length)) / length)
+
+
+SHAPES: Mapping[str, Callable[[int, int, int], float]] = {
+    "cosine": _cosine,
+    "constant": _constant,
+    "cooldown": _cooldown,
+    "wsd": _wsd,
+}
+"""`optimizer.schedule` -> (step, total, cooldown) after the warm-up -> height in [0, 1] above min_lr."""

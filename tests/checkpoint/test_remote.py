@@ -1,0 +1,198 @@
+"""The copy of a run in a remote store: complete there or invisible, fetched again, and kept through faults."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import fsspec
+import pytest
+from small_checkpoints import DATA, FACTS, PlainEngine, keeper, trained
+
+from neuclip_ds.checkpoint.checkpoints import Best
+from neuclip_ds.checkpoint.integrity import META, verify
+from neuclip_ds.checkpoint.remote import RemoteRun, start_push
+from neuclip_ds.config import RunConfig
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.training.hooks import remote as module
+from neuclip_ds.training.hooks.remote import CopyRun, restore
+
+STEPS = ["step_000000001", "step_000000002", "step_000000003"]
+NAME = "run [1] * of?{a,b}"  # with the characters of glob
+
+
+@pytest.fixture(scope="module")
+def bucket() -> Iterator[str]:
+    """A bucket of a local S3 server, configured for this process and those that it starts."""
+    boto3, moto_server = pytest.importorskip("boto3"), pytest.importorskip("moto.server")
+    pytest.importorskip("s3fs")
+    server = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("AWS_ACCESS_KEY_ID", "key")
+        patch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        patch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+        patch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.get_host_and_port()[1]}")
+        boto3.client("s3").create_bucket(Bucket="checkpoints")
+        yield "s3://checkpoints"
+    server.stop()
+
+
+@pytest.fixture(params=["file", "s3"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "s3":
+        return f"{request.getfixturevalue('bucket')}/{uuid.uuid4().hex}"
+    return f"file://{tmp_path}/store"
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    keeping = keeper(folder, keep=3)
+    for step in (1, 2, 3):
+        keeping.save(step, PlainEngine(float(step)), trained(), FACTS, DATA)
+    keeping.keep_best(Best(1, "recall", 0.5))
+    return folder
+
+
+@pytest.fixture
+def run(checkpoints: Path, tmp_path: Path) -> Path:
+    """A run's folder with three checkpoints, of which the first is the best."""
+    folder = shutil.copytree(checkpoints, tmp_path / "here" / NAME)
+    (folder / "metrics.jsonl").write_text('{"step": 3}\n')
+    return folder
+
+
+def config(folder: Path, remote: str, resume: Any = "auto") -> RunConfig:
+    return RunConfig(output_dir=folder, remote=remote, resume=resume)
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def test_what_was_copied_is_restored_elsewhere(store: str, run: Path, tmp_path: Path) -> None:
+    """The newest and the best, with the files next to them, of a run whose name holds the characters of glob."""
+    remote = RemoteRun(f"{store}/{NAME}")
+    assert remote.names() == []
+    remote.push(run, [STEPS[2], STEPS[0]])
+    assert remote.names() == [STEPS[0], STEPS[2]]
+    there = tmp_path / "there" / NAME
+    restore(config(there.parent, store), there)
+    assert contents(there) == {name: data for name, data in contents(run).items() if STEPS[1] not in name}
+    restore(config(there.parent, store), there)  # finds nothing newer
+    with pytest.raises(UserError, match=r"holds checkpoints and run\.resume=never"):
+        restore(config(there.parent, store, "never"), there)
+
+
+def test_the_same_step_of_a_later_start_takes_the_place_of_the_first(store: str, run: Path, tmp_path: Path) -> None:
+    remote, there = RemoteRun(f"{store}/{NAME}"), tmp_path / "there" / NAME
+    remote.push(run, [STEPS[2]])
+    shutil.rmtree(run / "checkpoints" / STEPS[2])
+    keeper(run, keep=3).save(3, PlainEngine(4.0), trained(), FACTS, DATA)
+    remote.push(run, [STEPS[2]])
+    restore(config(there.parent, store), there)
+    assert contents(there / "checkpoints" / STEPS[2]) == contents(run / "checkpoints" / STEPS[2])
+
+
+def test_a_damaged_copy_gives_way_to_the_one_before(run: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    RemoteRun(f"file://{store}/{NAME}").push(run, STEPS)
+    copies = store / NAME / "checkpoints"
+    (copies / STEPS[2] / "config.yaml").write_bytes((copies / STEPS[2] / "config.yaml").read_bytes()[::-1])
+    (copies / STEPS[1] / META).write_text('{"files": {"../../../outside": [0, 0]}}')
+    (copies / "best.json").write_text("{")
+    there = tmp_path / "there" / NAME
+    restore(config(there.parent, str(store)), there)
+    assert [path.name for path in (there / "checkpoints").iterdir()] == [STEPS[0]]
+    assert not list(tmp_path.rglob("outside"))
+
+
+def test_a_store_that_cannot_be_used_is_refused(bucket: str, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for store in (f"{tmp_path}/file/store", "nowhere://store", "s3://misspelled/runs"):
+        with pytest.raises(UserError, match=r"run\.remote: the copy in .* cannot be read and written"):
+            restore(config(tmp_path / "runs", store), tmp_path / "runs" / "run")
+    fs = fsspec.filesystem("s3", use_listings_cache=False, skip_instance_cache=True)
+    assert fs.ls("") == [bucket.removeprefix("s3://")], "no bucket is created"
+
+
+def test_a_copy_that_is_killed_at_any_moment_is_invisible_and_repeated(run: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
+    url = f"file://{store}/run"
+    for files in range(1, 25, 3):  # that are there at least
+        shutil.rmtree(store, ignore_errors=True)
+        push = start_push(url, run, STEPS)
+        while push.poll() is None and sum(path.is_file() for path in store.rglob("*")) < files:
+            time.sleep(0.0005)
+        push.kill()
+        push.communicate()
+        for name in RemoteRun(url).names():
+            verify(store / "run" / "checkpoints" / name)
+    push = start_push(url, run, STEPS)
+    assert push.communicate()[0] == "" and push.returncode == 0
+    assert RemoteRun(url).names() == STEPS
+
+
+def loop_of(run: Path, store: Path, messages: list[str]) -> Any:
+    """What the hook uses of a loop, with the messages of its events."""
+    return SimpleNamespace(
+        folder=run,
+        done=3,
+        checkpoints=SimpleNamespace(changes=1, in_use=None),
+        events=SimpleNamespace(add=lambda step, kind, message: messages.append(f"{kind}: {message}")),
+        context=SimpleNamespace(
+            communicator=Communicator(), config=SimpleNamespace(run=config(run.parent, str(store)))
+        ),
+    )
+
+
+def step_until(hook: CopyRun, loop: Any, reached: Any) -> None:
+    deadline = time.monotonic() + 30
+    while not reached() and time.monotonic() < deadline:
+        hook.after_step(loop, None)  # type: ignore[arg-type]
+        time.sleep(0.01)
+
+
+def test_training_goes_on_while_the_store_fails_or_stalls(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = tmp_path / "store"
+    (store / NAME / "checkpoints").mkdir(parents=True)
+    (store / NAME / "checkpoints" / STEPS[2]).touch()  # where a folder should be
+    messages: list[str] = []
+    loop, hook = loop_of(run, store, messages), CopyRun(str(store))
+    hook.start(loop)
+    hook.after_step(loop, None)  # type: ignore[arg-type]
+    newest, first = (run / "checkpoints" / STEPS[place] for place in (2, 1))
+    assert loop.checkpoints.in_use(newest) and not loop.checkpoints.in_use(first), "what is copied is not deleted"
+    step_until(hook, loop, lambda: messages)
+    assert messages[0].startswith(f"copy_failed: {STEPS[2]} and {STEPS[0]} could not") and "NotADirec" in messages[0]
+
+    def sleep(*arguments: Any) -> Any:
+        return subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], stdout=subprocess.PIPE)
+
+    loop.checkpoints.changes = 2
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "start_push", sleep)
+        patch.setattr(module, "_STALLED", 0.2)
+        step_until(hook, loop, lambda: len(messages) == 2)
+    assert "took more than" in messages[1]
+    assert RemoteRun(f"file://{store}/{NAME}").names() == []
+
+    (store / NAME / "checkpoints" / STEPS[2]).unlink()
+    loop.checkpoints.changes = 3
+    hook.close(loop, None)
+    assert RemoteRun(f"file://{store}/{NAME}").names() == [STEPS[0], STEPS[2]]
+    (run / "complete.json").write_text(json.dumps({"step": 3}))
+    hook.after_run(loop)
+    assert (store / NAME / "complete.json").exists() and len(messages) == 2

@@ -1,0 +1,229 @@
+"""Packing: every row of any form of table is in a shard or listed as broken, and the folder is complete or absent."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import webdataset
+from PIL import Image
+from tars import jpeg
+
+from neuclip_ds.cli.main import main
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.pack import Packed, captions_of, choose_columns, image_of, open_table, pack, read_image
+from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.data.uids import parse_uid
+from neuclip_ds.errors import UserError
+
+ROWS = [
+    {"filepath": f"{n}.jpg", "title": text, "id": str(n)}
+    for n, text in enumerate(['a, "b"\nc', "7", "", "é", "null"] * 5)
+]
+
+
+def write_table(folder: Path, form: str) -> str:
+    """Write the rows, in two files where that is possible; return what names them."""
+    frame = pandas.DataFrame(ROWS)
+    for number, part in enumerate((frame[:13], frame[13:])):
+        path = folder / f"part{number}.{form}"
+        if form == "parquet":
+            pq.write_table(pa.Table.from_pandas(part, preserve_index=False), path, row_group_size=4)
+        elif form == "jsonl":
+            path.write_text("".join(json.dumps(row) + "\n" for row in part.to_dict("records")))
+        else:
+            part.to_csv(path, index=False, sep="\t" if form == "tsv" else ",")
+    return str(folder)
+
+
+@pytest.mark.parametrize("form", ["csv", "tsv", "jsonl", "parquet", "hf"])
+def test_every_form_gives_the_same_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "rows").mkdir()
+    named = write_table(tmp_path / "rows", "parquet" if form == "hf" else form)
+    table = open_table(f"hf:{named}" if form == "hf" else named)
+    columns = ["filepath", "title", "id"]
+    assert (table.rows, table.schema.names) == (25, columns)
+    assert list(table.read(columns)) == list(table.read(columns)) == ROWS
+    assert next(table.read(["title"])) == {"title": ROWS[0]["title"]}
+    if form != "hf":
+        assert list(open_table(f"{named}/part1.*").read(columns)) == ROWS[13:]
+
+
+def encoded(seed: int, form: str) -> bytes:
+    out = io.BytesIO()
+    Image.fromarray(np.random.default_rng(seed).integers(0, 256, (8, 9, 3), dtype=np.uint8)).save(out, form)
+    return out.getvalue()
+
+
+def write_csv(folder: Path) -> Path:
+    """Ten rows, of which those from the fifth on are broken, but the last."""
+    images = [jpeg(0), encoded(1, "PNG"), encoded(2, "WEBP"), encoded(3, "BMP"), b"no image", jpeg(5)[:200]]
+    for number, data in enumerate(images):
+        (folder / f"{number}.img").write_bytes(data)
+    names = [*(f"{number}.img" for number in range(6)), "absent.img", "0.img", "", str(folder / "0.img")]
+    captions = [f"caption, {number}" for number in range(7)] + [" ", "nine", "last\nline"]
+    frame = pandas.DataFrame(
+        {"filepath": names, "title": captions, "uid": [f"{n:032x}" for n in range(10)], "n": range(10)}
+    )
+    frame.to_csv(folder / "pairs.csv", index=False)
+    return folder / "pairs.csv"
+
+
+def run(table: Path | str, out: Path, shard_size: int = 4, captions: tuple[str, ...] = (), **options: Any) -> Packed:
+    opened = open_table(str(table))
+    return pack(opened, out, choose_columns(opened, captions=captions), shard_size, **options)
+
+
+def samples_of(out: Path) -> list[dict[str, Any]]:
+    paths = [str(path) for path in sorted(out.glob("*.tar"))]
+    return list(webdataset.WebDataset(paths, shardshuffle=False))
+
+
+def test_a_csv_of_paths(tmp_path: Path) -> None:
+    seen: list[tuple[int, int]] = []
+    table, out = write_csv(tmp_path), tmp_path / "o%dt"  # a name that a pattern of shards would replace
+    packed = run(table, out, on_progress=lambda *counts: seen.append(counts))
+    assert (packed.rows, packed.pairs, packed.several) == (10, 5, 0)
+    assert seen == [(10, 10)]
+    assert packed.causes == {"image cannot be decoded": 2, "image cannot be read": 1, "no caption": 1, "no image": 1}
+    assert sorted(path.name for path in out.iterdir()) == ["00000.tar", "00001.tar", "broken.jsonl"]
+    samples = samples_of(out)
+    assert [sample["__key__"] for sample in samples] == [f"{n:09d}" for n in (0, 1, 2, 3, 9)]
+    assert [next(name for name in ("jpg", "png", "webp") if name in sample) for sample in samples] == [
+        *("jpg", "png", "webp", "png", "jpg")
+    ]
+    assert samples[2]["webp"] == (tmp_path / "2.img").read_bytes(), "the bytes of the file"
+    assert np.array_equal(Image.open(io.BytesIO(samples[3]["png"])), Image.open(tmp_path / "3.img"))
+    assert samples[4]["txt"] == b"last\nline"
+    assert json.loads(samples[1]["json"]) == {"uid": f"{1:032x}", "n": "1"}
+    broken = [json.loads(line) for line in (out / "broken.jsonl").read_text().splitlines()]
+    assert [(one["row"], one["image"]) for one in broken] == [
+        *((4, "4.img"), (5, "5.img"), (6, "absent.img"), (7, "0.img"), (8, ""))
+    ]
+    manifest = build_manifest(resolve_shards(str(out)), processes=1)
+    assert (manifest.sizes.tolist(), manifest.n_bad) == ([4, 1], 0)
+    assert TarReader(manifest).read(4).texts == {"txt": b"last\nline"}
+    run(table, tmp_path / "again")
+    for path in (tmp_path / "again").iterdir():
+        assert path.read_bytes() == (out / path.name).read_bytes(), "equal tables give equal files"
+
+
+def test_images_in_the_table_and_several_captions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    rows = {
+        "image": [Image.open(io.BytesIO(jpeg(number))) for number in range(7)],
+        "text": [[f"one {number}", f"two\n{number}"] for number in range(7)],
+        "recaption": [f"new {number}" if number % 2 else None for number in range(7)],
+        "label": [number % 3 for number in range(7)],
+        "mask": [encoded(number, "PNG") for number in range(7)],
+    }
+    (tmp_path / "named").mkdir()
+    datasets.Dataset.from_dict(rows).cast_column("image", datasets.Image()).to_parquet(tmp_path / "named/train.parquet")
+    for number, source in enumerate((tmp_path / "named/train.parquet", f"hf:{tmp_path}/named")):
+        packed = run(source, tmp_path / f"out{number}", 3, ("text", "syn.txt=recaption"))
+        assert (packed.rows, packed.pairs, packed.several) == (7, 7, 7)
+    samples, others = (samples_of(tmp_path / f"out{number}") for number in range(2))
+    assert [sample["txt"] for sample in samples] == [f"one {n}\ntwo {n}".encode() for n in range(7)]
+    assert [sample.get("syn.txt") for sample in samples] == [f"new {n}".encode() if n % 2 else None for n in range(7)]
+    metadata = [json.loads(sample["json"]) for sample in samples]
+    assert len({parse_uid(one.pop("uid")) for one in metadata} - {None}) == 7, "a uid by the contents"
+    assert metadata == [{"label": n % 3} for n in range(7)]
+    assert [sample["json"] for sample in samples] == [sample["json"] for sample in others]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_the_folder_is_complete_or_absent(tmp_path: Path) -> None:
+    def killed(done: int, total: int) -> None:
+        raise Killed
+
+    table = write_csv(tmp_path)
+    with pytest.raises(Killed):
+        run(table, tmp_path / "out", on_progress=killed)
+    assert not [path for path in tmp_path.iterdir() if "out" in path.name]
+    assert run(table, tmp_path / "out").pairs == 5
+    with pytest.raises(UserError, match="is not an empty folder"):
+        run(table, tmp_path / "out")
+    opened = open_table(str(table))
+    with pytest.raises(UserError, match=r"No row of .* can be used \(the first: .*image cannot be read"):
+        pack(opened, tmp_path / "none", choose_columns(opened, image="uid"))
+    assert not (tmp_path / "none").exists()
+
+
+def test_images_and_captions_of_cells(tmp_path: Path) -> None:
+    for value, expected in [
+        (" a.jpg", "a.jpg"),
+        ({"bytes": b"bytes", "path": "a.jpg"}, b"bytes"),
+        ({"bytes": None, "path": "a.jpg"}, "a.jpg"),
+        ({"bytes": None, "path": None}, None),
+        (" ", None),
+        (3, None),
+    ]:
+        assert image_of(value) == expected
+    (tmp_path / "a.jpg").write_bytes(b"here")
+    for name in ("a.jpg", str(tmp_path / "a.jpg"), f"file://{tmp_path}/a.jpg", b"here"):
+        assert read_image(name, tmp_path) == b"here"
+    for name in ("b.jpg", f"file://{tmp_path}/b.jpg", "nowhere://b.jpg"):
+        with pytest.raises(OSError):
+            read_image(name, tmp_path)
+    assert captions_of(" one\ntwo ") == ["one\ntwo"]
+    assert captions_of(["one\ntwo", " ", None, "three"]) == ["one two", "three"]
+    assert captions_of(None) == captions_of("  ") == captions_of(7) == []
+
+
+def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    (tmp_path / "a.csv").write_text("path,Caption,other\n1,2,3\n")
+    table = open_table(str(tmp_path / "a.csv"))
+    assert choose_columns(table).captions == {"txt": "Caption"}, "in whatever case"
+    with pytest.raises(UserError, match=r"no column of images with a usual name \(picture\), but path, Caption, other"):
+        table.find_column(["picture"], "images", "name it")
+    with pytest.raises(UserError, match="has no column words; its columns are path, Caption, other"):
+        choose_columns(table, captions=["words"])
+    for captions in (["Caption", "other"], ["json=Caption"], ["syn=Caption"]):
+        with pytest.raises(UserError, match="needs a separate member"):
+            choose_columns(table, captions=captions)
+    (tmp_path / "b.parquet").write_bytes(b"no parquet")
+    for source in (tmp_path, tmp_path / "nothing"):
+        with pytest.raises(UserError, match="is no table"):
+            open_table(str(source))
+    with pytest.raises(UserError, match="has no splits"):
+        open_table(str(tmp_path / "a.csv"), "train")
+    with pytest.raises(UserError, match="cannot be read"):
+        open_table(str(tmp_path / "b.parquet"))
+    with pytest.raises(UserError, match=r"cannot be opened .* check the name"):
+        open_table(f"hf:{tmp_path}/absent")
+    (tmp_path / "splits").mkdir()
+    for split in ("train", "test"):
+        pq.write_table(pa.table({"image": ["a"]}), tmp_path / "splits" / f"{split}.parquet")
+    with pytest.raises(UserError, match=r"has the splits .*; choose one with --split"):
+        open_table(f"hf:{tmp_path}/splits")
+    assert open_table(f"hf:{tmp_path}/splits", "test").rows == 1
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "pairs.csv").write_text("path,caption\n" + "".join(f"{n}.jpg,caption {n}\n" for n in range(25)))
+    for number in range(24):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    out = tmp_path / "out"
+    command = ["pack", str(tmp_path / "pairs.csv"), str(out)]
+    main([*command, "--shard_size=8"])
+    printed = capsys.readouterr().out
+    assert f"{out}: 24 of 25 rows in 3 shards." in printed
+    assert f"1 rows could not be used (image cannot be read 1); {out}/broken.jsonl lists them." in printed
+    assert len(list(out.glob("*.tar"))) == 3
+    with pytest.raises(SystemExit):
+        main([*command, "--shard-size=0"])
+    assert "must be at least 1" in capsys.readouterr().err

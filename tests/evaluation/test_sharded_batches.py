@@ -1,0 +1,91 @@
+"""Evaluation sets and pairs are loaded by the same processes, with the results of this one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+import torch
+from evaluation_sets import captioned_set, labeled_set, transform, write_shards
+from tars import manifest_of, tokenize, write_pairs
+from torch import Tensor
+
+from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.images import EvalTransform
+from neuclip_ds.data.loader import IN_PROCESS, Loader, LoaderOptions, eval_jobs
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.evaluation.retrieval import read_captions
+from neuclip_ds.evaluation.sets import Sample, WebdatasetFolder
+from neuclip_ds.evaluation.sharded_batches import ShardedBatch, decode, sharded_batches
+
+OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60)
+
+
+@pytest.fixture
+def loader() -> Iterator[Loader]:
+    with closing(Loader(OPTIONS)) as loader:
+        yield loader
+
+
+def pixels_and_process(sample: Sample) -> tuple[Tensor, int]:
+    return decode(sample, transform), os.getpid()
+
+
+def load(folder: Path, loader: Loader, size: int = 50) -> list[ShardedBatch[tuple[Tensor, int]]]:
+    return list(sharded_batches(WebdatasetFolder.read(folder), pixels_and_process, Communicator(), size, loader))
+
+
+def test_workers_give_what_this_process_gives(tmp_path: Path, loader: Loader) -> None:
+    labeled_set(tmp_path, 130)
+    found, expected = load(tmp_path, loader), load(tmp_path, IN_PROCESS)
+    assert [batch.n_valid for batch in found] == [batch.n_valid for batch in expected] == [50, 50, 30]
+    for ours, theirs in zip(found, expected, strict=True):
+        assert torch.equal(*(torch.stack([pixels for pixels, _ in batch.rows]) for batch in (ours, theirs)))
+
+
+def test_sets_and_pairs_share_processes(tmp_path: Path) -> None:
+    captioned_set(tmp_path / "captioned", [1, 2, 3])
+    labeled_set(tmp_path / "labeled", 70)
+    manifest = manifest_of(write_pairs(tmp_path / "pairs", [7, 4]))
+    pairs = PairDataset(manifest, EvalTransform(16), tokenize)
+    with closing(Loader(OPTIONS, {"val": pairs})) as loader:
+        seen = [{pid for batch in load(tmp_path / "labeled", loader) for _, pid in batch.rows} for _ in range(2)]
+        for _ in range(2):
+            batches = list(loader.batches("val", eval_jobs(manifest, 0, 1, 4)))
+            assert torch.cat([batch.index for batch in batches]).tolist() == [*range(11), -1]
+        captions = sharded_batches(
+            WebdatasetFolder.read(tmp_path / "captioned"), read_captions, Communicator(), 2, loader
+        )
+        assert [len(row) for batch in captions for row in batch.rows] == [1, 3, 2]  # as the shards store them
+        seen.append({pid for batch in load(tmp_path / "labeled", loader) for _, pid in batch.rows})
+    assert seen[0] == seen[1] == seen[2]
+    assert os.getpid() not in seen[0]
+
+
+@pytest.mark.parametrize("broken", [b"1 2 x", None], ids=["undecodable", "absent"])
+def test_a_broken_sample_is_the_same_error_as_in_this_process(
+    broken: bytes | None, tmp_path: Path, loader: Loader
+) -> None:
+    samples = [{"jpg": b"1 2 3", "cls": b"0"} for _ in range(90)]
+    samples[40] = {"cls": b"0"} if broken is None else {"jpg": broken, "cls": b"0"}
+    write_shards(tmp_path, samples)
+    messages = []
+    for one in (loader, IN_PROCESS):
+        with pytest.raises(UserError, match="sample s0000040") as raised:
+            load(tmp_path, one)
+        messages.append(str(raised.value))
+    assert messages[0].removeprefix("rank 0: ") == messages[1].removeprefix("rank 0: ")
+
+
+def test_a_shard_that_vanishes_is_named(tmp_path: Path, loader: Loader) -> None:
+    labeled_set(tmp_path, 400)
+    batches = sharded_batches(WebdatasetFolder.read(tmp_path), pixels_and_process, Communicator(), 20, loader)
+    next(batches)
+    for shard in (tmp_path / "test").glob("*.tar"):
+        shard.unlink()
+    with pytest.raises(UserError, match=r"\.tar cannot be opened .*; check the storage"):
+        list(batches)

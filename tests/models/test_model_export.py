@@ -1,0 +1,298 @@
+"""Exported models, read by transformers and open_clip, give the trained features."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import open_clip
+import pytest
+import timm
+import torch
+from miniatures import (
+    CAPTIONS,
+    OPEN_CLIP_CONFIG,
+    SAVERS,
+    TINY_TEXT,
+    TINY_VIT,
+    images,
+    save_open_clip,
+    save_siglip,
+    xlm_roberta_tokenizer,
+)
+from safetensors.torch import load_file
+from test_text_encoders import clip_text, mt5, xlm_roberta
+from torch import Tensor
+from torch.nn.functional import normalize
+from torchvision.transforms.functional import to_pil_image
+from transformers import (
+    AutoModel,
+    AutoModelForTextEncoding,
+    AutoProcessor,
+    AutoTokenizer,
+    CLIPTextModelWithProjection,
+    CLIPVisionModelWithProjection,
+    pipeline,
+)
+
+from neuclip_ds.config import ModelConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.export import export, write_towers
+from neuclip_ds.models.pretrained.base import LogitParameters
+from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
+
+LOGITS = LogitParameters(0.02, None)
+
+
+class Trained(NamedTuple):
+    source: ModelSource
+    tokenizer: ModelTokenizer
+    model: DualEncoder
+
+
+def trained(**config: Any) -> Trained:
+    """Return a model with weights that differ from every initialization."""
+    torch.manual_seed(0)
+    model_config = ModelConfig.model_validate(config)
+    source = model_source(model_config, locate_model(model_config))
+    tokenizer = source.tokenizer(bpe)
+    model = source.load(tokenizer).model.eval()
+    with torch.no_grad():
+        for tensor in model.state_dict().values():
+            if tensor.is_floating_point():
+                tensor.add_(0.02 * torch.rand_like(tensor))
+    return Trained(source, tokenizer, model)
+
+
+def bpe() -> CaptionTokenizer:
+    return train_bpe(["a dog runs", "two cats sleep", *CAPTIONS], vocab_size=300, context_length=16)
+
+
+def exported(of: Trained, form: str, folder: Path, logits: LogitParameters = LOGITS) -> Path:
+    folder.mkdir()
+    export(of.source.package(of.tokenizer, of.model.state_dict(), logits), form, folder)
+    return folder
+
+
+def features(of: Trained) -> tuple[Tensor, Tensor]:
+    size = of.source.preprocessing.size
+    with torch.no_grad():
+        return of.model(images(size), of.tokenizer(CAPTIONS[:2]))
+
+
+def by_transformers(folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    """Return features from transformers alone, images and captions through the folder's processor."""
+    model, processor = AutoModel.from_pretrained(folder), AutoProcessor.from_pretrained(folder)
+    pictures = [to_pil_image(picture) for picture in images(size)]
+    inputs = processor(
+        text=CAPTIONS[:2], images=pictures, return_tensors="pt", padding="max_length", truncation=True, max_length=16
+    )
+    with torch.no_grad():
+        image = model.get_image_features(pixel_values=inputs["pixel_values"]).pooler_output
+        text = model.get_text_features(input_ids=inputs["input_ids"]).pooler_output
+    return normalize(image, dim=1), normalize(text, dim=1)
+
+
+def by_open_clip(folder: Path, size: int) -> tuple[Tensor, Tensor]:
+    """Return features from open_clip alone."""
+    model, preprocess = open_clip.create_model_from_pretrained(f"local-dir:{folder}")
+    tokenizer = open_clip.get_tokenizer(f"local-dir:{folder}")
+    model.eval()
+    pictures = torch.stack([preprocess(to_pil_image(picture)) for picture in images(size)])
+    with torch.no_grad():
+        return model.encode_image(pictures, normalize=True), model.encode_text(tokenizer(CAPTIONS[:2]), normalize=True)
+
+
+READERS: dict[str, Callable[[Path, int], tuple[Tensor, Tensor]]] = {
+    "transformers": by_transformers,
+    "open_clip": by_open_clip,
+}
+
+
+def assert_equal(found: tuple[Tensor, Tensor], wanted: tuple[Tensor, Tensor]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-5)
+
+
+def reopened(folder: Path) -> tuple[Trained, LogitParameters]:
+    config = ModelConfig(pretrained=str(folder))
+    source = model_source(config, locate_model(config))
+    tokenizer = source.tokenizer(bpe)
+    model, logits = source.load(tokenizer)
+    return Trained(source, tokenizer, model.eval()), logits
+
+
+@pytest.mark.parametrize(
+    ("family", "form"),
+    [
+        ("clip", "transformers"),
+        ("clip", "open_clip"),
+        ("metaclip_2", "transformers"),
+        ("metaclip_2", "open_clip"),
+        ("siglip", "transformers"),
+        ("open_clip", "open_clip"),
+        ("open_clip", "transformers"),
+    ],
+)
+def test_pretrained_models_go_out_and_come_back(family: str, form: str, tmp_path: Path) -> None:
+    """Through the other library, too, with the same bits."""
+    SAVERS[family](tmp_path / "from")
+    model = trained(pretrained=str(tmp_path / "from"))
+    folder = exported(model, form, tmp_path / "out")
+    assert_equal(READERS[form](folder, 32), features(model))
+    again, logits = reopened(folder)
+    assert_equal(features(again), features(model))
+    assert logits.temperature == pytest.approx(0.02)
+    assert again.source.preprocessing == model.source.preprocessing
+    assert not any(str(tmp_path) in path.read_text() for path in folder.glob("*.json"))
+    own = "open_clip" if family == "open_clip" else "transformers"
+    state = reopened(exported(again, own, tmp_path / "back", logits))[0].model.state_dict()
+    for name, tensor in model.model.state_dict().items():
+        assert torch.equal(state[name], tensor), name
+
+
+@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize("family", ["", "clip"])
+def test_adapters_are_merged(family: str, form: str, tmp_path: Path) -> None:
+    lora: dict[str, Any] = {"lora": {"rank": 2, "alpha": 3}}
+    if family:
+        SAVERS[family](tmp_path / "from")
+        model = trained(pretrained=str(tmp_path / "from"), text={"trainable": 1}, **lora)
+    else:
+        model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16, **lora)
+    source, weights = merged(model.source, model.tokenizer, model.model.state_dict())
+    (tmp_path / "out").mkdir()
+    export(source.package(model.tokenizer, weights, LOGITS), form, tmp_path / "out")
+    assert_equal(READERS[form](tmp_path / "out", 32), features(model))
+
+
+@pytest.mark.parametrize("form", READERS)
+@pytest.mark.parametrize("name", ["vit_base_patch32_clip_224", "vit_base_patch32_clip_quickgelu_224"])
+def test_clip_vits_from_scratch(name: str, form: str, tmp_path: Path) -> None:
+    """With options and a tokenizer trained on captions, whose EOS is 1; CLIPModel has no place for SigLIP's bias."""
+    model = trained(vision={**TINY_VIT, "name": name}, text=TINY_TEXT, embed_dim=16)
+    folder = exported(model, form, tmp_path / "out", LogitParameters(0.1, -9.5))
+    assert_equal(READERS[form](folder, 32), features(model))
+    assert reopened(folder)[1] == pytest.approx((0.1, -9.5) if form == "open_clip" else (0.1, None))
+
+
+@pytest.mark.parametrize("family", ["clip", "open_clip", "scratch"])
+def test_single_towers_and_the_pipeline_of_transformers(family: str, tmp_path: Path) -> None:
+    """At 20 or 16 numbers, where transformers' configs say 512 by default."""
+    if family == "scratch":
+        model = trained(vision=TINY_VIT, text=TINY_TEXT, embed_dim=16)
+    else:
+        SAVERS[family](tmp_path / "from")
+        model = trained(pretrained=str(tmp_path / "from"))
+    folder = exported(model, "transformers", tmp_path / "out")
+    image, text = features(model)
+    with torch.no_grad():
+        vision_tower = CLIPVisionModelWithProjection.from_pretrained(folder).eval()
+        text_tower = CLIPTextModelWithProjection.from_pretrained(folder).eval()
+        found = vision_tower(model.model.vision.normalize(images(32))).image_embeds
+        torch.testing.assert_close(normalize(found, dim=1), image, rtol=0, atol=1e-5)
+        found = text_tower(model.tokenizer(CAPTIONS[:2])).text_embeds
+        torch.testing.assert_close(normalize(found, dim=1), text, rtol=0, atol=1e-5)
+    check_pipeline(folder, model)
+
+
+@pytest.mark.parametrize("family", ["metaclip_2", "siglip", "siglip2"])
+def test_the_pipeline_of_transformers(family: str, tmp_path: Path) -> None:
+    """Which pads SigLIP's captions to the 64 tokens of the published models."""
+    SAVERS[family](tmp_path / "from")
+    model = trained(pretrained=str(tmp_path / "from"), force_context_length=64)
+    check_pipeline(exported(model, "transformers", tmp_path / "out"), model)
+
+
+def check_pipeline(folder: Path, model: Trained) -> None:
+    """Compare the pipeline's scores with the model's own, over two captions that fit the miniatures."""
+    labels, picture = ["a dog", "a cat"], images(32)[:1]
+    classify = pipeline("zero-shot-image-classification", model=str(folder))
+    scores = classify(to_pil_image(picture[0]), candidate_labels=labels, hypothesis_template="{}")
+    with torch.no_grad():
+        image, text = model.model(picture, model.tokenizer(labels))
+    logits = image[0] @ text.T / 0.02
+    sigmoid = classify.model.config.model_type.startswith("siglip")
+    wanted = torch.sigmoid(logits) if sigmoid else logits.softmax(0)
+    found = torch.tensor([next(row["score"] for row in scores if row["label"] == label) for label in labels])
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("text", ["eos of 2", "pretrained"])
+def test_other_text_towers_go_to_both(text: str, tmp_path: Path) -> None:
+    """With XLM-R's ids, for which CLIPModel would read the feature elsewhere, and of a pretrained CLIP."""
+    if text == "pretrained":
+        clip_text(tmp_path / "text")
+        vision = {**TINY_VIT, "name": "vit_base_patch32_clip_quickgelu_224"}  # as the text tower's
+        config = {"vision": vision, "text": {"pretrained": str(tmp_path / "text"), "context_length": 16}}
+    else:
+        xlm_roberta_tokenizer().save_pretrained(tmp_path / "tokenizer")
+        config = {"vision": TINY_VIT, "text": {**TINY_TEXT, "tokenizer": str(tmp_path / "tokenizer")}}
+    model = trained(**config, embed_dim=16)
+    for form, read in READERS.items():
+        assert_equal(read(exported(model, form, tmp_path / form), 32), features(model))
+
+
+@pytest.mark.parametrize(
+    ("image", "encoder"),
+    [("resnet50_clip", None), ("vit_base_patch32_clip_224", xlm_roberta), ("vit_base_patch32_clip_224", mt5)],
+)
+def test_towers_are_read_by_timm_and_transformers(
+    image: str, encoder: Callable[[Path], Any] | None, tmp_path: Path
+) -> None:
+    """An attention pool, of which open_clip knows nothing, and options; a new text tower and pretrained ones."""
+    vision, text = {**TINY_VIT, "name": image, "image_size": 64}, TINY_TEXT
+    if image == "resnet50_clip":
+        del vision["options"]
+    if encoder is not None:
+        encoder(tmp_path / "text")
+        text = {"pretrained": str(tmp_path / "text"), "context_length": 16}
+    model = trained(vision=vision, text=text, embed_dim=16)
+    what = "the text encoder of model.text.pretrained" if encoder else "timm's image model 'resnet50_clip'"
+    with pytest.raises(UserError, match=rf"cannot express {what}; export with --format=towers"):
+        model.source.package(model.tokenizer, model.model.state_dict(), LOGITS)
+    (tmp_path / "out").mkdir()
+    write_towers(model.model, model.tokenizer, model.source.preprocessing, LOGITS, tmp_path / "out")
+
+    heads = load_file(tmp_path / "out/heads.safetensors")
+    trunk = timm.create_model(f"local-dir:{tmp_path}/out/image", pretrained=True).eval()
+    data = timm.data.resolve_model_data_config(trunk)
+    shape = (1, 3, 1, 1)
+    pixels = (images(64) / 255 - torch.tensor(data["mean"]).reshape(shape)) / torch.tensor(data["std"]).reshape(shape)
+    options = {"padding": "max_length", "truncation": True, "max_length": 16, "return_tensors": "pt"}
+    ids = AutoTokenizer.from_pretrained(tmp_path / "out/text")(CAPTIONS[:2], **options).input_ids
+    with torch.no_grad():
+        feature = trunk(pixels)
+        found = normalize(feature @ heads["vision"].T if "vision" in heads else feature, dim=1)
+        hidden = AutoModelForTextEncoding.from_pretrained(tmp_path / "out/text").eval()(ids).last_hidden_state
+        wanted = model.model.text.trunk(model.tokenizer(CAPTIONS[:2])).last_hidden_state
+    torch.testing.assert_close(found, features(model)[0], rtol=0, atol=1e-5)
+    torch.testing.assert_close(hidden, wanted, rtol=0, atol=1e-5)
+    assert torch.equal(heads["text"], model.model.text.projection.weight)
+    assert heads["logit_scale"].exp() == pytest.approx(50)
+    assert data["input_size"] == (3, 64, 64)
+
+
+@pytest.mark.parametrize(
+    ("section", "part"),
+    [
+        ("vision_cfg", {"ls_init_value": 0.1}),
+        ("text_cfg", {"no_causal_mask": True}),
+        ("vision_cfg", {"pool_type": "avg"}),
+    ],
+)
+def test_parts_that_only_open_clip_has(section: str, part: dict[str, Any], tmp_path: Path) -> None:
+    config = {**OPEN_CLIP_CONFIG, section: {**OPEN_CLIP_CONFIG[section], **part}}
+    save_open_clip(tmp_path / "from", config)
+    (name,) = part
+    with pytest.raises(UserError, match=f"cannot express {section}.{name}={part[name]}"):
+        exported(trained(pretrained=str(tmp_path / "from")), "transformers", tmp_path / "out")
+
+
+def test_siglip_does_not_go_to_open_clip(tmp_path: Path) -> None:
+    save_siglip(tmp_path / "from")
+    with pytest.raises(UserError, match="export it with --format=transformers"):
+        exported(trained(pretrained=str(tmp_path / "from")), "open_clip", tmp_path / "out")

@@ -1,0 +1,134 @@
+"""The account of the loaders' memory, against what real loaders on two ranks hold in shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from contextlib import closing
+from pathlib import Path
+from shutil import disk_usage
+
+import pytest
+import torch
+from ranks import run_ranks
+from tars import write_pairs
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.dataset import PairDataset
+from neuclip_ds.data.decoders import decode_pil
+from neuclip_ds.data.images import train_transform
+from neuclip_ds.data.loader import Loader, LoaderOptions, train_jobs
+from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.planning import host_memory
+from neuclip_ds.planning.host_memory import LoaderMemory, loader_memory, shortages
+from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery
+from neuclip_ds.recipe import parse
+
+SIDE, TOKENS, WORKERS, PREFETCH = 96, 40, 2, 3
+LIMIT = 60.0  # seconds
+
+
+def query(*options: str, world_size: int = 2, device: str = "cpu") -> MemoryQuery:
+    return MemoryQuery(parse(["demo", "--data.zero_shot=", *options]).config, world_size, device=device)
+
+
+def small(world_size: int = 2) -> MemoryQuery:
+    sizes = [f"--model.vision.image_size={SIDE}", f"--model.text.context_length={TOKENS}"]
+    loaders = [f"--data.workers={WORKERS}", f"--data.prefetch={PREFETCH}", "--data.batch_size=32", "--data.val="]
+    return query(*sizes, *loaders, world_size=world_size)
+
+
+def shared_bytes() -> int:
+    """Bytes of the tensors that this process and its loader processes have in shared memory, each file once."""
+    found: dict[int, int] = {}
+    children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+    for process in ("self", *children):
+        for line in Path(f"/proc/{process}/maps").read_text().splitlines():
+            if "/dev/shm/torch" in line:
+                span, *_, number, _, _ = line.split()
+                start, stop = (int(edge, 16) for edge in span.split("-"))
+                found[int(number)] = stop - start
+        for handle in Path(f"/proc/{process}/fd").iterdir():
+            try:
+                if str(handle.readlink()).startswith("/dev/shm/torch"):
+                    found[handle.stat().st_ino] = handle.stat().st_blocks * 512
+            except FileNotFoundError:  # closed meanwhile
+                pass
+    return sum(found.values())
+
+
+def tokenize(captions: list[str]) -> torch.Tensor:
+    return torch.zeros(len(captions), TOKENS, dtype=torch.int64)
+
+
+def fill(communicator: Communicator, shards: str, config: Config) -> int:
+    """Take a batch and keep it until the loader processes have prepared all that they may; the bytes then."""
+    manifest = build_manifest(resolve_shards(shards), processes=1)
+    order = GlobalOrder(manifest.starts, manifest.sizes, config.data.batch_size, 0)
+    options = LoaderOptions(config.data.workers, config.data.prefetch)
+    pairs = PairDataset(manifest, train_transform(SIDE, 0.9, decode_pil), tokenize)
+    jobs = train_jobs(order, communicator.rank, communicator.world_size, 0, 0, 20)
+    with closing(Loader(options, {"train": pairs})) as loader:
+        batches = loader.batches("train", jobs)
+        batch = next(batches)
+        size_of_batch = sum(part.nbytes for part in batch[:4])
+        enough, deadline = (WORKERS * PREFETCH + 1) * size_of_batch, time.monotonic() + LIMIT
+        while (held := shared_bytes()) < enough and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.5)  # more than they may would come now
+        return max(held, shared_bytes())
+
+
+def test_two_ranks_hold_what_is_predicted(tmp_path: Path) -> None:
+    shards, asked = write_pairs(tmp_path / "shards", [40, 40]), small()
+    predicted = loader_memory(asked, ranks=2).shared
+    held = run_ranks(2, fill, str(shards), asked.config)
+    assert 0.8 * predicted < sum(held) <= predicted, "all but the second batch that training may hold"
+
+
+PIXELS = 3 * 224**2  # bytes of an image of 224 pixels
+LARGE = ["--model.vision.image_size=224", "--data.workers=8", "--data.prefetch=4"]
+
+
+def test_640_images_of_150_kb_on_eight_gpus() -> None:
+    options = [*LARGE, "--data.batch_size=5120"]
+    found = loader_memory(query(*options, "--data.val=", world_size=8, device="cuda"), ranks=8)
+    assert found.shared == pytest.approx(8 * 32 * 640 * PIXELS, rel=0.01)
+    assert found.total == pytest.approx(8 * ((32 + 34 + 8) * 640 * PIXELS + 8 * 300e6), rel=0.01)
+    assert "--shm-size=25g" in found.describe()
+    evaluated = loader_memory(query(*options, world_size=8, device="cuda"), ranks=8)
+    assert evaluated.shared == 2 * found.shared
+    on_cpu = loader_memory(query(*options, "--data.val=", world_size=8), ranks=8)
+    assert on_cpu.shared == 34 * found.shared // 32
+
+
+def test_a_large_batch_is_loaded_in_parts_and_held_once() -> None:
+    """524,288 images of a rank: 79 GB pinned, and what is ready is bounded by parts of 134 MB."""
+    options = [*LARGE, "--data.batch_size=4194304", "--data.micro_batch=2048"]
+    found = loader_memory(query(*options, world_size=8, device="cuda"), ranks=8)
+    batch = 8 * 524_288 * PIXELS
+    assert found.shared < 8 * 2 * 32 * 140e6
+    assert batch < found.total < 850e9
+    one_pass = loader_memory(query(*LARGE, "--data.batch_size=4194304", world_size=8, device="cuda"), ranks=8)
+    assert one_pass.total > 2 * batch
+
+
+def test_without_loader_processes_nothing_is_shared() -> None:
+    assert loader_memory(query("--data.workers=0"), ranks=8).total == 0
+    pinned = loader_memory(query("--data.workers=0", device="cuda"), ranks=8)
+    assert pinned.shared == 0 < pinned.total
+
+
+def test_a_machine_with_less_memory_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = disk_usage("/dev/shm").free
+    nothing = MemoryAccount({}, {}, {"in the towers": 0})
+    assert shortages(nothing, LoaderMemory(free // 2, 0, 2), "cpu") == []
+    (said,) = shortages(nothing, LoaderMemory(2 * free, 0, 2), "cpu")
+    assert f"with --shm-size={-(-2 * free // 10**9)}g, or lower data.workers" in said
+    monkeypatch.setattr(host_memory, "SHARED_MEMORY", Path("/nowhere"))
+    assert shortages(nothing, LoaderMemory(2 * free, 0, 2), "cpu") == []
+    (said,) = shortages(nothing._replace(moments={"in the towers": 10**15}), LoaderMemory(0, 0, 1), "cpu")
+    assert "1,000,000.0 GB (computed) of this machine" in said

@@ -1,0 +1,76 @@
+"""The report of a run: one file with everything that was logged, which a browser shows."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.reporting.report import PLOTS, Histogram, write_report
+
+
+@pytest.fixture(scope="module")
+def page(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder = tmp_path_factory.mktemp("run")
+    lines: list[dict[str, object]] = [
+        {"step": step, "loss": 5 - 0.1 * step, "lr": 0.001, "tau": 0.07, "grad_norm": 1.0, "skipped_steps": 0}
+        for step in range(1, 20)
+    ]
+    lines.insert(10, {"step": 10, "image_to_text_recall@1": 0.3, "chance/image_to_text_recall@1": 0.001})
+    lines.append({"step": 20, "loss": "nan", "bad_samples/image": 3.0, "unknown_metric": 1.0, "retrieval_pairs": 40})
+    lines.append({"step": 20, "image_to_text_recall@1": 0.25, "chance/image_to_text_recall@1": 0.001})
+    lines.append({"step": 20, "ema/image_to_text_recall@1": 0.5, **{f"task/set {number}": 0.1 for number in range(9)}})
+    events = [
+        {"step": 30, "rank": 1, "kind": "data_stall", "words": "waited for <00001.tar>", "indices": [5]},
+        {"step": 20, "rank": 0, "kind": "loss_spike", "words": "far above", "indices": [1, 2]},
+    ]
+    for name, records in (("metrics", lines), ("events", events)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "config.yaml").write_text("objective:\n  method: neuclip\n")
+    (folder / "environment.json").write_text(json.dumps({"ranks": 2, "torch": "<2.15>"}))
+    histogram = Histogram("u of samples", "log u", "What u is.", {"image": [1.0, 2.0], "text": [0.5]})
+    return write_report(folder, [histogram]).read_text()
+
+
+def test_everything_is_in_one_file(page: str) -> None:
+    titles = re.findall(r'<img alt="([^"]*)" src="data:image/png', page)
+    assert [title for title in titles if title.startswith("task/")] == [f"task/set {n}" for n in range(9)]
+    assert [title for title in titles if not title.startswith("task/")] == [
+        "Image to text recall",
+        "Training loss",
+        "Temperature",
+        "Learning rate",
+        "Gradient norm",
+        "Bad samples",
+        "unknown_metric",
+        "u of samples",
+    ], "counts, and curves of nothing but zeros, have no plot"
+    assert "What u is." in page
+    assert "&lt;2.15&gt;" in page, "values are escaped"
+    assert "<td>unknown_metric</td><td>1</td>" in page
+    assert "method: neuclip" in page
+    assert not re.search(r"(src|href)=.?(http|/)", page), "no other file is loaded"
+
+
+def test_scores_come_first_with_chance(page: str) -> None:
+    row = "<td>image_to_text_recall@1</td><td>25.00</td><td>20</td><td>30.00</td><td>10</td><td>0.10</td>"
+    assert row in page, "last and best, and their steps"
+    averaged = "<td>ema/image_to_text_recall@1</td><td>50.00</td><td>20</td><td>50.00</td><td>20</td><td>0.10</td>"
+    assert averaged in page
+    assert page.index(row) < page.index("<img")
+
+
+def test_events_are_listed_in_order_and_as_text(page: str) -> None:
+    assert page.index("far above") < page.index("waited for &lt;00001.tar&gt;")
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no metrics\.jsonl"):
+        write_report(tmp_path)
+
+
+def test_every_plot_says_what_it_shows() -> None:
+    assert all(plot.unit and plot.meaning.endswith(".") for plot in PLOTS)

@@ -1,0 +1,49 @@
+"""A hook that logs the samples of every step, and the reader of its files: the order that a run has seen."""
+
+from __future__ import annotations
+
+import heapq
+import json
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.reporting.metrics import drop_from, step_records
+from neuclip_ds.training.hooks import Hook
+from neuclip_ds.training.loop import Loop
+
+
+class LogSamples(Hook):
+    """Writes lines `{"step": 17, "indices": [...]}` to samples/rankRRRRR.jsonl, with -1 for padding."""
+
+    in_recovery = True
+
+    def start(self, loop: Loop) -> None:
+        folder, communicator = loop.folder / "samples", loop.context.communicator
+        folder.mkdir(exist_ok=True)
+
+        def drop() -> None:
+            for path in folder.glob("rank*.jsonl"):  # also of ranks that an earlier start had
+                drop_from(path, loop.done + 1)
+
+        communicator.on_rank_zero(drop)
+        self._file = (folder / f"rank{communicator.rank:05d}.jsonl").open("a", buffering=1)
+
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
+        self._file.write(json.dumps({"step": loop.done + 1, "indices": batch.index.tolist()}) + "\n")
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        self._file.close()
+
+
+def read_samples(folder: Path) -> Iterator[tuple[int, list[int]]]:
+    """Yield (step, indices of its global batch, padding included) in order of steps, merged from the ranks' files."""
+    lines = heapq.merge(*(_lines(path, rank) for rank, path in enumerate(sorted(folder.glob("rank*.jsonl")))))
+    for step, parts in groupby(lines, key=lambda line: line[0]):
+        yield step, [index for _, _, indices in parts for index in indices]
+
+
+def _lines(path: Path, rank: int) -> Iterator[tuple[int, int, list[int]]]:
+    for _, record in step_records(path):
+        yield record["step"], rank, record["indices"]

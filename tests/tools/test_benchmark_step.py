@@ -1,0 +1,91 @@
+"""Programs side by side: what a speed is read from, what a table says, and that all train the same towers."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from benchmarking.step_speed import samples_per_second, table
+from profile_communication import run_on_ranks
+from small_runs import ROOT, SMALL, call, demo_shards
+from torch.utils.tensorboard import SummaryWriter
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.dual_encoder import build_dual_encoder, parameter_count
+from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.recipe import parse
+
+
+def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> None:
+    with SummaryWriter(str(tmp_path)) as writer:
+        for step, wall in ((0, 100.0), (5, 160.0), (10, 170.0), (15, 172.0), (19, 174.0)):
+            writer.add_scalar("loss", 1.0, step, walltime=wall)
+    assert samples_per_second(tmp_path, "loss", 7, batch=32) == pytest.approx(9 * 32 / 4)
+    with pytest.raises(UserError, match="ask for more steps"):
+        samples_per_second(tmp_path, "loss", 19, batch=32)
+    with pytest.raises(UserError, match="two points of train/loss"):
+        samples_per_second(tmp_path, "train/loss", 0, batch=32)
+
+
+def test_table_takes_ratios_turn_by_turn() -> None:
+    speeds = {"here: openclip": [100.0, 50.0, 90.0], "plain DDP": [50.0, 100.0, 100.0], "open_clip": []}
+    lines = table({2: speeds}, ["here: openclip"], {"open_clip": "not installed"})
+    assert lines[2] == "| here: openclip | 2 | 90.0 | 50.0 - 100.0 | 1.00 |"
+    assert lines[3] == "| plain DDP | 2 | 100.0 | 50.0 - 100.0 | 0.90 |"
+    assert lines[4] == "| open_clip | 2 | not run: not installed | - | - |"
+
+
+def test_a_program_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    launcher = tmp_path / "python"  # in place of torchrun, which takes seconds to start
+    launcher.write_text("#!/bin/sh\necho the disk is full\necho torch/distributed/elastic: failed\nexit 3\n")
+    launcher.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(launcher))
+    with pytest.raises(UserError, match=r"(?s)it on 1 ranks ended with exit code 3;.*the disk is full$"):
+        run_on_ranks("it", ["script.py"], 1, tmp_path / "out", threads=1)
+
+
+def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    open_clip = pytest.importorskip("open_clip")
+    pytest.importorskip("pandas")  # which open_clip_train imports
+    monkeypatch.setattr(sys, "path", [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), *sys.path])
+    import open_clip_program
+
+    tokenizer = train_bpe([f"dog {number} and cat {7 * number}" for number in range(200)], 300, 8)
+    tokenizer.save(tmp_path / "tokenizer")
+    options = [f"--model.text.tokenizer={tmp_path}/tokenizer", f"--model.text.vocab_size={tokenizer.vocab_size}"]
+    options += ["--model.text.context_length=8", "--data.batch_size=64", "--max_steps=3", "--data.train=unused"]
+    config = parse(["demo", *SMALL, *options]).config
+    open_clip_program.add_model(config, tmp_path)
+    theirs = open_clip.create_model("benchmark_dual_encoder")
+    ours = build_dual_encoder(config.model, tokenizer)
+    assert parameter_count(theirs) == parameter_count(ours) + 1, "the temperature"
+    captions = ["a dog and a cat", "dog"]
+    assert open_clip.get_tokenizer("benchmark_dual_encoder")(captions).tolist() == tokenizer(captions).tolist()
+    arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False)
+    given = open_clip_program.command_line(config, arguments, 2)
+    assert given[given.index("--batch-size") + 1] == "32"
+    assert given[given.index("--train-num-samples") + 1] == "192"
+
+
+def test_the_peers_start_at_the_configs_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
+    from benchmarking import initial_logit_scale
+
+    configs = [parse(["demo", *SMALL, *more]).config for more in ([], ["--objective.temperature.initial=0.01"])]
+    assert [math.exp(-initial_logit_scale(config)) for config in configs] == pytest.approx([0.07, 0.01])
+
+
+@pytest.mark.slow
+def test_every_program_runs_on_two_ranks(tmp_path: Path) -> None:
+    shards = demo_shards(tmp_path / "demo", 2000)
+    options = [*SMALL[1:], "--rows=8", "--steps=4", "--warmup=2", "--log-every=2", "--repeats=1", "--ranks=2"]
+    options += ["--objective.npn.prototypes=32", "--share-model=demo", "--share-rows=8", "--paper-batch=32"]
+    options += ["--paper-ranks=2", "--data", str(shards), "random", "--parts", "speed", "shares"]
+    done = call("tools/benchmark_step.py", *options, folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for name in ("here: openclip", "here: neuclip", "plain DDP"):
+        assert len(re.findall(rf"\| {name} \| 2 \| [\d.,]+ \|", done.stdout)) == 2, done.stdout
+    assert len(re.findall(r"\| neuclip \| [\d.,]+ \| [\d.,-]+ \|", done.stdout)) == 2, done.stdout

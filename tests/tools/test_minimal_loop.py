@@ -1,0 +1,27 @@
+"""The loop that newcomers read first learns, and two ranks print what one prints."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from small_runs import call, demo_shards
+
+
+def numbers(data: Path, ranks: int) -> tuple[list[float], float]:
+    """Return the printed losses of each epoch and the recall, of a run on so many ranks as torchrun starts them."""
+    done = call("tools/minimal_loop.py", f"--data={data}", "--batch=32", "--epochs=3", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    (recall,) = re.findall(r"recall@1 ([0-9.]+) \(chance 0\.0625\)", done.stdout)
+    return [float(loss) for loss in re.findall(r"batch_loss ([0-9.]+)", done.stdout)], float(recall)
+
+
+def test_the_loss_falls_alike_on_one_rank_and_two(tmp_path: Path) -> None:
+    data = demo_shards(tmp_path / "data", pairs=64, held_out=16).parent
+    losses, recall = numbers(data, ranks=1)
+    assert losses[0] > losses[1] > losses[2]
+    assert 0 <= recall <= 1
+    found, other = numbers(data, ranks=2)
+    assert found == pytest.approx(losses, abs=1e-3)
+    assert other == pytest.approx(recall, abs=0.07)  # a pair may change sides

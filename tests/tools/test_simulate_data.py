@@ -1,0 +1,47 @@
+"""The simulated flow of shards: nothing is fetched twice where the cache suffices, and waits are the link's."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from simulate_data import Node, simulate
+
+from neuclip_ds.data.interleave import Interleave
+from neuclip_ds.data.order import GlobalOrder
+
+SHARDS, SAMPLES, BYTES = 240, 100, 1000
+
+
+def order_of(streams: int, block: int) -> GlobalOrder:
+    sizes = np.full(SHARDS, SAMPLES)
+    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, 80, 0, Interleave(streams, block))
+
+
+def flow_of(order: GlobalOrder, cache: int, bandwidth: float = 1e9, nodes: int = 1, **options):
+    node = Node(cache * BYTES, bandwidth, step_seconds=1.0)
+    return simulate(order, np.full(SHARDS, BYTES), node, nodes, **options)
+
+
+@pytest.mark.parametrize("nodes", [1, 4])
+def test_shards_of_a_window_that_fits_are_fetched_once(nodes):
+    flow = flow_of(order_of(8, 500), 120, nodes=nodes)
+    assert not flow.is_estimate
+    streams = 8 // nodes
+    assert flow.amplification == pytest.approx(1)
+    assert streams <= flow.first / BYTES <= streams * 6
+    assert flow.resident <= 120 * BYTES
+    assert flow.stalled == pytest.approx(0, abs=1e-6)
+
+
+def test_a_slow_link_makes_training_wait():
+    """A step uses 0.8 shards; the link carries 0.4 a second."""
+    flow = flow_of(order_of(8, 500), 120, bandwidth=0.4 * BYTES)
+    assert flow.stalled == pytest.approx(0.5, abs=0.08)
+    assert flow.first_seconds == pytest.approx(flow.first / BYTES / 0.4, rel=0.3)
+
+
+def test_a_cache_that_is_too_small_for_a_batch():
+    flow = flow_of(order_of(80, 300), 20)
+    assert flow.is_estimate
+    assert flow.amplification > 20
+    assert any("estimated" in line for line in flow.lines())

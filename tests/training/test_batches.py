@@ -1,0 +1,164 @@
+"""Batches on their way to the device: equal rows on a CPU; the order of copies and computation on fake cuda tensors."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.data.loader import RankBatch, part_rows
+from neuclip_ds.training.batches import DeviceBatches
+
+ROWS, MICRO = 12, 4
+CPU = torch.device("cpu")
+
+
+def rank_batch(parts: int, rows: int = ROWS) -> RankBatch:
+    """Rows whose pixels and tokens are their numbers."""
+    number = torch.arange(rows)
+    columns = (number.view(-1, 1, 1, 1).expand(-1, 3, 2, 2).byte(), number.view(-1, 1).expand(-1, 5), number)
+    cut = [part_rows(rows, parts, part) for part in range(parts)]
+    return RankBatch([Batch(*(c[r].clone() for c in columns), torch.ones(len(number[r])).bool()) for r in cut])
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("passes", [1, 2])
+def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
+    """Micro-batches lie within parts, or over two and three of them."""
+    batch = DeviceBatches(CPU, MICRO).begin(rank_batch(parts))
+    assert (batch.host.index.tolist(), bool(batch.host.valid.all())) == (list(range(ROWS)), True)
+    assert [(part.start, part.stop) for part in batch.rows] == [(0, 4), (4, 8), (8, 12)]
+    seen = list(batch.micro_batches(passes))
+    assert [(len(image), len(tokens)) for image, tokens in seen] == [(4, 4)] * 3 * passes
+    assert torch.cat([image for image, _ in seen])[:, 0, 0, 0].tolist() == list(range(ROWS)) * passes
+    assert torch.cat([tokens for _, tokens in seen])[:, 0].tolist() == list(range(ROWS)) * passes
+    with pytest.raises(RuntimeError, match="released"):
+        batch.host.pieces(slice(0, ROWS))
+
+
+def test_on_a_cpu_nothing_is_copied_or_taken_early() -> None:
+    host, taken = rank_batch(1), []
+    address = host.pieces(slice(0, 1))[0][0].data_ptr()
+    (image, _), *_ = DeviceBatches(CPU, ROWS).begin(host).micro_batches(1)
+    assert image.data_ptr() == address
+
+    def batches() -> Iterator[RankBatch]:
+        for number in range(3):
+            taken.append(number)
+            yield rank_batch(1)
+
+    for number, _ in enumerate(DeviceBatches(CPU, ROWS).ahead(batches())):
+        assert taken == list(range(number + 1))
+
+
+class Stream:
+    """A stand-in for a CUDA stream, which notes what is asked of it."""
+
+    def __init__(self, name: str, log: list[str]) -> None:
+        self.name, self._log, self._events = name, log, 0
+
+    def record_event(self) -> int:
+        self._events += 1
+        return self._events - 1
+
+    def wait_event(self, event: int) -> None:
+        self._log.append(f"{self.name} waits for {event}")
+
+
+class Log(TorchDispatchMode):
+    """Notes the copies of pixels to the device, and holds all copies to the side stream and to pinned memory's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[str] = []
+        self.kept: list[str] = []  # streams that a tensor's memory is kept for
+        self.stream = "main"
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        source = {torch.ops.aten._to_copy.default: 0, torch.ops.aten.copy_.default: 1}.get(func)
+        if source is not None and result.device.type == "cuda":
+            assert self.stream == "side"
+            assert kwargs["non_blocking"] if source == 0 else args[2]
+            if result.dtype == torch.uint8:
+                self.calls.append(f"copy of {len(args[source])}")
+        return result
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
+    log = Log()
+    side, main = Stream("side", log.calls), Stream("main", log.calls)
+
+    @contextmanager
+    def on(stream: Stream) -> Iterator[None]:
+        before, log.stream = log.stream, stream.name
+        yield
+        log.stream = before
+
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
+    monkeypatch.setattr(torch.Tensor, "record_stream", lambda tensor, stream: log.kept.append(stream.name))
+    with FakeTensorMode(), log:
+        yield log
+
+
+def test_the_next_batch_is_copied_before_a_step_is_computed(log: Log) -> None:
+    copies = DeviceBatches(torch.device("cuda"), ROWS)
+    for number, batch in enumerate(copies.ahead(rank_batch(1) for _ in range(3))):
+        log.calls.append(f"step {number}")
+        ((image, tokens),) = batch.micro_batches(1)
+        assert {tensor.device.type for tensor in (image, tokens)} == {"cuda"}
+    copy = f"copy of {ROWS}"
+    steps = [[f"step {n}", f"main waits for {n}"] for n in range(3)]
+    assert log.calls == [copy, copy, *steps[0], copy, *steps[1], *steps[2]]
+    assert set(log.kept) == {"main"}
+    assert len(log.kept) == 3 * 2
+
+
+def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None:
+    """Of a batch in several parts: two micro-batches are on the device at a time, in either pass."""
+    copies = DeviceBatches(torch.device("cuda"), MICRO)
+    taken: list[int] = []
+
+    def batches() -> Iterator[RankBatch]:
+        for number in range(2):
+            taken.append(number)
+            yield rank_batch(2)
+
+    ahead = copies.ahead(batches())
+    batch = next(ahead)
+    assert taken == [0], "the host has room for the pixels of one batch"
+    alive: list[weakref.ref[torch.Tensor]] = []
+    micro_batches = batch.micro_batches(2)
+    for number in range(6):
+        alive.append(weakref.ref(next(micro_batches)[0]))
+        assert sum(image() is not None for image in alive) == 1, "of those that have been handed out"
+        log.calls.append(f"compute {number}")
+    in_parts = ["copy of 4"], ["copy of 2"] * 2, ["copy of 4"]
+    wanted = [*in_parts[0]]
+    for number in range(6):
+        wanted += in_parts[(number + 1) % 3] if number < 5 else []
+        wanted += [f"main waits for {number}", f"compute {number}"]
+    assert log.calls == wanted
+    assert len(next(ahead).host) == ROWS
+
+
+def test_an_error_of_the_loader_comes_at_its_turn(log: Log) -> None:
+    def batches() -> Iterator[RankBatch]:
+        yield rank_batch(1)
+        raise OSError("storage")
+
+    found = DeviceBatches(torch.device("cuda"), ROWS).ahead(batches())
+    assert len(next(found).host) == ROWS
+    with pytest.raises(OSError, match="storage"):
+        next(found)

@@ -1,0 +1,90 @@
+"""OpenCLIP's loss in OpenCLIP's own communication scheme, a baseline for the closed form, not a method to train with.
+
+Features are gathered with gradient (`--gather-with-grad`), so that autograd sends a reduce-scatter of (B, d) back for
+images and one for texts. With a local loss (`--local-loss`) a rank contrasts its own rows with all columns. Gradients
+and temperature are those of the method `openclip`.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+from torch.nn.functional import cross_entropy
+
+from neuclip_ds.config import Config
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.options import AdamSettings
+from neuclip_ds.objectives.temperature import LearnableTemperature
+
+
+class _GatherWithGradient(torch.autograd.Function):
+    """(b, d) of every rank -> (K b, d); the gradient of a rank's rows is the sum over all ranks' copies of them."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, communicator: Communicator) -> Tensor:
+        ctx.communicator = communicator  # type: ignore[attr-defined]
+        return communicator.all_gather(x, "features")
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        communicator: Communicator = ctx.communicator  # type: ignore[attr-defined]
+        return communicator.reduce_scatter(gradient, "feature gradients"), None
+
+
+def openclip_loss(
+    image: Tensor,
+    text: Tensor,
+    scale: Tensor,
+    communicator: Communicator,
+    comm_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """Return the loss of this rank's rows."""
+    all_image, all_text = (_GatherWithGradient.apply(x.to(comm_dtype), communicator).to(x.dtype) for x in (image, text))
+    labels = communicator.rank * len(image) + torch.arange(len(image), device=image.device)
+    by_image, by_text = scale * image @ all_text.T, scale * text @ all_image.T
+    return (cross_entropy(by_image, labels) + cross_entropy(by_text, labels)) / 2
+
+
+class OpenClipReference(Objective):
+    """Feature gradients by autograd through the gather; a rank computes the loss of its rows."""
+
+    def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
+        adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
+        self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
+        super().__init__(context, {"": self._temperature})
+        self.comm_dtype = comm_dtype
+
+    def begin_gather(self, index: Tensor, valid: Tensor) -> None:
+        """Start nothing: the gather needs its gradient, so features travel when all are there."""
+
+    def __call__(self, features: Features, step: Step) -> FeatureGradients:
+        """Return the gradient of the global loss; update the temperature.
+
+        Raises:
+            ValueError: a row is invalid, which this scheme cannot skip.
+        """
+        if not bool(features.valid.all()):
+            raise ValueError(
+                "OpenCLIP's scheme cannot skip invalid samples: give it batches whose samples are all valid."
+            )
+        tau = self._temperature.tau
+        with torch.enable_grad():
+            image, text = (x.detach().requires_grad_() for x in (features.image, features.text))
+            theta = tau.log().neg().requires_grad_()
+            loss = openclip_loss(image, text, theta.exp(), self._communicator, self.comm_dtype)
+        image, text, grad_theta = torch.autograd.grad(loss, [image, text, theta])
+        ranks = self._communicator.world_size
+        image, text = image / ranks, text / ranks  # of the mean of the ranks' losses
+        square = image.square().sum() + text.square().sum()
+        sums = torch.stack([loss.detach() / ranks, grad_theta / ranks, square])
+        mean_loss, grad_theta, square = self._communicator.all_reduce(sums, "scalars")
+        self._temperature.descend(step, theta=grad_theta)
+        metrics = {"tau": tau, "batch_loss": mean_loss, "feature_grad_norm": square.sqrt()}
+        return FeatureGradients(image, text, mean_loss, metrics)
+
+
+REFERENCES: dict[str, Callable[[Config, Context, torch.dtype], Objective]] = {"openclip_reference": OpenClipReference}
+"""Objectives that profiles compare with, by name."""

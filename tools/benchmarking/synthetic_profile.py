@@ -1,0 +1,107 @@
+"""The synthetic profile: training steps on random pairs, to measure a configuration without data.
+
+Everything from the towers on is that of a run; there is no loader, so a step does not include its time.
+"""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from neuclip_ds.config import Config, dump
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
+from neuclip_ds.engine.precision import resolve_comm_dtype
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.models.dual_encoder import parameter_count
+from neuclip_ds.objectives import build_objective, find_method
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.planning.memory import MemoryQuery
+from neuclip_ds.profiling.recorder import Recorder
+from neuclip_ds.training.step import TrainStep
+
+Build = Callable[[Config, Context, torch.dtype], Objective]
+CONFIG = "config.yaml"  # next to the breakdown
+EPOCH = 100  # steps of the data set that the indices are drawn from
+_TOKENS = 512  # of a pretrained tokenizer that does not tell its vocabulary
+
+
+def prototypes_of(config: Config) -> int:
+    """Return the number m of prototypes that the method has, or of entries of its queue; 0 without."""
+    sections, objective = find_method(config.objective.method).sections, config.objective
+    sizes = {"npn": objective.npn.prototypes, "queue": objective.queue.size}
+    return max((size for name, size in sizes.items() if name in sections), default=0)
+
+
+def first_prediction(config: Config) -> int:
+    """Return the first step that has all prototypes to compare with, drawn from as many samples; 0 without any."""
+    prototypes = prototypes_of(config)
+    return math.ceil(prototypes / config.data.batch_size) + 1 if prototypes else 0
+
+
+class SyntheticSteps:
+    """The steps of a run on random pairs, with random weights; `data.train` is not read.
+
+    Attributes:
+        engine: DeepSpeed's engine around the towers.
+        parameters: their number.
+    """
+
+    def __init__(
+        self, config: Config, communicator: Communicator, lr: float = 1e-4, build: Build = build_objective
+    ) -> None:
+        engine_config = load_engine_config(config, communicator.world_size)
+        self._query, self._rank, self._lr = MemoryQuery(config, communicator.world_size), communicator.rank, lr
+        query = self._query
+        torch.manual_seed(config.run.seed)
+        model = query.source.build(query.tokenizer)
+        self.parameters = parameter_count(model)
+        if config.model.compile:
+            model.compile_towers()
+        self.engine = start_engine(model, config.optimizer, engine_config, communicator)
+        context = Context(query.source.embed_dim, EPOCH * config.data.batch_size, communicator)
+        objective = build(config, context, resolve_comm_dtype(config, engine_config))
+        self._step = TrainStep(self.engine, objective, communicator, query.micro_batch, config.run.seed)
+
+    def batch(self, number: int) -> Batch:
+        """Return this rank's rows of a global batch of noise with distinct indices, a function of the step."""
+        query, rows, size = self._query, self._query.rank_batch, self._query.config.data.batch_size
+        generator = torch.Generator().manual_seed(number)
+        index = torch.randperm(EPOCH * size, generator=generator)[self._rank * rows : (self._rank + 1) * rows]
+        generator.manual_seed(number * query.world_size + self._rank)
+        shape = (rows, 3, query.image_size, query.image_size)
+        image = torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+        vocabulary = getattr(query.tokenizer, "vocab_size", _TOKENS)
+        tokens = torch.randint(2, vocabulary, (rows, query.tokenizer.context_length), generator=generator)
+        tokens[:, 0], tokens[:, -1] = 0, 1
+        return Batch(image, tokens, index, torch.ones(rows, dtype=torch.bool))
+
+    def run(self, number: int, batch: Batch) -> FeatureGradients:
+        """Run a step."""
+        return self._step(batch, Step(number, number // EPOCH, self._lr, self._lr)).gradients
+
+
+def run_synthetic_profile(
+    config: Config, communicator: Communicator, folder: Path, name: str, after: int, build: Build = build_objective
+) -> None:
+    """Profile `run.profile_steps` steps after `after` others, into `folder`, under `name` in its tables."""
+    steps, count = SyntheticSteps(config, communicator, build=build), config.run.profile_steps
+    engine_config = load_engine_config(config, communicator.world_size)
+    facts = {
+        "method": name,
+        "zero_stage": zero_stage(engine_config),
+        "precision": precision(engine_config).replace("fp32", "float32"),
+        "batch_size": config.data.batch_size,
+        "embed_dim": config.model.embed_dim,
+        "parameters": steps.parameters,
+    }
+    if communicator.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / CONFIG).write_text(dump(config), encoding="utf-8")
+    with Recorder(folder, communicator, count, after, facts) as recorder:
+        for number in range(after + count):
+            batch = steps.batch(number)
+            with recorder.step():
+                steps.run(number, batch)

@@ -1,0 +1,140 @@
+"""The smallest training loop around this project's losses: two towers, DDP, AdamW and a retrieval score.
+
+Read this file first. The trainer (neuclip_ds/training/) does the same for long runs of large models: ZeRO, checkpoints,
+remote shards and everything that can fail. `torchrun --nproc-per-node 2 tools/minimal_loop.py` trains on two ranks with
+the same global batches.
+
+Examples:
+    python tools/minimal_loop.py                # demo pairs, rendered on the first run
+    python tools/minimal_loop.py --data /data/mine --method openclip
+"""
+
+import argparse
+import io
+import os
+from pathlib import Path
+
+import timm
+import torch
+import torch.distributed as dist
+from PIL import Image
+from torch import Tensor, nn
+from torch.nn.functional import normalize
+from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import OneCycleLR
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torchvision.transforms.functional import pil_to_tensor
+from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+from neuclip_ds.data.build import build_manifest
+from neuclip_ds.data.demo import make_demo_data
+from neuclip_ds.data.readers import TarReader
+from neuclip_ds.data.shards import resolve_shards
+from neuclip_ds.loss import ContrastiveLoss, IndexedDataset
+from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+
+DIM, SIZE, CONTEXT, LR = 64, 32, 32, 1e-3
+
+
+class Pairs(Dataset[tuple[Tensor, str]]):
+    """The pairs of a folder of tar shards, by index: (3, SIZE, SIZE) pixels in [-1, 1] and a caption."""
+
+    def __init__(self, shards: Path) -> None:
+        manifest = build_manifest(resolve_shards(str(shards)), processes=1)  # where each sample lies in its tar
+        self._reader, self._count = TarReader(manifest), manifest.n
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __getitem__(self, index: int) -> tuple[Tensor, str]:
+        image = Image.open(io.BytesIO(self._reader.read(index).image or b"")).convert("RGB")
+        return pil_to_tensor(image.resize((SIZE, SIZE))) / 127.5 - 1, self.caption(index)
+
+    def caption(self, index: int) -> str:
+        return self._reader.read(index, with_image=False).texts["txt"].decode()
+
+
+class Towers(nn.Module):
+    """An image tower of timm and a text tower of transformers; their features are rows of norm 1."""
+
+    def __init__(self, tokenize: CaptionTokenizer) -> None:
+        super().__init__()
+        self._tokenize = tokenize
+        size = {"img_size": SIZE, "patch_size": 8, "embed_dim": 96, "depth": 3, "num_heads": 3}
+        self.image = timm.create_model("vit_tiny_patch16_224", num_classes=DIM, **size)
+        size = {"hidden_size": 96, "intermediate_size": 384, "num_hidden_layers": 2, "num_attention_heads": 3}
+        size |= {"max_position_embeddings": CONTEXT, "projection_dim": DIM, "vocab_size": tokenize.vocab_size}
+        config = CLIPTextConfig(bos_token_id=tokenize.bos_id, eos_token_id=tokenize.eos_id, **size)
+        self.text = CLIPTextModelWithProjection(config)
+
+    def forward(self, images: Tensor, captions: list[str]) -> tuple[Tensor, Tensor]:
+        tokens = self._tokenize(list(captions)).to(images.device)
+        return normalize(self.image(images), dim=1), normalize(self.text(tokens).text_embeds, dim=1)
+
+
+@torch.no_grad()
+def recall_at_1(towers: nn.Module, pairs: Pairs, device: torch.device) -> float:
+    """Return the share of images whose own caption is the most similar of all captions."""
+    towers.eval()
+    batches = [towers(images.to(device), captions) for images, captions in DataLoader(pairs, 256)]
+    images, texts = (torch.cat(side) for side in zip(*batches, strict=True))
+    towers.train()
+    found = (images @ texts.T).argmax(dim=1)
+    return float((found == torch.arange(len(found), device=device)).float().mean())
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", type=Path, default=Path("data/minimal"), help="folder with shards in train/ and val/")
+    parser.add_argument("--method", default="fastclip_v1", help="a name in the table of docs/reference/methods.md")
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the pairs (default 6)")
+    parser.add_argument("--batch", type=int, default=128, help="pairs that contrast with each other, on all ranks")
+    given = parser.parse_args()
+
+    # torchrun sets these; without it this is one process, which needs no process group
+    rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    device = torch.device(f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu")
+    if ranks > 1:
+        dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    if rank == 0 and not given.data.exists():
+        make_demo_data(given.data, pairs=4_000, held_out=500, zero_shot=80)
+    if ranks > 1:
+        dist.barrier()
+
+    # Most methods keep statistics of each sample: IndexedDataset adds its index, the same in every epoch.
+    pairs = Pairs(given.data / "train")
+    train = IndexedDataset(pairs)
+    sampler: DistributedSampler[int] = DistributedSampler(train, ranks, rank, drop_last=True)
+    loader = DataLoader(train, given.batch // ranks, sampler=sampler, drop_last=True)
+
+    torch.manual_seed(0)
+    # a pretrained text tower comes with its own tokenizer
+    towers = Towers(train_bpe([pairs.caption(i) for i in range(len(pairs))], 1000, CONTEXT)).to(device)
+    model = DistributedDataParallel(towers) if ranks > 1 else towers
+    optimizer = AdamW(model.parameters(), LR, weight_decay=0.1)
+    scheduler = OneCycleLR(optimizer, LR, given.epochs * len(loader), pct_start=0.1, cycle_momentum=False)
+    # The loss gathers the features of all ranks, and trains the temperature and what else the method learns by itself.
+    length = {"epochs": given.epochs, "steps_per_epoch": len(loader)}
+    loss_fn = ContrastiveLoss(given.method, dim=DIM, samples=len(train), lr=LR, device=device, **length)
+    for epoch in range(given.epochs):
+        sampler.set_epoch(epoch)
+        for images, captions, index in loader:
+            loss = loss_fn(*model(images.to(device), captions), index)  # of the global batch, the same on every rank
+            optimizer.zero_grad()
+            loss.backward()  # DDP averages the towers' gradients, which the loss expects (reduction="ddp_mean")
+            optimizer.step()
+            scheduler.step()
+            loss_fn.lr = optimizer.param_groups[0]["lr"]  # the temperature's learning rate follows it
+        if rank == 0:  # `metrics` has OpenCLIP's loss of the same batch too, by which methods can be compared
+            numbers = {"loss": loss.item(), **loss_fn.metrics}
+            print(f"epoch {epoch + 1}: " + "  ".join(f"{name} {value:.4f}" for name, value in numbers.items()))
+    if rank == 0:
+        val = Pairs(given.data / "val")
+        print(f"recall@1 {recall_at_1(towers, val, device):.4f} (chance {1 / len(val):.4f})")
+    if ranks > 1:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,6 +1,0 @@
-"""`neuclip-ds plan` as a file; `--help` has examples."""
-
-from neuclip_ds.cli.main import main
-
-if __name__ == "__main__":
-    main(command="plan")

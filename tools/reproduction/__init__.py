@@ -1,0 +1,1 @@
+"""Comparison of methods with small towers, over paired seeds; tools/reproduce.py runs it."""
