@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -30,8 +31,8 @@ Weight = Annotated[float, Field(ge=0)]
 
 
 class RunConfig(Section):
-    name: str | None = Field(None, min_length=1)
-    """Name of the run's folder. By default the recipe's name."""
+    name: str | None = None
+    """Name of the run's folder, of letters, digits and any of _ . , = + @ -. By default the recipe's name."""
     output_dir: Path = Path("runs")
     """Folder of all runs; config, log, metrics and checkpoints go to OUTPUT_DIR/NAME."""
     seed: int = Field(0, ge=0)
@@ -68,6 +69,16 @@ class RunConfig(Section):
     profile_steps: int = Field(0, ge=0)
     """Steps to profile, after the first ten: time and traffic of each part go to OUTPUT_DIR/NAME/profile/. `--profile`
     sets 10."""
+
+    @field_validator("name")
+    @classmethod
+    def _name_is_one_folder(cls, name: str | None) -> str | None:
+        if name is not None and not re.fullmatch(r"\w[\w.,=+@-]{0,199}", name):
+            raise ValueError(
+                f"{name!r} cannot name a folder; use up to 200 letters, digits and any of _ . , = + @ -, the first one "
+                "a letter, a digit or _"
+            )
+        return name
 
     @field_validator("remote")
     @classmethod

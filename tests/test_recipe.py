@@ -137,6 +137,10 @@ def test_merge_leaves_its_arguments_alone() -> None:
     [
         (["demo", "--data.bach-size=3"], "Unknown option --data.bach-size; did you mean --data.batch-size?"),
         (["demo", "--batch_size=3"], "did you mean --data.batch-size?"),
+        *(
+            (["demo", f"--run.name={name}"], "run.name")
+            for name in ("..", "../x", "/x", "a/b", "a\nb", "\x1b[1m", "a*", "")
+        ),
         (["demo", "--gpu-memory=0", "--dry-run"], "gpu_memory='0': Input should be greater than 0"),
         (["demo", "--hostfile=hostfiles/8node"], "belong to --dry-run"),
         (["demo", "--data.batch_size=few"], "data.batch_size='few'"),

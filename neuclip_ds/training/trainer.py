@@ -54,6 +54,7 @@ from neuclip_ds.training.run_folder import (
     trained_with,
     write_complete,
 )
+from neuclip_ds.training.run_lock import locked
 
 log = logging.getLogger(__name__)
 
@@ -96,6 +97,7 @@ def train(
         raising_interrupted(),
         connected(dump(config), max_outage) as communicator,
         deterministic_algorithms(config.run.deterministic),
+        locked(folder, communicator),
     ):
         configure_logging(communicator.rank)
         with staging(config, folder, communicator) as staged:

@@ -1,0 +1,143 @@
+"""The lock of a run's folder: one process at a time trains into it."""
+
+import errno
+import fcntl
+import json
+import os
+import platform
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.files import explain_disk
+
+LOCK = "lock.json"
+_HELD = (errno.EACCES, errno.EAGAIN)
+_BEAT = 10.0  # seconds between two heartbeats
+_SILENCE = 25.0  # seconds without a heartbeat, after which a process on another host counts as dead
+_ENDING = 5.0  # seconds that a process which has just been stopped may take to end
+
+
+@contextmanager
+def locked(folder: Path, communicator: Communicator) -> Iterator[None]:
+    """Hold the lock of a run's folder on rank 0 during the block, which all ranks enter together.
+
+    Raises:
+        UserError: another process holds the lock, the folder has files but is not a run's, or it cannot be written.
+    """
+    with ExitStack() as stack:
+
+        def enter() -> None:
+            stack.enter_context(_lock(folder))
+
+        communicator.on_rank_zero(enter)
+        yield
+
+
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
+    """Hold the kernel's lock of FOLDER/lock.json, which names this host and process.
+
+    The kernel releases the lock of a process that dies. Hosts that share a file system may not share its locks, so the
+    time at which the file was changed is a heartbeat. After a clean end the file is empty: it marks a run's folder.
+    """
+    path, ended = folder / LOCK, threading.Event()
+    _check_is_run(folder)
+    _wait_for_other_hosts(path)
+    is_new = not folder.exists()
+    with explain_disk(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        handle = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+    try:
+        _take(handle, path)
+        beats = threading.Thread(target=_beat, args=(handle, ended), daemon=True)
+        beats.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            beats.join()
+            with suppress(OSError):
+                os.ftruncate(handle, 0)
+                if is_new and list(folder.iterdir()) == [path]:  # the start was refused
+                    path.unlink()
+                    folder.rmdir()
+    finally:
+        os.close(handle)
+
+
+def _check_is_run(folder: Path) -> None:
+    """Raise `UserError` where a folder has files but neither a lock nor a checkpoint."""
+    with explain_disk(folder):
+        foreign = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
+    if foreign and not any(folder.glob("**/step_*/meta.json")):
+        raise UserError(
+            f"{folder} has files but is not the folder of a run, and training could overwrite them. Choose another "
+            "--run.name or --run.output-dir."
+        )
+
+
+def _take(handle: int, path: Path) -> None:
+    """Take the kernel's lock and write this process into the file; wait a little for a process that is ending."""
+    deadline = time.monotonic() + _ENDING
+    while True:
+        try:
+            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)  # unlike flock's, forked loader processes do not hold it
+            break
+        except OSError as error:
+            if error.errno not in _HELD:  # a file system without locks
+                break
+            if time.monotonic() > deadline:
+                raise _in_use(path, os.pread(handle, 1000, 0)) from None
+            time.sleep(0.2)
+    with explain_disk(path):
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, json.dumps({"host": platform.node(), "pid": os.getpid()}).encode(), 0)
+
+
+def _wait_for_other_hosts(path: Path) -> None:
+    """Raise `UserError` if a process on another host changes the file within the time in which it beats."""
+    holder, first = _read(path)
+    if not holder or _parse(holder).get("host") in (None, platform.node()):
+        return
+    deadline = time.monotonic() + _SILENCE
+    while time.monotonic() < deadline:
+        time.sleep(_SILENCE / 50)
+        holder, changed = _read(path)
+        if holder and changed != first:
+            raise _in_use(path, holder)
+
+
+def _read(path: Path) -> tuple[bytes, int]:
+    """Return the content of the lock and when it was changed; opening a file makes NFS ask its server for both."""
+    try:
+        with path.open("rb") as file:
+            return file.read(), os.fstat(file.fileno()).st_mtime_ns
+    except OSError:
+        return b"", 0
+
+
+def _parse(holder: bytes) -> dict[str, Any]:
+    try:
+        return dict(json.loads(holder))
+    except (ValueError, TypeError):
+        return {}
+
+
+def _in_use(path: Path, holder: bytes) -> UserError:
+    known = _parse(holder)
+    where = f"process {known.get('pid', '?')} on {known.get('host', 'an unknown host')}"
+    return UserError(
+        f"{path.parent} is in use: {where} trains into it. Wait for that run, stop it, or choose another --run.name."
+    )
+
+
+def _beat(handle: int, ended: threading.Event) -> None:
+    while not ended.wait(_BEAT):
+        with suppress(OSError):  # the next one may succeed
+            os.utime(handle)

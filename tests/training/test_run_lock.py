@@ -1,0 +1,106 @@
+"""One process at a time trains into a run's folder, and only into one that is a run's."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from small_runs import demo_shards, train
+
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.errors import UserError
+from neuclip_ds.training.run_lock import LOCK, locked
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.training.run_lock import locked
+with locked(Path(sys.argv[1]), Communicator()):
+    print("held", flush=True)
+    time.sleep(600)
+"""
+
+
+def held_elsewhere(folder: Path) -> subprocess.Popen[str]:
+    """Start a process that holds a folder's lock."""
+    program = subprocess.Popen([sys.executable, "-c", HOLD, str(folder)], stdout=subprocess.PIPE, text=True)
+    assert program.stdout is not None
+    assert program.stdout.readline() == "held\n"
+    return program
+
+
+@pytest.fixture(autouse=True)
+def _short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("neuclip_ds.training.run_lock._ENDING", 0.1)
+    monkeypatch.setattr("neuclip_ds.training.run_lock._SILENCE", 1.0)
+
+
+def test_a_second_process_is_refused_until_the_first_dies(tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    program = held_elsewhere(folder)
+    try:
+        before = (folder / LOCK).read_bytes()
+        with pytest.raises(UserError, match=f"process {program.pid} on {os.uname().nodename} trains into it"):
+            locked(folder, Communicator()).__enter__()
+        assert (folder / LOCK).read_bytes() == before
+    finally:
+        os.kill(program.pid, signal.SIGKILL)
+        program.wait()
+    with locked(folder, Communicator()):
+        assert json.loads((folder / LOCK).read_text())["pid"] == os.getpid()
+
+
+@pytest.mark.parametrize("beats", [True, False])
+def test_a_host_whose_locks_do_not_reach_this_one(beats: bool, tmp_path: Path) -> None:
+    lock = tmp_path / LOCK
+    lock.write_text(json.dumps({"host": "another", "pid": 7}))
+    ended = threading.Event()
+
+    def beat() -> None:
+        while not ended.wait(0.05):
+            os.utime(lock)
+
+    thread = threading.Thread(target=beat)
+    if beats:
+        thread.start()
+    try:
+        if beats:
+            with pytest.raises(UserError, match="process 7 on another trains into it"):
+                locked(tmp_path, Communicator()).__enter__()
+        else:
+            with locked(tmp_path, Communicator()):
+                assert "another" not in lock.read_text()
+    finally:
+        ended.set()
+        if beats:
+            thread.join()
+
+
+def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
+    shards = demo_shards(tmp_path / "data", 20)
+    folder = tmp_path / "runs" / "run"
+    for name in ("tokenizer/vocab.json", "model/weights.bin", "config.yaml", "metrics.jsonl"):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text("mine")
+    refused = train(tmp_path / "runs", shards, 1)
+    assert refused.returncode == 2
+    assert f"{folder} has files but is not the folder of a run" in refused.stderr
+    files = [path for path in folder.rglob("*") if path.is_file()]
+    assert len(files) == 4 and all(path.read_text() == "mine" for path in files)
+
+
+def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
+    def refuse() -> None:
+        with locked(tmp_path / "runs" / "new", Communicator()):
+            raise UserError("no")
+
+    with pytest.raises(UserError):
+        refuse()
+    assert not (tmp_path / "runs" / "new").exists()
