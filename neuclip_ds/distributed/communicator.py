@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
+from neuclip_ds.distributed.host_copies import to_device
 from neuclip_ds.errors import UserError
 
 T = TypeVar("T")
@@ -134,7 +135,7 @@ class Communicator:
         """
         if self.world_size == 1:
             return Pending(x)
-        pending = self.begin_all_gather(x.to(self._host, non_blocking=True), purpose)
+        pending = self.begin_all_gather(to_device(x, self._host), purpose)
         pending.to_host = True
         return pending
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.host_copies import to_device
 
 Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
 """(images uint8 (b, 3, H, W) or None, tokens (b, T) or None) -> their float32 L2-normalized features (b, d) or None.
@@ -23,7 +24,7 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
     def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
         model.eval()
         with torch.no_grad():
-            return model(*(None if x is None else x.to(device, non_blocking=True) for x in (image, tokens)))
+            return model(*(None if x is None else to_device(x, device) for x in (image, tokens)))
 
     return encode
 

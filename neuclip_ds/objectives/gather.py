@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.distributed.host_copies import to_device
 from neuclip_ds.errors import UserError
 
 
@@ -129,9 +130,8 @@ class GatheredFeatures:
             rows = valid.nonzero().squeeze(1)
             self.local = slice(*torch.searchsorted(rows, torch.tensor([start, start + self._count])).tolist())
             self.index = self.padded_index[rows]
-            self._rows, self._own_rows = (
-                x.to(features.image.device, non_blocking=True) for x in (rows, rows[self.local] - start)
-            )
+            own = rows[self.local] - start
+            self._rows, self._own_rows = (to_device(x, features.image.device) for x in (rows, own))
         self.image, self.text = gather.features(features.image.dtype, self._rows)
 
     @property

@@ -1,4 +1,4 @@
-"""Host memory of a rank: tables that are read and written at random rows, and copies of what a GPU computes."""
+"""Tables in host memory that are read and written at random rows."""
 
 import mmap
 from contextlib import suppress
@@ -33,22 +33,3 @@ def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
         with suppress(OSError, AttributeError):  # a kernel without huge pages, or without the advice
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
-
-
-class HostCopy:
-    """A copy of a tensor in host memory, begun when it is made; of a tensor that is there already the tensor itself."""
-
-    def __init__(self, tensor: Tensor) -> None:
-        self._copy = tensor
-        self._arrived: torch.cuda.Event | None = None
-        if tensor.device.type != "cpu":
-            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-            self._copy.copy_(tensor, non_blocking=True)
-            self._arrived = torch.cuda.Event()
-            self._arrived.record()
-
-    def wait(self) -> Tensor:
-        """Wait for the copy alone, not for what the device was given after it, and return it."""
-        if self._arrived is not None:
-            self._arrived.synchronize()
-        return self._copy

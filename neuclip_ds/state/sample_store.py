@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator, Pending
+from neuclip_ds.distributed.host_copies import HostCopy, to_device
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.host_memory import HostCopy, random_access_table
+from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -87,13 +88,13 @@ class SampleStore:
 
     def local_rows(self, index: Tensor) -> Tensor:
         """Return the batch's rows that are local, (B, f); rows of other ranks have undefined values."""
-        return self._on_device(self._rows.index_select(0, self._locate(index)[0]))
+        return to_device(self._rows.index_select(0, self._locate(index)[0]), self._communicator.device)
 
     def _contribution(self, index: Tensor, count: int) -> Tensor:
         """Return this rank's summand of a read, (B, count): its local rows, zeros for the others."""
         rows, is_local = self._locate(index)
         found = self._rows[:, :count].index_select(0, rows)
-        return self._on_device(found.masked_fill_(~is_local[:, None], 0.0))
+        return to_device(found.masked_fill_(~is_local[:, None], 0.0), self._communicator.device)
 
     def write(self, index: Tensor, values: Tensor) -> None:
         """Write (B, f) values of all ranks' samples `index` (B,); of a repeated index the last row counts.
@@ -103,7 +104,7 @@ class SampleStore:
         rows, _ = self._locate(index)
         self._overwritten = rows, self._rows.index_select(0, rows)
         last = _last_of_each(rows)  # on a GPU index_copy_ writes a repeated row in no defined order
-        values = values.to(self._table.dtype).index_select(0, last.to(values.device, non_blocking=True))
+        values = values.to(self._table.dtype).index_select(0, to_device(last, values.device))
         if values.device == self._table.device:
             self._table.index_copy_(0, rows, values)
         else:
@@ -123,13 +124,10 @@ class SampleStore:
 
         Both lie where the table does.
         """
-        index = index.to(self._table.device, non_blocking=True)
+        index = to_device(index, self._table.device)
         low, high = self.partition.start, self.partition.stop
         is_local = (index >= low) & (index < high)
         return torch.where(is_local, index - low, self.partition.size), is_local
-
-    def _on_device(self, rows: Tensor) -> Tensor:
-        return rows.to(self._communicator.device, non_blocking=True)
 
 
 def _last_of_each(rows: Tensor) -> Tensor:

@@ -1,13 +1,16 @@
 """Batches of the training data on their way to the device: loaded by processes, copied while the towers compute.
 
-On a GPU copies run in a side stream, from pinned memory, so that neither the host nor the computation waits for them. A
-batch of one micro-batch is copied while the step before it runs. The pixels of a larger batch stay on the host, and
-each micro-batch is copied while the one before it is computed, in either pass. On a CPU nothing is copied.
+On a GPU copies run in a side stream, from pinned memory, so that neither the host nor the computation waits for them.
+The next batch is fetched once a step has been launched, so that a late one delays only the step after it. Pixels stay
+on the host, and each micro-batch is copied while the one before it is computed, also from one pass or step to the next.
+On a CPU nothing is copied, and a batch is fetched when its step begins.
 """
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from typing import NamedTuple, cast
 
@@ -52,24 +55,8 @@ class TrainingData(NamedTuple):
             yield from join_parts(loader.batches("train", jobs), parts)
 
 
-class Arriving(NamedTuple):
-    """Two tensors on the device that a side stream may still be filling."""
-
-    tensors: tuple[Tensor, Tensor]
-    done: torch.cuda.Event | None  # None where there is no side stream
-
-    def wait(self) -> tuple[Tensor, Tensor]:
-        """Return them; the current stream, not the host, waits for the copies."""
-        if self.done is not None:
-            stream = torch.cuda.current_stream(self.tensors[0].device)
-            stream.wait_event(self.done)
-            for tensor in self.tensors:
-                tensor.record_stream(stream)  # the side stream may reuse the memory only after the current one
-        return self.tensors
-
-
-class DeviceBatches:
-    """Copy batches to a device.
+class DeviceBatches(Iterator["DeviceBatch"]):
+    """Fetch batches and copy them to a device.
 
     Attributes:
         micro_batch: rows that go through the towers at once.
@@ -78,36 +65,49 @@ class DeviceBatches:
     def __init__(self, device: torch.device, micro_batch: int) -> None:
         self._device, self.micro_batch = device, micro_batch
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self.start(iter(()))
 
-    def begin(self, batch: RankBatch) -> DeviceBatch:
-        """Start to copy a batch."""
-        return DeviceBatch(batch, self)
+    def start(self, source: Iterator[RankBatch]) -> None:
+        """Continue with these batches."""
+        self._source = source
+        self._prefetched: Future[DeviceBatch] | None = None
 
-    def ahead(self, batches: Iterator[RankBatch]) -> Iterator[DeviceBatch]:
-        """Iterate over batches, on a GPU each after the copy of the next has begun.
+    def __next__(self) -> DeviceBatch:
+        if self._prefetched is None:
+            return self._fetch()
+        prefetched, self._prefetched = self._prefetched, None
+        return prefetched.result()
 
-        Of batches that are larger than a micro-batch one is taken at a time, as the host keeps their pixels. An error
-        in getting a batch is raised when its turn comes.
+    def prefetch(self) -> None:
+        """On a GPU, fetch the next batch and start to copy it; call this when a step has been launched.
+
+        An error, or the end of the batches, is raised when its turn comes.
         """
-        begun = map(self.begin, batches)
-        batch = next(begun, None)
-        while batch is not None:
-            following = failure = None
-            if self._stream is not None and len(batch.rows) == 1:
-                try:
-                    following = next(begun, None)
-                except Exception as error:
-                    failure = error
-            yield batch
-            if failure is not None:
-                raise failure
-            batch = following or next(begun, None)
+        if self._stream is None:
+            return
+        self._prefetched = Future()
+        launched, fetched = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        launched.record()
+        try:
+            batch = self._fetch()
+        except Exception as error:
+            self._prefetched.set_exception(error)
+        else:
+            fetched.record()
+            batch.idle = launched, fetched
+            self._prefetched.set_result(batch)
 
-    def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> Arriving:
-        """Start to copy two tensors, which come in consecutive pieces of rows."""
+    def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
+        """Start to copy two tensors, which come in consecutive pieces of rows; a GPU's event is recorded at the end."""
         with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
             first, second = (self._joined(tensors) for tensors in zip(*pieces, strict=True))
-            return Arriving((first, second), None if self._stream is None else self._stream.record_event())
+            return (first, second), None if self._stream is None else self._stream.record_event()
+
+    def _fetch(self) -> DeviceBatch:
+        began = time.perf_counter()
+        batch = DeviceBatch(next(self._source), self)
+        batch.seconds = time.perf_counter() - began
+        return batch
 
     def _joined(self, pieces: Sequence[Tensor]) -> Tensor:
         first = pieces[0]
@@ -125,27 +125,45 @@ class DeviceBatch:
     Attributes:
         host: the batch on the host.
         rows: the rows of each micro-batch.
+        seconds: for which the host waited for it.
+        idle: where it was prefetched, events on the GPU between which nothing but the wait for it took place.
     """
+
+    idle: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+    seconds = 0.0
 
     def __init__(self, host: RankBatch, copies: DeviceBatches) -> None:
         self.host, self._copies = host, copies
         self.rows = [slice(low, low + copies.micro_batch) for low in range(0, len(host), copies.micro_batch)]
-        self._following: Arriving | None = self._begin(0)
+        self._arriving = [self._begin(0)]
+
+    @property
+    def waited(self) -> float:
+        """Seconds that its step lost to waiting for it; a GPU loses none while it computes the step before."""
+        if self.idle is None:
+            return self.seconds
+        launched, fetched = self.idle
+        fetched.synchronize()  # the step before has read its gradient's norm, which was computed later
+        return launched.elapsed_time(fetched) / 1e3
 
     def micro_batches(self, passes: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Yield (m, 3, H, W) pixels and (m, T) tokens of each micro-batch, `passes` times over, and once only.
 
-        The last pass frees them on the host as they are used.
+        The current stream, not the host, waits for the copies. The last pass frees them on the host as they are used.
         """
         visits = list(range(len(self.rows))) * passes
-        for visit, number in enumerate(visits):
-            arriving = self._following
-            assert arriving is not None
-            more = visit + 1 < len(visits)
-            self._following = self._begin(visits[visit + 1]) if more else None
-            if visit >= len(visits) - len(self.rows):
+        for visit, number in enumerate(visits, start=1):
+            tensors, copied = self._arriving.pop()
+            if visit < len(visits):
+                self._arriving.append(self._begin(visits[visit]))
+            if visit > len(visits) - len(self.rows):
                 self.host.release(self.rows[number].stop)
-            yield arriving.wait()
+            if copied is not None:
+                stream = torch.cuda.current_stream(tensors[0].device)
+                stream.wait_event(copied)
+                for tensor in tensors:
+                    tensor.record_stream(stream)  # the side stream may reuse the memory only after the current one
+            yield tensors
 
-    def _begin(self, number: int) -> Arriving:
+    def _begin(self, number: int) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
         return self._copies.copy(self.host.pieces(self.rows[number]))

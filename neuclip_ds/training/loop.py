@@ -80,7 +80,7 @@ class StepResult:
     skipped: int  # steps of the run that were skipped
     loss_scale: float | None  # of fp16 towers, after the step
     overflowed: bool  # whether it was skipped only because the loss scale was too large
-    waited: float  # seconds for the batch
+    waited: float  # seconds lost to waiting for the batch
     seconds: float  # of the whole step
     samples_per_second: float  # over all ranks, in the last steps
 
@@ -211,17 +211,17 @@ class Loop:
                     hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
-            batches = self._step.copies.ahead(self._batches())
+            batches = self._step.batches
+            batches.start(self._batches())
             rate = _SlidingRate()
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
                     hook.before_step(self)
                 began = time.perf_counter()
                 batch = next(batches)
-                waited = time.perf_counter() - began
                 for hook in every_hook:
                     hook.on_batch(self, batch.host)
-                result = self._train_on(batch, began, waited, rate)
+                result = self._train_on(batch, began, rate)
                 self.done += 1
                 for hook in every_hook:
                     hook.after_step(self, result)
@@ -283,7 +283,7 @@ class Loop:
         self._failed_at = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
-    def _train_on(self, batch: DeviceBatch, began: float, waited: float, rate: _SlidingRate) -> StepResult:
+    def _train_on(self, batch: DeviceBatch, began: float, rate: _SlidingRate) -> StepResult:
         config, number = self.context.config, self.done
         epoch = self.position.at(number).epoch
         phase = phase_at(self.phases, number)
@@ -309,7 +309,7 @@ class Loop:
             skipped=self.context.engine.skipped_steps,
             loss_scale=None if scale is None else scale.cur_scale,
             overflowed=scale is not None and not (outcome.applied or scale.is_least) and math.isfinite(outcome.loss),
-            waited=waited,
+            waited=batch.waited,
             seconds=time.perf_counter() - began,
             samples_per_second=rate.update((number + 1) * config.data.batch_size),
         )

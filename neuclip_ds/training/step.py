@@ -5,7 +5,7 @@ in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
 A batch larger than the micro-batch takes two passes (loss/two_pass.py), with the objective between them. Dropout is
 fixed by (seed, step, rank, micro-batch). A frozen tower runs in the first pass only, except under ZeRO 3. The device
-holds the pixels of two micro-batches at a time (device_batches.py).
+holds the pixels of two micro-batches at a time (batches.py).
 
 A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
 finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
@@ -23,13 +23,13 @@ from torch.profiler import record_function
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import PHASE, Communicator
+from neuclip_ds.distributed.host_copies import HostCopy
 from neuclip_ds.engine.update import set_learning_rate, update_weights
 from neuclip_ds.engine.zero import fetches_weights
 from neuclip_ds.loss.two_pass import MicroBatches, batch_norms, with_gradients
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.objectives.base import FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import FeatureGather, Features
-from neuclip_ds.state.host_memory import HostCopy
 from neuclip_ds.training.batches import DeviceBatch, DeviceBatches
 
 
@@ -48,7 +48,7 @@ class TrainStep:
     """Run batches through engine, objective and optimizers.
 
     Attributes:
-        copies: brings batches to the device, before their step where it is given the batches to come.
+        batches: brings batches to the device; each step prefetches the next.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TrainStep:
             seed: of dropout.
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
-        self.copies, self._seed = DeviceBatches(communicator.device, micro_batch), seed
+        self.batches, self._seed = DeviceBatches(communicator.device, micro_batch), seed
         self._batch_norms = batch_norms(engine.module)
         self._statistics = [buffer for layer in self._batch_norms for buffer in layer.buffers()]
         every = fetches_weights(engine.module)
@@ -72,7 +72,8 @@ class TrainStep:
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
         """Update encoders, temperature and normalizer by one global batch, or skip it where it is not finite."""
         if isinstance(batch, Batch):
-            batch = self.copies.begin(RankBatch([batch]))
+            self.batches.start(iter([RankBatch([batch])]))
+            batch = next(self.batches)
         if not self._engine.module.training:  # train() visits every module
             self._engine.train()
         set_learning_rate(self._engine.optimizer, step.lr)
@@ -100,6 +101,7 @@ class TrainStep:
                 with passes.gradients():
                     learning = passes.learning(*self._second_pass(*next(micro_batches)))
                     self._backward(gradients.loss, learning, one_or_nan, passes.is_last)
+        self.batches.prefetch()  # before the host waits for the gradient's norm
         with record_function(f"{PHASE}optimizer"):
             norm, applied = update_weights(self._engine)
         loss, tau = scalars.wait().tolist()

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +18,7 @@ from neuclip_ds.data.loader import RankBatch, part_rows
 from neuclip_ds.training.batches import DeviceBatches
 
 ROWS, MICRO = 12, 4
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 
 def rank_batch(parts: int, rows: int = ROWS) -> RankBatch:
@@ -28,11 +29,17 @@ def rank_batch(parts: int, rows: int = ROWS) -> RankBatch:
     return RankBatch([Batch(*(c[r].clone() for c in columns), torch.ones(len(number[r])).bool()) for r in cut])
 
 
+def to_device(batches: Iterable[RankBatch], micro: int = ROWS, device: torch.device = CPU) -> DeviceBatches:
+    found = DeviceBatches(device, micro)
+    found.start(iter(batches))
+    return found
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 5])
 @pytest.mark.parametrize("passes", [1, 2])
 def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
     """Micro-batches lie within parts, or over two and three of them."""
-    batch = DeviceBatches(CPU, MICRO).begin(rank_batch(parts))
+    batch = next(to_device([rank_batch(parts)], MICRO))
     assert (batch.host.index.tolist(), bool(batch.host.valid.all())) == (list(range(ROWS)), True)
     assert [(part.start, part.stop) for part in batch.rows] == [(0, 4), (4, 8), (8, 12)]
     seen = list(batch.micro_batches(passes))
@@ -46,7 +53,7 @@ def test_micro_batches_are_the_rows_in_order(parts: int, passes: int) -> None:
 def test_on_a_cpu_nothing_is_copied_or_taken_early() -> None:
     host, taken = rank_batch(1), []
     address = host.pieces(slice(0, 1))[0][0].data_ptr()
-    (image, _), *_ = DeviceBatches(CPU, ROWS).begin(host).micro_batches(1)
+    (image, _), *_ = next(to_device([host])).micro_batches(1)
     assert image.data_ptr() == address
 
     def batches() -> Iterator[RankBatch]:
@@ -54,7 +61,9 @@ def test_on_a_cpu_nothing_is_copied_or_taken_early() -> None:
             taken.append(number)
             yield rank_batch(1)
 
-    for number, _ in enumerate(DeviceBatches(CPU, ROWS).ahead(batches())):
+    found = to_device(batches())
+    for number, _ in enumerate(found):
+        found.prefetch()
         assert taken == list(range(number + 1))
 
 
@@ -72,6 +81,21 @@ class Stream:
         self._log.append(f"{self.name} waits for {event}")
 
 
+class Event:
+    """A stand-in for a CUDA event, by the clock of a log."""
+
+    def __init__(self, log: Log) -> None:
+        self._log = log
+
+    def record(self) -> None:
+        self.time = self._log.clock()
+
+    def synchronize(self) -> None: ...
+
+    def elapsed_time(self, end: Event) -> float:
+        return 1e3 * (end.time - self.time)
+
+
 class Log(TorchDispatchMode):
     """Notes the copies of pixels to the device, and holds all copies to the side stream and to pinned memory's way."""
 
@@ -80,6 +104,7 @@ class Log(TorchDispatchMode):
         self.calls: list[str] = []
         self.kept: list[str] = []  # streams that a tensor's memory is kept for
         self.stream = "main"
+        self.clock: Callable[[], float] = float
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -104,6 +129,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
         yield
         log.stream = before
 
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(log))
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: side)
     monkeypatch.setattr(torch.cuda, "stream", on)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: main)
@@ -112,34 +138,32 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Iterator[Log]:
         yield log
 
 
-def test_the_next_batch_is_copied_before_a_step_is_computed(log: Log) -> None:
-    copies = DeviceBatches(torch.device("cuda"), ROWS)
-    for number, batch in enumerate(copies.ahead(rank_batch(1) for _ in range(3))):
-        log.calls.append(f"step {number}")
+def test_the_next_batch_is_copied_while_a_step_is_computed(log: Log) -> None:
+    batches = to_device((rank_batch(1) for _ in range(3)), device=CUDA)
+    for number, batch in enumerate(batches):
         ((image, tokens),) = batch.micro_batches(1)
         assert {tensor.device.type for tensor in (image, tokens)} == {"cuda"}
+        log.calls.append(f"step {number}")
+        batches.prefetch()
     copy = f"copy of {ROWS}"
-    steps = [[f"step {n}", f"main waits for {n}"] for n in range(3)]
-    assert log.calls == [copy, copy, *steps[0], copy, *steps[1], *steps[2]]
+    steps = [[f"main waits for {n}", f"step {n}"] for n in range(3)]
+    assert log.calls == [copy, *steps[0], copy, *steps[1], copy, *steps[2]]
     assert set(log.kept) == {"main"}
     assert len(log.kept) == 3 * 2
 
 
 def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None:
-    """Of a batch in several parts: two micro-batches are on the device at a time, in either pass."""
-    copies = DeviceBatches(torch.device("cuda"), MICRO)
-    taken: list[int] = []
+    """Of a batch in several parts: two micro-batches are on the device at a time, in either pass and between steps."""
+    hosts: list[RankBatch] = []
 
     def batches() -> Iterator[RankBatch]:
-        for number in range(2):
-            taken.append(number)
-            yield rank_batch(2)
+        for _ in range(2):
+            hosts.append(rank_batch(2))
+            yield hosts[-1]
 
-    ahead = copies.ahead(batches())
-    batch = next(ahead)
-    assert taken == [0], "the host has room for the pixels of one batch"
+    found = to_device(batches(), MICRO, CUDA)
     alive: list[weakref.ref[torch.Tensor]] = []
-    micro_batches = batch.micro_batches(2)
+    micro_batches = next(found).micro_batches(2)
     for number in range(6):
         alive.append(weakref.ref(next(micro_batches)[0]))
         assert sum(image() is not None for image in alive) == 1, "of those that have been handed out"
@@ -150,7 +174,11 @@ def test_the_next_micro_batch_is_copied_before_one_is_computed(log: Log) -> None
         wanted += in_parts[(number + 1) % 3] if number < 5 else []
         wanted += [f"main waits for {number}", f"compute {number}"]
     assert log.calls == wanted
-    assert len(next(ahead).host) == ROWS
+    with pytest.raises(RuntimeError, match="released"):  # so that the host has room for the next
+        hosts[0].pieces(slice(0, ROWS))
+    found.prefetch()
+    assert (len(hosts), log.calls[len(wanted) :]) == (2, ["copy of 4"])
+    assert next(found).host is hosts[1]
 
 
 def test_an_error_of_the_loader_comes_at_its_turn(log: Log) -> None:
@@ -158,7 +186,27 @@ def test_an_error_of_the_loader_comes_at_its_turn(log: Log) -> None:
         yield rank_batch(1)
         raise OSError("storage")
 
-    found = DeviceBatches(torch.device("cuda"), ROWS).ahead(batches())
+    found = to_device(batches(), device=CUDA)
     assert len(next(found).host) == ROWS
+    found.prefetch()
     with pytest.raises(OSError, match="storage"):
         next(found)
+
+
+def test_only_time_in_which_nothing_computes_counts_as_waiting(log: Log) -> None:
+    """The first batch is waited for by the host; the next costs what the device has idled for it."""
+    now: list[float] = []
+
+    def batches() -> Iterator[RankBatch]:
+        for seconds in (3.0, 5.0):
+            time.sleep(0.01)
+            now.append(seconds)
+            yield rank_batch(1)
+
+    log.clock = lambda: sum(now)
+    found = to_device(batches(), device=CUDA)
+    assert 0.01 <= next(found).waited < 3
+    found.prefetch()
+    assert next(found).waited == 5
+    found.start(batches())  # what was fetched of the batches before is dropped
+    assert next(found).waited < 3
