@@ -60,6 +60,14 @@ def device(pytestconfig: pytest.Config) -> str:
     return str(pytestconfig.getoption("--device"))
 
 
+@pytest.fixture(scope="session")
+def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the training shards of 100 demo pairs, next to the other splits; no test changes them."""
+    from small_runs import demo_shards
+
+    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 100)
+
+
 @pytest.fixture(scope="module")
 def quick_meta_models() -> Iterator[None]:
     """Draws no weights on the meta device, which has no room for them: that takes a second a model."""

@@ -108,12 +108,12 @@ def demo_shards(folder: Path, pairs: int, held_out: int = 40) -> Path:
     return folder / "train"
 
 
-def train(runs: Path, data: str, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
+def train(runs: Path, data: str | Path, steps: int, *options: str, ranks: int = 1) -> CompletedProcess[str]:
     """A training with a log of samples, for some steps of a run named `run` in the folder `runs`."""
     return call(TRAIN, *training(runs, data, steps), *options, ranks=ranks)
 
 
-def training(runs: Path, data: str, steps: int) -> list[str]:
+def training(runs: Path, data: str | Path, steps: int) -> list[str]:
     """The options of `train`, for a run that a test starts with `start`."""
     return [*TINY, f"--run.output_dir={runs}", "--run.name=run", f"--data.train={data}", f"--max_steps={steps}"]
 

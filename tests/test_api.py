@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_runs import demo_shards
 
 import neuclip_ds
 
@@ -28,11 +27,6 @@ class CountSteps(neuclip_ds.Hook):
     def after_step(self, loop, result) -> None:
         assert torch.are_deterministic_algorithms_enabled()  # as the run asks for
         self.steps += 1
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from miniatures import save_clip, save_open_clip
 from safetensors.torch import load_file
-from small_runs import TRAIN, call, demo_shards
+from small_runs import TRAIN, call
 from test_image_weights import saved_timm
 from test_text_encoders import xlm_roberta
 from transformers import AutoModel, AutoProcessor
@@ -29,11 +29,6 @@ OPTIONS = [
     "--run.name=fine",
     "--max_steps=2",
 ]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 64, held_out=20)
 
 
 @pytest.mark.slow

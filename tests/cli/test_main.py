@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, TINY, call, demo_shards, environment
+from small_runs import ROOT, TINY, call, environment
 
 from neuclip_ds.cli.main import COMMANDS, main
 
@@ -86,8 +86,8 @@ def test_the_rank_that_launchers_add_is_dropped(rank: str, capsys: pytest.Captur
         assert capsys.readouterr().out == expected
 
 
-def test_without_a_recipe_the_demo_is_trained(tmp_path: Path) -> None:
-    options = [*TINY[1:], f"--data.train={demo_shards(tmp_path / 'data', 64)}", "--max_steps=3"]
+def test_without_a_recipe_the_demo_is_trained(shards: Path, tmp_path: Path) -> None:
+    options = [*TINY[1:], f"--data.train={shards}", "--max_steps=3"]
     done = call("train.py", *options, folder=tmp_path, ranks=2)
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("No recipe is named: this is the recipe demo") == 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import tarfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -57,6 +57,14 @@ def write_pairs(folder: Path, sizes: Iterable[int], replace: dict[int, dict[str,
 def manifest_of(folder: Path) -> Manifest:
     """Return the manifest of a folder's shards, without sample tables."""
     return build_manifest(resolve_shards(str(folder)), processes=1)
+
+
+def assert_same(found: Sequence[Batch], expected: Sequence[Batch]) -> None:
+    assert len(found) == len(expected)
+    for ours, theirs in zip(found, expected, strict=True):
+        for field in ("image", "tokens", "index", "valid"):
+            assert torch.equal(getattr(ours, field), getattr(theirs, field)), field
+        assert ours.bad == theirs.bad
 
 
 def tokenize(captions: list[str]) -> torch.Tensor:

@@ -63,14 +63,10 @@ def test_ranks_settle_together(tmp_path):
         return shares
 
     theirs.merge(gathers)
-    assert not log_exists(tmp_path)
+    assert not theirs.path.exists()
     ours.merge(gathers)
     assert (ours.seen, ours.causes) == (20, {"no image": 1, "read failed": 2})
     assert sorted(listed(tmp_path)) == [1, 7, 8]
-
-
-def log_exists(folder: Path) -> bool:
-    return (folder / "bad_samples.jsonl").exists()
 
 
 def test_padding_is_not_counted(tmp_path):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import uuid
-import zlib
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -112,25 +111,6 @@ def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path):
     assert built == [1, 2, 3] * 3
     write_pairs(folder, [4, 3, 5])
     assert opened().n == 12
-
-
-def test_open_manifest_takes_a_manifest_folder_and_no_remote_shards(folder, tmp_path):
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker())
-    assert open_manifest(str(tmp_path / "m"), tmp_path / "cache").shards == manifest.shards
-    with pytest.raises(UserError, match=r"s3://b/0.tar is remote: build .*neuclip-ds build-manifest"):
-        open_manifest("s3://b/{0..3}.tar", tmp_path / "cache")
-    assert not (tmp_path / "cache").exists()
-
-
-def test_checksums_and_sample_tables(folder, tmp_path):
-    manifest = write_manifest(tmp_path / "m", paths_of(folder), Worker(), CHECKED)
-    assert [shard.crc32 for shard in manifest.shards] == [
-        zlib.crc32(Path(s.path).read_bytes()) for s in manifest.shards
-    ]
-    with_tables, by_walk = TarReader(manifest), TarReader(build_manifest(paths_of(folder), processes=1))
-    for index in range(9):
-        assert with_tables.read(index) == by_walk.read(index)
-        assert with_tables.key(index) == by_walk.key(index)
 
 
 @pytest.mark.parametrize("change", ["nothing", "shards", "options"])

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import multiprocessing
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -153,18 +151,6 @@ def test_commands(tmp_path: Path) -> None:
     assert fetch(f"pipe:cat {source} | cat", tmp_path, size=None) == DATA
     slow = "for i in 1 2 3 4 5 6; do head -c 1000 /dev/zero; sleep 0.2; done"
     assert len(fetch(f"pipe:{slow}", tmp_path, size=6000, timeout=0.6)) == 6000, "one that goes on is not given up"
-
-
-def test_commands_end_with_a_process_that_is_killed(tmp_path: Path) -> None:
-    code = f"""if True:
-        from pathlib import Path
-        from neuclip_ds.data.fetch import attempt
-        attempt("pipe:sleep 4321.5 | cat", Path({str(tmp_path)!r}), 100)"""
-    process = subprocess.Popen([sys.executable, "-c", code])
-    wait_for(lambda: any(tmp_path.iterdir()))
-    process.kill()
-    process.wait()
-    wait_for(lambda: not running("sleep 4321.5"))
 
 
 def test_s3(s3: Files, tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tars import jpeg
 from torchvision import transforms as reference
 from torchvision.transforms.functional import InterpolationMode
 
-from neuclip_ds.data.decoders import Decode, Decoded, DecodeError, decode_pil
+from neuclip_ds.data.decoders import Decode, Decoded, decode_pil
 from neuclip_ds.data.images import EvalTransform, decode_simplejpeg, draw_crop, train_transform
 
 MODES = [("RGB", "JPEG"), ("L", "JPEG"), ("CMYK", "JPEG"), ("RGBA", "PNG"), ("P", "PNG"), ("RGB", "WEBP")]
@@ -141,17 +141,6 @@ def test_a_crop_of_a_scaled_decode_stays_within_the_image(decode: Decode) -> Non
     Image.new("RGB", (202, 202), "white").save(out, "JPEG")
     transform = train_transform(64, 0.9, decode)
     assert all(transform(out.getvalue(), seed).min() > 250 for seed in range(150)), "no row from beyond the border"
-
-
-@pytest.mark.parametrize(
-    "data",
-    [b"", b"\xff\xd8\xff\xe0junk", jpeg(7)[:400], encoded("RGB", "PNG")[:-40], b"GIF89a", jpeg(8, 3000, 20)],
-    ids=["empty", "junk", "cut jpeg", "cut png", "cut gif", "strip"],
-)
-@pytest.mark.parametrize("name", TRANSFORMS)
-def test_unusable_bytes_are_decode_errors(name, data):
-    with pytest.raises(DecodeError, match=r"\w"):
-        TRANSFORMS[name](data, 1)
 
 
 def test_a_broken_transform_is_not_taken_for_a_broken_image():

@@ -61,11 +61,6 @@ def test_each_stream_of_a_source_is_visited_once_an_epoch(weights, shape):
             assert sum(key[0] == epoch and source_of(key[1]) == source for key in seen) == n, "all samples"
 
 
-def test_every_batch_has_the_same_shares():
-    order = mixture_of({0: [2, 1, 1]}, 32, 4)
-    assert {sum(index < 120 for index in at(order, number)[1]) for number in range(64)} == {16}
-
-
 def test_weights_change_by_step():
     order = mixture_of({0: [1, 0, 0], 10: [0, 1, 1], 30: [1, 1, 2]})
     shares = [Counter(map(source_of, at(order, number)[1])) for number in range(50)]

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from contextlib import suppress
@@ -13,7 +11,6 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-import psutil
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -154,37 +151,3 @@ def test_it_ends_with_the_block_even_when_it_is_stuck(http: Files, tmp_path: Pat
     for number in range(3):  # training continues without it
         ahead.advance(number)
     assert caplog.text.count("fetched only when they are read") == 1
-
-
-def test_it_ends_when_its_parent_is_killed(tmp_path: Path) -> None:
-    """The commands that it runs end too."""
-    code = f"""if True:
-        import time
-        from pathlib import Path
-        from neuclip_ds.data.cache import ShardCache
-        from neuclip_ds.data.order import GlobalOrder
-        from functools import partial
-        from neuclip_ds.data.manifest import Shard
-        from neuclip_ds.data.prefetch import Prefetcher
-        from neuclip_ds.data.prefetch import shards_ahead
-        cache = ShardCache(Path({str(tmp_path)!r}), 100)
-        shards = [Shard("pipe:echo $$ $PPID > {tmp_path}/pids; exec sleep 1000", 0, 0, 10)]
-        order = GlobalOrder([0], [8], 4)
-        requests = partial(shards_ahead, order, 0, 0, [slice(0, 4)])
-        with Prefetcher(cache, requests, shards, begin=0, end=9, ahead=2) as prefetcher:
-            print(prefetcher.pid, flush=True)
-            time.sleep(1000)"""
-    parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-    pid = int(parent.stdout.readline())
-    pids = tmp_path / "pids"
-    wait_for(lambda: pids.exists() and len(pids.read_text().split()) == 2)
-    parent.kill()
-    parent.communicate()
-    for number in (pid, *map(int, pids.read_text().split())):
-        wait_for(lambda number=number: not is_running(number))
-
-
-def is_running(pid: int) -> bool:
-    with suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False

@@ -19,8 +19,6 @@ from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.data.tar import read_index
 from neuclip_ds.errors import UserError
 
-FLICKR = Path(__file__).parents[3] / "shared/data/flickr8k/val"
-
 
 def of_webdataset(manifest: Manifest, texts: tuple[str, ...] = ("txt",)) -> list[tuple[str, RawSample]]:
     """The key and contents of every sample, read by the library of that name."""
@@ -50,14 +48,6 @@ def test_incomplete_and_odd_samples_are_those_of_webdataset(tmp_path):
     assert [reader.key(i) for i in range(5)] == ["d/a", "b", "c", "e", "f"]
     assert [(reader.key(i), reader.read(i)) for i in range(5)] == of_webdataset(manifest)
     assert reader.read(0, with_image=False) == (None, {"txt": b"2"})
-
-
-@pytest.mark.skipif(not FLICKR.is_dir(), reason="no flickr8k here")
-def test_real_samples_are_those_of_webdataset():
-    manifest = manifest_of(FLICKR)
-    assert (manifest.n, manifest.n_bad) == (1000, 0)
-    reader = TarReader(manifest)
-    assert [(reader.key(index), reader.read(index)) for index in range(1000)] == of_webdataset(manifest)
 
 
 def test_a_shard_that_is_not_the_manifests_is_refused(tmp_path):

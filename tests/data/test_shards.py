@@ -5,7 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import fsspec
 import pytest
 from tars import write_pairs
 
@@ -73,15 +72,6 @@ def test_urls_and_commands():
     assert resolve_shards("pipe:cat /a/{0,1}.tar | cat") == ["pipe:cat /a/0.tar | cat", "pipe:cat /a/1.tar | cat"]
     assert all(is_local(path) for path in ("/a", "a/b.tar", "./c:d.tar"))
     assert not any(is_local(path) for path in ("s3://b/c", "pipe:cat", "hf://x"))
-
-
-def test_globs_of_a_file_system_of_fsspec():
-    memory = fsspec.filesystem("memory")
-    for name in ("b", "a"):
-        memory.pipe(f"/shelf/{name}.tar", b"")
-    assert resolve_shards("memory://shelf/*.tar") == ["memory:///shelf/a.tar", "memory:///shelf/b.tar"]
-    with pytest.raises(UserError, match="Nothing matches memory://shelf/c"):
-        resolve_shards("memory://shelf/c*.tar")
 
 
 @pytest.mark.parametrize("source", ["nonsense://a/*.tar", "abfs://container/*.tar"])

@@ -10,6 +10,7 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
+from processes import alive
 
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
@@ -40,14 +41,6 @@ def squares(jobs: list[int]) -> list[int]:
     return [job * job for job in jobs]
 
 
-def lives(pid: int) -> bool:
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    return True
-
-
 def test_workers_survive_from_series_to_series(pool: WorkerPool) -> None:
     series = [list(range(11)), [], [5], list(range(100, 103))]
     found = [run(pool, jobs) for jobs in series]
@@ -55,7 +48,7 @@ def test_workers_survive_from_series_to_series(pool: WorkerPool) -> None:
     assert all(pids <= found[0][0] for pids, _ in found)
     assert os.getpid() not in found[0][0] and len(found[0][0]) == 2
     pool.close()
-    assert not any(lives(pid) for pid in found[0][0])
+    assert not any(alive(pid) for pid in found[0][0])
     pool.close()  # again
 
 
@@ -76,14 +69,14 @@ def test_a_series_that_is_not_read_to_its_end_stops_the_workers(pool: WorkerPool
     first = pool.run(range(20), str, HERE)
     pid, _ = next(first)
     first.close()
-    assert not lives(pid)
+    assert not alive(pid)
     assert run(pool, [1, 2, 3])[1] == [1, 4, 9]
     forgotten = pool.run(range(20), str, HERE)
     next(forgotten)
     pids, results = run(pool, [4, 5])
     assert results == [16, 25]
     forgotten.close()
-    assert all(lives(pid) for pid in pids), "they do not belong to the forgotten series"
+    assert all(alive(pid) for pid in pids), "they do not belong to the forgotten series"
 
 
 def test_a_worker_that_was_killed_meanwhile_is_replaced(pool: WorkerPool, caplog: pytest.LogCaptureFixture) -> None:
@@ -100,7 +93,7 @@ def test_an_error_of_a_job_is_raised_and_stops_the_workers(pool: WorkerPool) -> 
     pids, _ = run(pool, [1, 2])
     with pytest.raises(UserError, match="-7 is negative"):
         run(pool, [3, -7, 4])
-    assert not any(lives(pid) for pid in pids)
+    assert not any(alive(pid) for pid in pids)
     assert run(pool, [3])[1] == [9]
 
 

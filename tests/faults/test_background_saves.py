@@ -15,18 +15,13 @@ import torch
 from forks import fork
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import TRAIN, demo_shards, lines_in, newest_checkpoint, start, tensors, train, training, wait_for
+from small_runs import TRAIN, lines_in, newest_checkpoint, start, tensors, train, training, wait_for
 
 from neuclip_ds.checkpoint import checkpoints as module
 from neuclip_ds.checkpoint.integrity import verify
 from neuclip_ds.distributed.communicator import Communicator
 
 EVERY = ("--run.checkpoint_every=1", "--run.log_every=1", "--run.background_saves=true", "--run.keep_checkpoints=3")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(demo_shards(tmp_path_factory.mktemp("data"), 60))
 
 
 def _slowly(write: Any) -> Any:
@@ -99,7 +94,7 @@ def _reached(metrics: Path, steps: int) -> bool:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_the_run_is_bit_equal(ranks: int, shards: str, tmp_path: Path) -> None:
+def test_the_run_is_bit_equal(ranks: int, shards: Path, tmp_path: Path) -> None:
     """In the foreground, in the background, and killed twice at a random moment and resumed."""
     for name, options in (("front", EVERY[:2]), ("back", EVERY)):
         assert train(tmp_path / name, shards, 12, *options, ranks=ranks).returncode == 0

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import demo_shards, newest_checkpoint, train
+from small_runs import newest_checkpoint, train
 
 from neuclip_ds.checkpoint.checkpoints import Best, read_best
 from neuclip_ds.checkpoint.saved_model import open_model
@@ -120,8 +120,7 @@ def test_two_ranks_agree(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_the_checkpoint_before(tmp_path: Path) -> None:
-    shards = str(demo_shards(tmp_path / "data", 60))
+def test_a_run_goes_on_from_the_checkpoint_before(shards: Path, tmp_path: Path) -> None:
     every = ["--run.checkpoint_every=2", "--run.keep_checkpoints=3", "--run.log_every=1"]
     assert train(tmp_path, shards, 6, *every, ranks=2).returncode == 0
     expected = StateFiles(newest_checkpoint(tmp_path) / "engine").weights()

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from ranks import run_ranks
 from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
-from small_runs import demo_shards, newest_checkpoint, train
+from small_runs import newest_checkpoint, train
 
 from neuclip_ds.checkpoint.integrity import SaveFailed, verify
 from neuclip_ds.distributed.communicator import Communicator
@@ -36,11 +36,6 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(demo_shards(tmp_path_factory.mktemp("data"), 60))
-
-
 def fill(disk: Path, left: int) -> Path:
     """Fill a disk up to so many bytes, and return the file that does."""
     filler = disk / "filler"
@@ -50,10 +45,6 @@ def fill(disk: Path, left: int) -> Path:
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "checkpoints").iterdir())
-
-
-def size_of(path: Path) -> int:
-    return sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
 
 
 def test_no_room(disk: Path) -> None:
@@ -122,7 +113,7 @@ def test_the_disk_of_one_rank(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000002"]
 
 
-def test_training_outlives_a_full_disk(disk: Path, shards: str) -> None:
+def test_training_outlives_a_full_disk(disk: Path, shards: Path) -> None:
     """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
     assert train(disk, shards, 2, *EVERY).returncode == 0
     filler = fill(disk, 20_000)
@@ -140,7 +131,7 @@ def test_training_outlives_a_full_disk(disk: Path, shards: str) -> None:
 
 
 @pytest.mark.slow
-def test_two_ranks_outlive_it_too(disk: Path, shards: str) -> None:
+def test_two_ranks_outlive_it_too(disk: Path, shards: Path) -> None:
     assert train(disk, shards, 2, *EVERY, ranks=2).returncode == 0
     filler = fill(disk, 20_000)
     done = train(disk, shards, 20, *EVERY, "--run.background_saves=true", ranks=2)
@@ -152,7 +143,7 @@ def test_two_ranks_outlive_it_too(disk: Path, shards: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left", [0, 8_192, 16_384, 40_960])
-def test_a_start_on_a_full_disk(left: int, disk: Path, shards: str) -> None:
+def test_a_start_on_a_full_disk(left: int, disk: Path, shards: Path) -> None:
     filler = fill(disk, left)
     done = train(disk, shards, 2, *EVERY)
     assert done.returncode == 2, done.stderr
@@ -161,7 +152,7 @@ def test_a_start_on_a_full_disk(left: int, disk: Path, shards: str) -> None:
     assert train(disk, shards, 2, *EVERY).returncode == 0
 
 
-def test_a_start_on_a_read_only_disk(disk: Path, shards: str) -> None:
+def test_a_start_on_a_read_only_disk(disk: Path, shards: Path) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk)], check=True)
     done = train(disk, shards, 2, *EVERY)
     assert done.returncode == 2

@@ -14,9 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from processes import children_of
 from sample_log import read_samples
-from small_runs import TRAIN, demo_shards, start, train, training
-from tars import load_evaluation, load_training, manifest_of, write_pairs
+from small_runs import TRAIN, start, train, training
+from tars import assert_same, load_evaluation, load_training, manifest_of, write_pairs
 
 from neuclip_ds.data import worker_pool
 from neuclip_ds.data.cache import ShardCache
@@ -27,7 +28,6 @@ from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.worker_pool import PROCESS_NAME
-from neuclip_ds.errors import UserError
 
 OPTIONS = LoaderOptions(workers=2, prefetch=2, timeout=60)
 Load = Callable[[LoaderOptions], Iterator[Batch]]
@@ -58,21 +58,6 @@ def compute(seconds: float) -> None:
         sum(range(100))
 
 
-def workers_of(parent: int) -> list[int]:
-    """The loader processes of a process."""
-    found = []
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
-            found += [int(pid) for pid in children.read_text().split()]
-    return [pid for pid in found if _name(pid) == PROCESS_NAME]
-
-
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
 @contextmanager
 def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: float = 0) -> Iterator[list[int]]:
     """Kill loader processes of these processes at random moments during the block; yields those that were.
@@ -85,7 +70,7 @@ def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: floa
     def run() -> None:
         while not over.wait(draw.uniform(0, pause)):
             now = time.monotonic()
-            found = [pid for parent in parents() for pid in workers_of(parent)]
+            found = [pid for parent in parents() for pid in children_of(parent, PROCESS_NAME)]
             if workers := [pid for pid in found if now - seen.setdefault(pid, now) >= age]:
                 with suppress(ProcessLookupError):
                     os.kill(victim := draw.choice(workers), signal.SIGKILL)
@@ -98,12 +83,6 @@ def killing(parents: Callable[[], list[int]], seed: int, pause: float, age: floa
     finally:
         over.set()
         thread.join()
-
-
-def assert_same(found: list[Batch], expected: list[Batch]) -> None:
-    assert len(found) == len(expected)
-    for ours, theirs in zip(found, expected, strict=True):
-        assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ("image", "tokens", "index"))
 
 
 @pytest.mark.parametrize("kind", ["training_batches", "evaluation"])
@@ -131,14 +110,14 @@ def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.Log
     batches = training_batches(OPTIONS._replace(timeout=2))
     found = [next(batches)]
     compute(0.5)
-    os.kill(workers_of(os.getpid())[0], signal.SIGSTOP)
+    os.kill(children_of(os.getpid(), PROCESS_NAME)[0], signal.SIGSTOP)
     began = time.monotonic()
     found += [next(batches) for _ in range(8)]
     assert time.monotonic() - began < 15
     batches.close()
     assert_same(found, list(training_batches(OPTIONS._replace(workers=0)))[:9])
     assert "Timed out after 2 s waiting for step" in caplog.text
-    assert workers_of(os.getpid()) == []
+    assert children_of(os.getpid(), PROCESS_NAME) == []
 
 
 def what_was_trained(runs: Path) -> tuple[list[object], list[float]]:
@@ -148,16 +127,15 @@ def what_was_trained(runs: Path) -> tuple[list[object], list[float]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_run_with_killed_workers_equals_an_undisturbed_one(ranks: int, tmp_path: Path) -> None:
-    data = str(demo_shards(tmp_path / "data", 64))
+def test_a_run_with_killed_workers_equals_an_undisturbed_one(ranks: int, shards: Path, tmp_path: Path) -> None:
     options = ["--data.workers=2", "--run.log_every=1"]
     steps = 100
-    calm = train(tmp_path / "calm", data, steps, "--data.workers=0", "--run.log_every=1", ranks=ranks)
+    calm = train(tmp_path / "calm", shards, steps, "--data.workers=0", "--run.log_every=1", ranks=ranks)
     assert calm.returncode == 0, calm.stderr
     seed = random.randrange(2**32)
     print(f"seed {seed}")
 
-    programs = start(TRAIN, *training(tmp_path / "hit", data, steps), *options, ranks=ranks)
+    programs = start(TRAIN, *training(tmp_path / "hit", shards, steps), *options, ranks=ranks)
     with killing(lambda: [program.pid for program in programs], seed, pause=0.4, age=0.8) as killed:
         done = [program.wait() for program in programs]
     assert [one.returncode for one in done] == [0] * ranks, [one.stderr for one in done]
@@ -177,7 +155,3 @@ def test_a_batch_is_waited_for_while_shards_arrive(tmp_path: Path, monkeypatch: 
     options = LoaderOptions(workers=1, timeout=2, cache=cache)
     (batch,) = load_training(slow, order, EvalTransform(16), options, 1)
     assert batch.valid.all()
-    cache = ShardCache(tmp_path / "other", 10**6)
-    stalled = Manifest([shard._replace(path="pipe:sleep 4321") for shard in local.shards])
-    with pytest.raises(UserError, match="Timed out after 2 s waiting for step 0 of epoch 0 from 1 loader processes"):
-        next(load_training(stalled, order, EvalTransform(16), options._replace(cache=cache), 1))

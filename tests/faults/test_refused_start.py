@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import demo_shards, newest_checkpoint, train
+from small_runs import newest_checkpoint, train
 from tars import write_pairs
 
 from neuclip_ds.checkpoint.saved_model import open_model
@@ -22,12 +22,7 @@ def content(folder: Path) -> dict[Path, bytes]:
 
 
 @pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(demo_shards(tmp_path_factory.mktemp("data"), 60))
-
-
-@pytest.fixture(scope="module")
-def trained(shards: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def trained(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a run of 2 steps."""
     runs = tmp_path_factory.mktemp("runs")
     done = train(runs, shards, 2, *EVERY)
@@ -52,7 +47,7 @@ CASES = [case if case == "method" else pytest.param(case, marks=pytest.mark.slow
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_a_refused_start_changes_nothing(case: str, trained: Path, shards: str, tmp_path: Path) -> None:
+def test_a_refused_start_changes_nothing(case: str, trained: Path, shards: Path, tmp_path: Path) -> None:
     options, message = REFUSED[case]
     (tmp_path / "damaged").mkdir()
     (tmp_path / "damaged" / "0.tar").write_bytes(b"no tar" * 300)
@@ -85,7 +80,7 @@ def test_what_it_was_trained_with_is_in_the_checkpoint(trained: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: str, tmp_path: Path) -> None:
+def test_a_tokenizer_of_a_start_without_checkpoint_is_made_anew(shards: Path, tmp_path: Path) -> None:
     """The start ends at its first step, as the best metric is misspelled; it leaves a tokenizer."""
     for size in (300, 310):
         options = (f"--model.text.vocab_size={size}", "--run.best_metric=x")

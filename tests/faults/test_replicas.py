@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import SMALL, demo_shards, read_options, train_connected
+from small_runs import SMALL, read_options, train_connected
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.distributed.communicator import Communicator
@@ -52,11 +52,6 @@ def messages(communicator: Communicator, cases: list[tuple[list[str], str, int]]
         except TrainingDiverged as error:
             found.append(str(error))
     return found
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=60)
 
 
 V3, MLP = ["--objective.method=fastclip_v3"], ["--objective.method=neuclip", "--objective.npn.network=mlp"]

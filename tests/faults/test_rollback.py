@@ -7,11 +7,10 @@ from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_runs import SMALL, demo_shards, newest_checkpoint, read_options, train_connected
+from small_runs import SMALL, newest_checkpoint, read_options, train_connected
 from test_non_finite import differing, state_of
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -65,11 +64,6 @@ def run(communicator: Communicator, shards: Path, runs: Path, times: int) -> Any
     except TrainingDiverged as error:
         message = str(error)
     return hook.steps, hook.states, message
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
 
 
 def records(path: Path) -> list[dict[str, Any]]:

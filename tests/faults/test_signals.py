@@ -8,7 +8,6 @@ import random
 import signal
 import threading
 import time
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from subprocess import CompletedProcess
@@ -16,7 +15,8 @@ from subprocess import CompletedProcess
 import numpy as np
 import pytest
 from forks import fork
-from small_runs import SMALL, TRAIN, demo_shards, ends, environment, lines_in, start, training, wait_for
+from processes import alive, children_of
+from small_runs import SMALL, TRAIN, ends, environment, lines_in, start, training, wait_for
 from tars import load_training
 
 import neuclip_ds
@@ -33,11 +33,6 @@ from neuclip_ds.errors import Interrupted
 ENDLESS = 1_000_000
 
 
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(demo_shards(tmp_path_factory.mktemp("data"), 64))
-
-
 def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
     """All ranks have the signal's exit code and one of them has said so; returns what they said."""
     said = "".join(one.stderr for one in done)
@@ -51,8 +46,8 @@ def assert_stopped(done: list[CompletedProcess[str]], number: int) -> str:
     ("ranks", "number"),
     [(1, signal.SIGINT), pytest.param(1, signal.SIGUSR1, marks=pytest.mark.slow), (2, signal.SIGTERM)],
 )
-def test_a_signal_in_the_loop_saves(ranks: int, number: int, data: str, tmp_path: Path) -> None:
-    programs = start(TRAIN, *training(tmp_path, data, ENDLESS), "--run.log_every=2", ranks=ranks)
+def test_a_signal_in_the_loop_saves(ranks: int, number: int, shards: Path, tmp_path: Path) -> None:
+    programs = start(TRAIN, *training(tmp_path, shards, ENDLESS), "--run.log_every=2", ranks=ranks)
     metrics = tmp_path / "run" / "metrics.jsonl"
     wait_for(lambda: lines_in(metrics) > 2, programs)
     os.kill(programs[-1].pid, number)
@@ -62,8 +57,8 @@ def test_a_signal_in_the_loop_saves(ranks: int, number: int, data: str, tmp_path
     assert "Stopped after step" in (tmp_path / "run" / "log.txt").read_text()
 
 
-def test_a_second_signal_does_not_wait(data: str, tmp_path: Path) -> None:
-    (program,) = start(TRAIN, *training(tmp_path, data, ENDLESS), "--run.log_every=1000000")
+def test_a_second_signal_does_not_wait(shards: Path, tmp_path: Path) -> None:
+    (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), "--run.log_every=1000000")
     log = tmp_path / "run" / "log.txt"
     wait_for(lambda: log.is_file() and "step 1/" in log.read_text(), [program])  # step 1 logs, and looks for signals
     program.terminate()
@@ -71,22 +66,6 @@ def test_a_second_signal_does_not_wait(data: str, tmp_path: Path) -> None:
     assert program.running, "it waits for the next step that logs"
     program.terminate()
     assert ends([program])[0].returncode == -signal.SIGTERM
-
-
-def children_of(parent: int) -> list[int]:
-    """All living descendants of a process."""
-    found = []
-    for children in Path(f"/proc/{parent}/task").glob("*/children"):
-        with suppress(OSError):  # it has ended meanwhile
-            found += [int(pid) for pid in children.read_text().split()]
-    return found + [further for pid in found for further in children_of(pid)]
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")")[1].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 @pytest.mark.slow
@@ -142,10 +121,10 @@ def test_a_kill_while_shards_are_fetched_leaves_no_process(tmp_path: Path) -> No
     assert not list((tmp_path / "fetching").iterdir()), "the next fetch removes what is left"
 
 
-def train_as_a_library(data: str, runs: Path) -> None:
+def train_as_a_library(shards: Path, runs: Path) -> None:
     """Print whether the handlers are those of before, after a run in the main thread and one in another thread."""
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
-    options = {option.partition("=")[0][2:]: option.partition("=")[2] for option in training(runs, data, 2)[1:]}
+    options = {option.partition("=")[0][2:]: option.partition("=")[2] for option in training(runs, shards, 2)[1:]}
     options = {name: json.loads(value) if value[:1] in "[{" and value else value for name, value in options.items()}
     neuclip_ds.train("demo", **options)
     thread = threading.Thread(target=lambda: neuclip_ds.train("demo", **{**options, "run.name": "second"}))
@@ -156,13 +135,13 @@ def train_as_a_library(data: str, runs: Path) -> None:
 
 
 @pytest.mark.slow
-def test_training_as_a_library_restores_the_handlers(data: str, tmp_path: Path) -> None:
-    process = fork(train_as_a_library, data, tmp_path, variables=environment())
+def test_training_as_a_library_restores_the_handlers(shards: Path, tmp_path: Path) -> None:
+    process = fork(train_as_a_library, shards, tmp_path, variables=environment())
     process.join(60)
     assert (tmp_path / "found").read_text() == "True True"
 
 
-def test_a_signal_while_shards_are_scanned(data: str, tmp_path: Path) -> None:
+def test_a_signal_while_shards_are_scanned(tmp_path: Path) -> None:
     """The scan hangs in a process of its own, as the storage does."""
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -195,15 +174,15 @@ def test_a_signal_in_a_finalizer_is_not_lost() -> None:
             pass
 
 
-def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
+def test_a_signal_in_the_evaluation(shards: Path, tmp_path: Path) -> None:
     """The evaluation hangs, as its loader process has been stopped."""
-    options = [f"--data.val={Path(data).parent / 'val'}", "--data.workers=1", "--run.evaluate_every=3"]
-    (program,) = start(TRAIN, *training(tmp_path, data, ENDLESS), *options)
+    options = [f"--data.val={shards.parent / 'val'}", "--data.workers=1", "--run.evaluate_every=3"]
+    (program,) = start(TRAIN, *training(tmp_path, shards, ENDLESS), *options)
     checkpoints = tmp_path / "run" / "checkpoints"
     workers: list[int] = []
 
     def stopped_in_the_evaluation() -> bool:
-        found = [pid for pid in children_of(program.pid) if _name(pid) == PROCESS_NAME]
+        found = children_of(program.pid, PROCESS_NAME)
         if len(found) < 2:
             return False
         workers.append(max(found))
@@ -222,24 +201,18 @@ def test_a_signal_in_the_evaluation(data: str, tmp_path: Path) -> None:
     assert "recall" not in (tmp_path / "run" / "metrics.jsonl").read_text()
 
 
-def _name(pid: int) -> str:
-    with suppress(OSError):
-        return Path(f"/proc/{pid}/comm").read_text().strip()
-    return ""
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_signal_at_any_moment(ranks: int, data: str, tmp_path: Path) -> None:
+def test_a_signal_at_any_moment(ranks: int, shards: Path, tmp_path: Path) -> None:
     """From the first import to the report: a signal to one rank ends all ranks with its code and one line."""
     seed = random.randrange(2**32)
     print(f"seed {seed}")
     draw = random.Random(seed)
-    options = [f"--data.val={Path(data).parent / 'val'}", "--run.evaluate_every=5"]
+    options = [f"--data.val={shards.parent / 'val'}", "--run.evaluate_every=5"]
     length = 8.0
     for number in range(12):
         runs = tmp_path / str(number)
-        programs = start("train.py", *training(runs, data, 20), *options, "--data.workers=1", ranks=ranks)
+        programs = start("train.py", *training(runs, shards, 20), *options, "--data.workers=1", ranks=ranks)
         began = time.monotonic()
         time.sleep(draw.uniform(0.5, length))
         # before they are connected, ranks wait five minutes for a missing one, unless the launcher tells them too

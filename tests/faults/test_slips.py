@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from small_runs import call, demo_shards, train
+from small_runs import call, train
 
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
@@ -17,11 +17,6 @@ from neuclip_ds.training.checks import likely_slips
 from neuclip_ds.training.plan import plan_phases
 
 ONE = RankEnvironment(0, 0, 1)
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("data") / "demo", pairs=40)
 
 
 @pytest.mark.usefixtures("quick_meta_models")
@@ -35,23 +30,23 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ],
 )
 def test_missing_held_out_sets_and_impossible_deviations_are_refused(
-    option: str, words: str, data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    option: str, words: str, shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    options = ["demo", f"--data.train={data}", "--data.val=", "--data.zero_shot=", option.format(tmp=tmp_path)]
+    options = ["demo", f"--data.train={shards}", "--data.val=", "--data.zero_shot=", option.format(tmp=tmp_path)]
     with pytest.raises(UserError, match=words):
         print_dry_run(parse(options).config, ONE, None)
 
 
-def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path) -> None:
+def test_likely_slips_are_reported_by_run_and_dry_run(shards: Path, tmp_path: Path) -> None:
     slips = [
         "optimizer.warmup_steps=50 is not shorter than the run of 3 steps: it is fitted to 0, a tenth of the run.",
         "optimizer.min_lr=1 is above optimizer.lr=0.001",
     ]
     options = ("--optimizer.warmup_steps=50", "--optimizer.min_lr=1")
-    dry = train(tmp_path, str(data), 3, *options, "--dry-run")
+    dry = train(tmp_path, shards, 3, *options, "--dry-run")
     assert (dry.returncode, [dry.stdout.count(f"warning    {slip}") for slip in slips]) == (0, [1, 1]), dry
-    done = train(tmp_path, str(data), 3, *options)
+    done = train(tmp_path, shards, 3, *options)
     assert done.returncode == 0, done
     assert [(tmp_path / "run" / "log.txt").read_text().count(slip) for slip in slips] == [1, 1]
 
@@ -73,11 +68,11 @@ def test_likely_slips_are_reported_by_run_and_dry_run(data: Path, tmp_path: Path
 
 
 def test_a_run_larger_than_the_machine_is_reported(
-    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     there = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9
-    config = parse(["demo", f"--data.train={data}", f"--data.batch_size={1 << 24}"]).config
+    config = parse(["demo", f"--data.train={shards}", f"--data.batch_size={1 << 24}"]).config
     print_dry_run(config, ONE, None)
     said = capsys.readouterr().out
     assert f"of this machine, which has {there:,.1f} GB" in said

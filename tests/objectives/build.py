@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.nn.functional import normalize
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS, build_objective
-from neuclip_ds.objectives.base import Context, Objective, Step
+from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.objectives.gather import Features
 
 SAMPLES = 1000
@@ -86,6 +87,14 @@ def batch(image: Tensor, text: Tensor, index: Tensor | None = None, valid: Tenso
 
 def step(number: int = 0, epoch: int = 0, lr: float = 1e-3) -> Step:
     return Step(number, epoch, lr, 1e-3)
+
+
+def with_scalar_gradients(method: Any, features: Features, at: Step) -> tuple[FeatureGradients, dict[str, Tensor]]:
+    """The objective's answer, and the gradients of theta and the bias, which do not move."""
+    rule = method._temperature if hasattr(method, "_temperature") else method._logit
+    seen: dict[str, Tensor] = {}
+    with patch.object(rule, "descend", lambda _, **gradients: seen.update(gradients)):
+        return method(features, at), seen
 
 
 def relative_error(found: Tensor, wanted: Tensor) -> float:

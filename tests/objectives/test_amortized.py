@@ -3,45 +3,34 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import oracle
 import pytest
 import torch
 from amortization import DIM, EXACT, TAU, amorlip, log_partition, net_of, predict
-from build import batch, objective, pairs, relative_error, step
-from torch import Tensor
+from build import batch, objective, pairs, relative_error, step, with_scalar_gradients
 
 from neuclip_ds.distributed.communicator import Communicator
-
-
-def captured(method: Any, monkeypatch: pytest.MonkeyPatch, features: Any, at: Any) -> tuple[Any, Tensor]:
-    """The objective's answer and d loss / d theta."""
-    seen: list[Tensor] = []
-    monkeypatch.setattr(method._temperature, "descend", lambda _, theta: seen.append(theta))
-    return method(features, at), seen[-1]
 
 
 @pytest.mark.parametrize("c", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("encoder_normalizer", ["ema", "combined"])
 @pytest.mark.parametrize("tau", [0.02, 0.2])
 @pytest.mark.parametrize("chunk", [None, 5])
-def test_stage_two(
-    c: float, encoder_normalizer: str, tau: float, chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stage_two(c: float, encoder_normalizer: str, tau: float, chunk: int | None) -> None:
     """Loss, its feature gradients and its gradient by theta = log(1/tau), rho included."""
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
     method = amorlip(
         tau, rho=3.0, positive_weight=c, encoder_normalizer=encoder_normalizer, ema=0.5, target_every=1, lr=0.05
     )
     method._config = method._config.model_copy(update={"chunk_size": chunk})
-    found, grad_theta = captured(method, monkeypatch, batch(image.detach(), text.detach()), step())
+    found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
     target = predict(net_of(method, "target"), image, text)
     log_lambda = target if encoder_normalizer == "ema" else log_partition(image, text, tau, c)
     theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
     loss = oracle.amorlip(image, text, (-theta).exp(), log_lambda, c, rho=3.0)
     wanted = torch.autograd.grad(loss, (image, text, theta))
-    for value, exact in zip((found.image, found.text, grad_theta), wanted, strict=True):
+    for value, exact in zip((found.image, found.text, seen["theta"]), wanted, strict=True):
         assert relative_error(value, exact) < EXACT
     assert float(found.loss) == pytest.approx(float(loss.detach()), rel=1e-10)
 

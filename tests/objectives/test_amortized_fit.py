@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from typing import Any
-
 import oracle
 import pytest
 import torch
 from amortization import DIM, EXACT, MLP, TAU, UNCLIPPED, Net, amorlip, log_partition, net_of, predict
-from build import batch, objective, pairs, relative_error, step
+from build import batch, pairs, relative_error, step
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
-from neuclip_ds.objectives.normalizers.amortized import fit_gradient, previous_weight
+from neuclip_ds.objectives.normalizers.amortized import previous_weight
 from neuclip_ds.objectives.options import AmortizedConfig
 
 
@@ -42,27 +38,6 @@ def test_the_net_is_the_specified_one() -> None:
     found = MLP(flat, torch.stack([image, text]))
     torch.testing.assert_close(found, predict(flat, image, text), rtol=1e-12, atol=1e-12)
     assert MLP.size == 2 * sum(p.numel() for p in Net(flat, 0).parameters())
-
-
-def test_target_by_hand() -> None:
-    """Two pairs in the plane at tau = 1: s = [[1, 0], [0.6, 0.8]], so rows and columns are sums of two numbers."""
-    image = torch.tensor([[1.0, 0.0], [0.6, 0.8]], dtype=torch.float64)
-    text = torch.tensor([[1.0, 0.0], [0.0, 1.0]], dtype=torch.float64)
-    method = objective(
-        "amorlip",
-        Communicator(),
-        2,
-        temperature={"initial": 1.0},
-        amortized={"positive_weight": 0.25, "encoder_normalizer": "combined", "inner_steps": 0},
-    )
-    seen = method._normalizer
-    log_g = torch.tensor([[0.0 - 1.0, 0.6 - 0.8], [0.6 - 1.0, 0.0 - 0.8]], dtype=torch.float64)
-    found = seen._log_total(log_g, torch.tensor([1.0, 0.8], dtype=torch.float64), size=2).exp()
-    e = math.exp
-    wanted = [[e(0) + 0.25 * e(1), e(0.6) + 0.25 * e(0.8)], [e(0.6) + 0.25 * e(1), e(0) + 0.25 * e(0.8)]]
-    torch.testing.assert_close(found, torch.tensor(wanted, dtype=torch.float64))
-    ratio = method(batch(image, text), step()).metrics["amortization_ratio"]
-    assert float(ratio) == pytest.approx(1.0), "in epoch 0 the combined target is C itself"
 
 
 def test_weight_of_the_previous_net_by_hand() -> None:
@@ -106,26 +81,10 @@ def of_both(name: str, log_lambda: Tensor, log_target: Tensor, scores: Tensor, c
 
 
 @pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
-@pytest.mark.parametrize("c", [1e-3, 1.0])
-@pytest.mark.parametrize("off", [-2.0, 0.0, 3.0])
-def test_fitting_gradients(name: Any, c: float, off: float) -> None:
+@pytest.mark.parametrize(("clip", "c"), [(UNCLIPPED, 1.0), (UNCLIPPED, 1e-3), (0.0, 1.0), (0.01, 1.0)])
+def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float, c: float) -> None:
     image, text = pairs(11, DIM)
-    log_total = log_partition(image, text, 0.1, c)
-    generator = torch.Generator().manual_seed(4)
-    apart = torch.randn(2, 2, 11, generator=generator, dtype=torch.float64)
-    log_target = log_total + 0.3 * apart[0]
-    log_lambda = (log_target + off + apart[1]).requires_grad_()
-    loss = of_both(name, log_lambda, log_target, image @ text.T / 0.1, c, l2=0.1)
-    (wanted,) = torch.autograd.grad(loss, log_lambda)
-    found, peak = fit_gradient(log_lambda.detach(), log_target, log_total, 11, AmortizedConfig(loss=name))
-    assert relative_error(found * peak.exp(), wanted) < EXACT
-
-
-@pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
-@pytest.mark.parametrize("clip", [UNCLIPPED, 0.0, 0.01])
-def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> None:
-    image, text = pairs(11, DIM)
-    log_target = log_partition(image, text, TAU, 1.0)
+    log_target = log_partition(image, text, TAU, c)
     drawn = MLP.draw(0).double()
     nets = [Net(drawn, side) for side in (0, 1)]
     weights = [p for net in nets for p in net.parameters()]
@@ -133,13 +92,14 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> Non
     for _ in range(3):
         adam.zero_grad()
         log_lambda = torch.stack([net(x) for net, x in zip(nets, (image, text), strict=True)])
-        of_both(name, log_lambda, log_target, image @ text.T / TAU, 1.0, l2=0.1).backward()
+        of_both(name, log_lambda, log_target, image @ text.T / TAU, c, l2=0.1).backward()
         norm = torch.stack([p.grad.norm() for p in weights]).norm()  # type: ignore[union-attr]
         for p in weights:
             p.grad.mul_(min(1.0, clip / float(norm)) if clip else 1.0)  # type: ignore[union-attr]
         adam.step()
     # from a random level: where the mean error is zero, Adam makes steps out of rounding
-    method = amorlip(loss=name, inner_steps=3, lr=1e-2, max_grad_norm=clip, init="released_code")
+    options = {"inner_steps": 3, "lr": 1e-2, "max_grad_norm": clip, "positive_weight": c, "init": "released_code"}
+    method = amorlip(loss=name, **options)
     method(batch(image, text), step())
     w = MLP.weights(net_of(method, "online"))
     for side, net in enumerate(nets):
@@ -149,21 +109,6 @@ def test_updates_are_adam_on_the_written_out_loss(name: str, clip: float) -> Non
             (w.out[side].T, net.out.weight),
         ):
             assert relative_error(found, wanted.detach()) < EXACT
-
-
-@pytest.mark.parametrize("name", ["l2_log", "kl", "js"])
-@pytest.mark.parametrize("gap", [200.0, -200.0])
-def test_fitting_in_float32_where_a_net_is_off_by_e_to_the_200(name: str, gap: float) -> None:
-    """exp(200) is no float32: steps stay finite and go the right way, as many as it takes."""
-    method = amorlip(loss=name, dtype=torch.float32, init="released_code", lr=0.1, inner_steps=20)
-    normalizer, level = method._normalizer, torch.full((2, 8), gap)
-    features = torch.stack([x.float() for x in pairs(8, DIM)])
-    normalizer._draw(0, features, level, 8)
-    before = MLP(normalizer._target, features)
-    normalizer._fit(features, level, level, 8)
-    after = MLP(normalizer._online.detach(), features)
-    assert torch.isfinite(normalizer._online).all()
-    assert ((after - before) * math.copysign(1, gap) > 0.5).all()
 
 
 @pytest.mark.parametrize(("online_every", "target_every"), [(1, 1), (1, 2), (3, 2)])

@@ -7,7 +7,7 @@ import math
 import oracle
 import pytest
 import torch
-from build import SAMPLES, batch, objective, pairs, relative_error, step
+from build import SAMPLES, batch, objective, pairs, relative_error, step, with_scalar_gradients
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -30,8 +30,17 @@ def leaves(size: int, dim: int, seed: int = 0, likeness: float = 1.0) -> tuple[T
     return image.requires_grad_(), text.requires_grad_()
 
 
+def log_inverse(tau: float) -> Tensor:
+    """theta = log(1/tau), a leaf."""
+    return torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
+
+
+def gradient(loss: Tensor, leaf: Tensor) -> float:
+    return torch.autograd.grad(loss, leaf, retain_graph=True)[0].item()
+
+
 def compare(found, loss: Tensor, image: Tensor, text: Tensor, limit: float = EXACT) -> None:
-    by_image, by_text = torch.autograd.grad(loss, (image, text))
+    by_image, by_text = torch.autograd.grad(loss, (image, text), retain_graph=True)
     assert relative_error(found.image, by_image) < limit
     assert relative_error(found.text, by_text) < limit
 
@@ -43,9 +52,11 @@ def test_openclip(size: int, dim: int, tau: float, chunk: int, kept: float, monk
     monkeypatch.setattr(contrastive, "KEPT_BYTES", kept)
     image, text = leaves(size, dim)
     method = objective("openclip", Communicator(), dim, temperature={"initial": tau}, chunk_size=chunk)
-    found = method(batch(image.detach(), text.detach()), step())
-    loss = oracle.openclip(image, text, torch.tensor(tau, dtype=torch.float64))
+    found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
+    theta = log_inverse(tau)
+    loss = oracle.openclip(image, text, (-theta).exp())
     compare(found, loss, image, text)
+    assert scalars["theta"].item() == pytest.approx(gradient(loss, theta), rel=1e-9, abs=1e-12)
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-12)
     assert found.metrics["batch_loss"].item() == pytest.approx(loss.item(), rel=1e-12)
 
@@ -95,20 +106,12 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str,
         method(batch(image.detach(), text.detach()), step(number))
         number += 1
     image, text = leaves(size, dim)
-    found = method(batch(image.detach(), text.detach()), step(number))
-    table = method.row_tables()["npn"].tensors
-    loss = oracle.neuclip(
-        image,
-        text,
-        torch.tensor(tau, dtype=torch.float64),
-        table["w1"],
-        table["w2"],
-        eps,
-        rho,
-        reading,
-        max_ratio,
-    )
+    found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(number))
+    w1, w2 = (method.row_tables()["npn"].tensors[name] for name in ("w1", "w2"))
+    theta = log_inverse(tau)
+    loss = oracle.neuclip(image, text, (-theta).exp(), w1, w2, eps, rho, reading, max_ratio)
     compare(found, loss, image, text)
+    assert scalars["theta"].item() == pytest.approx(gradient(loss, theta), rel=1e-9)
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)
 
 

@@ -7,7 +7,7 @@ import math
 import oracle
 import pytest
 import torch
-from build import SAMPLES, batch, objective, pairs, relative_error, step
+from build import SAMPLES, batch, objective, pairs, relative_error, step, with_scalar_gradients
 from torch import Tensor
 from torch.nn.functional import normalize
 
@@ -24,15 +24,13 @@ def queue_of(history: list[tuple[Tensor, Tensor]], m: int) -> tuple[Tensor, Tens
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
 @pytest.mark.parametrize("eps", [1e-14, 0.03])
 @pytest.mark.parametrize(("size", "m", "kappa"), [(9, 30, 1.0), (24, 7, 0.3), (16, 16, 3.0)])
-def test_gradients(size: int, m: int, kappa: float, eps: float, tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gradients(size: int, m: int, kappa: float, eps: float, tau: float) -> None:
     """Features and temperature, from the second step on: while the queue fills, and afterward."""
     dim, rho = 6, 2.0
     temperature = {"initial": tau, "lr": 0.0, "rule": "robust", "rho": rho}
     options = {"temperature": temperature, "eps": eps, "chunk_size": 5}
     queue = {"size": m, "kappa": kappa}
     method = objective("neuclip_queue", Communicator(), dim, **options, queue=queue)
-    seen: list[float] = []
-    monkeypatch.setattr(method._temperature, "descend", lambda _, theta: seen.append(float(theta)))
     history = [pairs(size, dim, seed=10)]
     method(batch(*history[0]), step(0))
     for number in range(1, 5):
@@ -40,24 +38,22 @@ def test_gradients(size: int, m: int, kappa: float, eps: float, tau: float, monk
         theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
         value, differentiated = oracle.pooled_queue(image, text, (-theta).exp(), queue_of(history, m), kappa, eps, rho)
         wanted = torch.autograd.grad(differentiated, (image, text, theta))
-        found = method(batch(image.detach(), text.detach()), step(number))
+        found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(number))
         assert relative_error(found.image, wanted[0]) < 1e-9
         assert relative_error(found.text, wanted[1]) < 1e-9
-        assert seen[-1] == pytest.approx(float(wanted[2]), rel=1e-9)
+        assert float(scalars["theta"]) == pytest.approx(float(wanted[2]), rel=1e-9)
         assert float(found.loss) == pytest.approx(float(value.detach()), rel=1e-9)
         assert 0 < float(found.metrics["normalizer_ratio"]) < 1 + kappa
         history.append((image.detach(), text.detach()))
 
 
 @pytest.mark.parametrize("tau", [0.01, 0.07, 1.0])
-def test_without_rho(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_rho(tau: float) -> None:
     """Half the loss with eps = 1/(n-1), whose own gradient log(1/tau) gets; rho and eps of the config are not read."""
     dim, m, kappa = 6, 20, 2.0
     temperature = {"initial": tau, "rho": 3.0, "lr": 0.0}
     queue = {"size": m, "kappa": kappa}
     method = objective("neuclip_queue", Communicator(), dim, eps=0.5, temperature=temperature, queue=queue)
-    seen: list[float] = []
-    monkeypatch.setattr(method._temperature, "descend", lambda _, theta: seen.append(float(theta)))
     history = [pairs(17, dim, seed=10)]
     method(batch(*history[0]), step(0))
     for number in (1, 2):
@@ -68,10 +64,10 @@ def test_without_rho(tau: float, monkeypatch: pytest.MonkeyPatch) -> None:
         ratio = (target - alpha).exp().detach()
         slope = (ratio * target + (1 - ratio) * prediction).mean(1).sum() / 2
         by_image, by_text, by_theta = torch.autograd.grad(slope, (image, text, theta))
-        found = method(batch(image.detach(), text.detach()), step(number))
+        found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(number))
         assert relative_error(found.image, by_image) < 1e-9
         assert relative_error(found.text, by_text) < 1e-9
-        assert seen[-1] == pytest.approx(float(by_theta), rel=1e-9)
+        assert float(scalars["theta"]) == pytest.approx(float(by_theta), rel=1e-9)
         wanted = float((ratio + alpha.detach() - 1).mean(1).sum()) / 2 + math.log(SAMPLES - 1)
         assert float(found.loss) == pytest.approx(wanted, rel=1e-9)
         history.append((image.detach(), text.detach()))

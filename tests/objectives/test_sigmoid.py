@@ -8,7 +8,7 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step
+from build import batch, objective, pairs, relative_error, step, with_scalar_gradients
 
 from neuclip_ds.distributed.communicator import Communicator
 
@@ -20,17 +20,13 @@ def siglip(tau: float, **options: Any) -> Any:
 @pytest.mark.parametrize("tau", [0.01, 0.1, 1.0])
 @pytest.mark.parametrize("bias", [-10.0, 0.0, 3.0])
 @pytest.mark.parametrize(("size", "chunk"), [(2, None), (33, 5), (33, None)])
-def test_features_temperature_and_bias(
-    tau: float, bias: float, size: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_features_temperature_and_bias(tau: float, bias: float, size: int, chunk: int | None) -> None:
     image, text = (x.requires_grad_() for x in pairs(size, 5))
     theta, offset = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in (-math.log(tau), bias))
     loss = oracle.siglip(image, text, (-theta).exp(), offset)
     wanted = torch.autograd.grad(loss, (image, text, theta, offset))
     method = siglip(tau, siglip={"bias": bias}, chunk_size=chunk)
-    seen: dict[str, torch.Tensor] = {}
-    monkeypatch.setattr(method._logit, "descend", lambda _, **gradients: seen.update(gradients))
-    found = method(batch(image.detach(), text.detach()), step())
+    found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
     for value, target in zip((found.image, found.text, seen["theta"], seen["bias"]), wanted, strict=True):
         assert relative_error(value, target) < 1e-10
     assert float(found.loss) == pytest.approx(float(loss), rel=1e-12)

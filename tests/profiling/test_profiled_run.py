@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL, call, demo_shards, train
+from small_runs import SMALL, call, train
 
 from neuclip_ds.profiling.breakdown import COLUMNS
 from neuclip_ds.recipe import parse
@@ -19,9 +19,8 @@ def test_the_flag_is_ten_steps() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_with_a_profile(tmp_path: Path) -> None:
-    shards = demo_shards(tmp_path / "demo", 128, held_out=20)
-    done = train(tmp_path / "runs", str(shards), 14, "--profile", "--run.profile_steps=3", ranks=2)
+def test_a_run_with_a_profile(shards: Path, tmp_path: Path) -> None:
+    done = train(tmp_path / "runs", shards, 14, "--profile", "--run.profile_steps=3", ranks=2)
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs" / "run" / "profile"
     found = json.loads((folder / "breakdown.json").read_text())

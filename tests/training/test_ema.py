@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY, demo_shards, newest_checkpoint, train_connected
+from small_runs import TINY, newest_checkpoint, train_connected
 
 from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
@@ -20,26 +20,21 @@ from neuclip_ds.recipe import parse
 EMA = ["--deepspeed=zero1_fp32", "--ema.decay=0.5", "--optimizer.warmup_steps=0", "--optimizer.schedule=constant"]
 
 
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(demo_shards(tmp_path_factory.mktemp("demo") / "data", 40))
-
-
 def evaluations(runs: Path) -> list[dict[str, float]]:
     lines = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
     return [line for line in lines if "loss" not in line]
 
 
-def run(communicator: Communicator, shards: str, runs: Path, ends: list[tuple[str, int]]) -> None:
+def run(communicator: Communicator, shards: Path, runs: Path, ends: list[tuple[str, int]]) -> None:
     """Train the run in a folder to so many steps, one after the other."""
     for folder, steps in ends:
-        options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={Path(shards).parent / 'val'}"]
+        options = [*TINY, *EMA, f"--data.train={shards}", f"--data.val={shards.parent / 'val'}"]
         where = [f"--run.output_dir={runs / folder}", "--run.name=run", f"--max_steps={steps}"]
         train_connected(communicator, parse([*options, *where]).config)
 
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: str, tmp_path: Path) -> None:
+def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: Path, tmp_path: Path) -> None:
     run_ranks(ranks, run, shards, tmp_path, [("whole", 4), ("broken", 2), ("broken", 4)])
     whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "engine") for name in ("whole", "broken"))
     for name in whole.names():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL, demo_shards
+from small_runs import SMALL
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.data.dataset import Batch
@@ -43,11 +43,6 @@ class Recording(Hook):
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
         self.calls.append(f"close {type(error).__name__}")
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=64)
 
 
 def run(shards: Path, runs: Path, *hooks: Hook) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import SMALL, TINY, TRAIN, demo_shards, start
+from small_runs import SMALL, TINY, TRAIN, start
 from tars import jpeg, write_tar
 
 from neuclip_ds.data import loader
@@ -37,8 +37,9 @@ class Losses(Hook):
         self.steps.append((result.loss, result.batch.index.tolist()))
 
 
-def test_a_run_in_parts_equals_one_in_whole_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    shards = demo_shards(tmp_path / "shards", pairs=24)
+def test_a_run_in_parts_equals_one_in_whole_batches(
+    shards: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = ["--data.batch_size=8", "--data.micro_batch=2", "--data.workers=1", "--data.val="]
     options += ["--data.zero_shot=", "--max_steps=3", f"--data.train={shards}", f"--run.output_dir={tmp_path}"]
     found = []

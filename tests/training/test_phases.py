@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY, demo_shards, newest_checkpoint, train_connected
+from small_runs import TINY, newest_checkpoint, train_connected
 
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
@@ -171,11 +171,6 @@ def run(
             train_connected(communicator, config_of(PHASES, *where, *more), hook)
         found[engine] = [seen for hook in hooks for seen in hook.seen]
     return found
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("shards"), pairs=24)
 
 
 def check(engines: list[str], shards: Path, folder: Path) -> None:

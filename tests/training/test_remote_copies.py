@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from small_runs import demo_shards, newest_checkpoint, tensors, train
+from small_runs import newest_checkpoint, tensors, train
 
 from neuclip_ds.reporting.metrics import read_metrics
 
@@ -19,8 +19,8 @@ def names(store: Path) -> list[str]:
 
 
 @pytest.mark.slow
-def test_a_machine_without_the_run_resumes_from_the_copy(tmp_path: Path) -> None:
-    shards, store = str(demo_shards(tmp_path / "data", 60)), tmp_path / "store"
+def test_a_machine_without_the_run_resumes_from_the_copy(shards: Path, tmp_path: Path) -> None:
+    store = tmp_path / "store"
     every = (*EVERY, "--optimizer.schedule=constant", "--optimizer.warmup_steps=0")  # at any number of steps
     options = (*every, f"--run.remote=file://{store}")
     first = train(tmp_path / "here", shards, 4, *options, ranks=2)

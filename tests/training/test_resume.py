@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from small_runs import SMALL, TRAIN, call, demo_shards, lines_in, outcome, read_options, start, wait_for
+from small_runs import SMALL, TRAIN, call, lines_in, outcome, read_options, start, wait_for
 
 TINY = [
     "--data.batch_size=16",
@@ -19,11 +19,6 @@ TINY = [
     "--run.log_every=1",
     "--max_steps=12",  # into the second epoch
 ]
-
-
-@pytest.fixture(scope="module")
-def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return demo_shards(tmp_path_factory.mktemp("demo") / "data", 100)
 
 
 def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
