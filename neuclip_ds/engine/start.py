@@ -17,6 +17,7 @@ from neuclip_ds.engine.lamb import Lamb
 from neuclip_ds.engine.update import install_loss_scale
 from neuclip_ds.engine.zero import keep_frozen_whole, placements, share_process_group, skip_unused_kernel
 from neuclip_ds.errors import UserError
+from neuclip_ds.loss.two_pass import batch_norms
 from neuclip_ds.models.trained_parts import learning_rate_scales
 
 
@@ -46,7 +47,10 @@ def start_engine(
     if zero_stage(engine_config) == 3:
         keep_frozen_whole(model, communicator)
     exact = {}
-    if precision(engine_config) != "fp32":  # DeepSpeed makes the masters of weights that it has rounded
+    if precision(engine_config) != "fp32":
+        for layer in batch_norms(model):
+            layer.__class__ = type(type(layer).__name__, (_Float32BatchNorm, type(layer)), {})
+        # DeepSpeed makes the masters of weights that it has rounded
         exact = {name: weight.detach() for name, weight in model.named_parameters() if weight.requires_grad}
     engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=engine_config)
     for place in placements(engine, communicator.rank) if exact else ():
@@ -60,6 +64,28 @@ def start_engine(
             parts[place.master].append(place.elements)
         optimizer.shard(parts, communicator)
     return engine
+
+
+class _Float32BatchNorm:
+    """A layer of batch normalization whose weights are cast to float32 and whose statistics stay in it, as in autocast.
+
+    Its input and output have the towers' dtype. A statistic of 16 bits would keep no update below 0.4 % of it.
+    """
+
+    _keep_in_fp32_modules_strict = ("running_mean", "running_var")  # DeepSpeed does not cast these buffers
+    _parameters: dict[str, nn.Parameter | None]
+
+    @property
+    def weight(self) -> Tensor | None:
+        return self._cast("weight")
+
+    @property
+    def bias(self) -> Tensor | None:
+        return self._cast("bias")
+
+    def _cast(self, name: str) -> Tensor | None:
+        parameter = self._parameters[name]
+        return None if parameter is None else parameter.float()
 
 
 def parameter_groups(module: nn.Module, config: OptimizerConfig) -> list[dict[str, Any]]:
