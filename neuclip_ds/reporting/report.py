@@ -23,7 +23,6 @@ from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, 
 _EVENTS = 200  # listed; the others are counted
 _CURVES = 8  # in one plot; the legend of more would hide them
 
-
 _PAGE = """\
 <!doctype html><html lang="en"><meta charset="utf-8">
 <meta name="viewport" content="width=device-width, initial-scale=1">
@@ -47,126 +46,45 @@ class Plot(NamedTuple):
     """A plot of curves that share an axis."""
 
     title: str
-    metrics: tuple[str, ...]  # names in metrics.jsonl, or patterns of names; those of averaged weights are shown too
-    unit: str  # of the values' axis; "%" of metrics that are shares of 1
-    meaning: str  # sentences below the plot
-    log_scale: bool = False
+    metrics: str  # names in metrics.jsonl, or patterns of names, with spaces between; also those of averaged weights
+    unit: str  # of the values' axis; "%" for shares of 1, "log ..." for a logarithmic axis
+    meaning: str  # sentence below the plot
 
     def has(self, metric: str) -> bool:
         """Return whether the plot shows a metric."""
-        return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics)
+        return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics.split())
 
 
 PLOTS = (
+    Plot("Image to text recall", "image_to_text_recall@*", "%", "Images whose caption is among the k nearest (@k)."),
+    Plot("Text to image recall", "text_to_image_recall@*", "%", "Captions whose image is among the k nearest (@k)."),
+    Plot("Zero-shot accuracy", "zero_shot_top*", "%", "Images whose class is the nearest (top1) or among five (top5)."),
+    Plot("Averages of evaluation sets", "average/*", "%", "Means of main metrics over groups of DataComp's sets."),
+    Plot("Evaluation sets", "task/*", "%", "The main metric of each set."),
+    Plot("Training loss", "loss", "loss", "The method's own objective: to compare methods, compare their recall."),
+    Plot("OpenCLIP's loss of the batch", "batch_loss", "nats", "Cross-entropy of the batch, the same for all methods."),
+    Plot("Temperature", "tau tau_*", "temperature τ", "Similarities are divided by τ before the exponential."),
+    Plot("Bias", "bias", "bias b", "SigLIP adds it to the logits, as nearly all of its pairs are negatives."),
+    Plot("Learning rate", "lr", "learning rate", "Of the encoders, by its schedule."),
+    Plot("Gradient norm", "grad_norm", "log L2 norm", "Of the encoders' gradient, before it is clipped."),
+    Plot("Feature gradient norm", "feature_grad_norm", "log L2 norm", "Of the loss's gradient at the features."),
     Plot(
-        "Image to text recall",
-        ("image_to_text_recall@*",),
-        "%",
-        "Share of held-out images whose own caption is among the k nearest of all held-out captions (@k).",
+        "Log-normalizer alpha", "alpha", "nats", "Log of the normalizer as the method estimates it, mean of the batch."
     ),
-    Plot(
-        "Text to image recall",
-        ("text_to_image_recall@*",),
-        "%",
-        "Share of held-out captions whose own image is among the k nearest of all held-out images (@k).",
-    ),
-    Plot(
-        "Zero-shot accuracy",
-        ("zero_shot_top*",),
-        "%",
-        "Share of images whose class is the nearest (top1) or among the five nearest (top5), by prompts of its name.",
-    ),
-    Plot("Averages of evaluation sets", ("average/*",), "%", "Means of main metrics over groups of DataComp's sets."),
-    Plot("Evaluation sets", ("task/*",), "%", "The main metric of each set."),
-    Plot(
-        "Training loss",
-        ("loss",),
-        "loss of the global batch",
-        "The method's own objective: losses of different methods are different things, so compare recall. An epoch's "
-        "last batch is omitted where it is less than half as large as the others.",
-    ),
-    Plot(
-        "OpenCLIP's loss of the batch",
-        ("batch_loss",),
-        "cross-entropy, nats",
-        "Cross-entropy of each pair among the pairs of its batch, at the run's temperature; the same for all methods.",
-    ),
-    Plot(
-        "Temperature",
-        ("tau", "tau_*"),
-        "temperature τ",
-        "Similarities are divided by τ before the exponential: a smaller one contrasts more sharply.",
-    ),
-    Plot("Bias", ("bias",), "bias b", "SigLIP adds it to the logits, as nearly all of its pairs are negatives."),
-    Plot("Learning rate", ("lr",), "learning rate", "Of the encoders, by its schedule."),
-    Plot("Gradient norm", ("grad_norm",), "L2 norm", "Of the encoders' gradient, before it is clipped.", True),
-    Plot(
-        "Feature gradient norm",
-        ("feature_grad_norm",),
-        "L2 norm",
-        "Of the loss's gradient with respect to all features of the batch, before the towers.",
-        True,
-    ),
-    Plot(
-        "Log-normalizer alpha",
-        ("alpha",),
-        "α, nats",
-        "α is the logarithm of an anchor's normalizer, ε + mean of exp((s_ij - s_ii)/τ) over its negatives j, as the "
-        "method estimates it; the mean of the batch. An anchor's weight is exp(-α).",
-    ),
-    Plot(
-        "NPN ratio",
-        ("npn_ratio_*",),
-        "ratio",
-        "The normalizer of the batch over the one that the normalizer-predicting network (NPN) predicts, "
-        "(ε + g)/(ε + ĝ). 1 is right; a mean outside 0.5 to 2 says that the network has lost the normalizer.",
-        True,
-    ),
-    Plot(
-        "Queue ratio",
-        ("normalizer_ratio",),
-        "ratio",
-        "The normalizer of the batch over the pooled one of batch and queue; 1 where they agree.",
-    ),
-    Plot(
-        "Gamma",
-        ("gamma",),
-        "γ",
-        "Share of the batch in the moving average u of each sample's normalizer; 1 forgets the past.",
-    ),
-    Plot(
-        "Log of u",
-        ("log_u",),
-        "log u, nats",
-        "u is the moving average of a sample's normalizer; the mean over the batch. An anchor's weight is 1/(ε + u).",
-    ),
-    Plot(
-        "Amortization ratio",
-        ("amortization_ratio",),
-        "ratio",
-        "The normalizer of the batch over the one that AmorLIP's MLP predicts; 1 is right.",
-    ),
-    Plot("Amortization error", ("amortization_error",), "loss", "What AmorLIP's MLP minimizes.", True),
-    Plot("Log of lambda", ("log_lambda",), "log λ, nats", "λ is the normalizer that AmorLIP's MLP predicts, the mean."),
-    Plot(
-        "Normalizer error",
-        ("normalizer_mse", "normalizer_mse_*"),
-        "squared error, nats²",
-        "Mean squared difference of the method's log-normalizers from those over the whole training set; _image and "
-        "_text are those of image and text anchors.",
-        True,
-    ),
-    Plot("Normalizer bias", ("normalizer_bias",), "error, nats", "Mean difference of the same; below 0 is too small."),
-    Plot("Throughput", ("samples_per_second",), "samples/s", "Of all ranks together."),
-    Plot("Waiting for data", ("data_wait_share",), "%", "Share of the time in which rank 0 waits for its batch."),
-    Plot(
-        "Objective's communication",
-        ("objective_communication_share",),
-        "%",
-        "Share of the time in which rank 0 waits for the objective's collectives.",
-    ),
-    Plot("Skipped steps", ("skipped_steps",), "steps", "Steps without an update, as a gradient was not finite."),
-    Plot("Bad samples", ("bad_samples/*",), "samples", "Samples that could not be used, by reason."),
+    Plot("NPN ratio", "npn_ratio_*", "log ratio", "Normalizer of the batch over the network's; 1 is right."),
+    Plot("Queue ratio", "normalizer_ratio", "ratio", "Normalizer of the batch over that of batch and queue."),
+    Plot("Gamma", "gamma", "γ", "Share of the batch in the moving average u; 1 forgets the past."),
+    Plot("Log of u", "log_u", "nats", "u is the moving average of a sample's normalizer; the mean over the batch."),
+    Plot("Amortization ratio", "amortization_ratio", "ratio", "Normalizer of the batch over the MLP's; 1 is right."),
+    Plot("Amortization error", "amortization_error", "log loss", "What AmorLIP's MLP minimizes."),
+    Plot("Log of lambda", "log_lambda", "nats", "λ is the normalizer that AmorLIP's MLP predicts, the mean."),
+    Plot("Normalizer error", "normalizer_mse normalizer_mse_*", "log nats²", "Squared error of log-normalizers."),
+    Plot("Normalizer bias", "normalizer_bias", "nats", "Mean error of log-normalizers; below 0 is too small."),
+    Plot("Throughput", "samples_per_second", "samples/s", "Of all ranks together."),
+    Plot("Waiting for data", "data_wait_share", "%", "Share of the time in which rank 0 waits for its batch."),
+    Plot("Objective's communication", "objective_communication_share", "%", "Share of rank 0's time in collectives."),
+    Plot("Skipped steps", "skipped_steps", "steps", "Steps without an update, as a gradient was not finite."),
+    Plot("Bad samples", "bad_samples/*", "samples", "Samples that could not be used, by reason."),
 )
 _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
@@ -239,14 +157,16 @@ def _plots(series: Mapping[str, Series]) -> Iterator[str]:
         elif shown:
             yield _element(_draw(plot, {name: series[name] for name in shown}), plot.meaning)
     for name in left:
-        yield _element(_draw(Plot(name, (name,), name, ""), {name: series[name]}), "")
+        yield _element(_draw(Plot(name, name, name, ""), {name: series[name]}), "")
 
 
 def _draw(plot: Plot, curves: Mapping[str, Series]) -> Figure:
     figure, axes = _figure(plot.title)
     for name, (steps, values) in curves.items():
         axes.plot(steps, values, label=name, linewidth=1, marker="o" if len(steps) < 30 else "", markersize=3)
-    axes.set(xlabel="training step", ylabel=plot.unit, yscale="log" if plot.log_scale else "linear")
+    axes.set(xlabel="training step", ylabel=plot.unit.removeprefix("log "))
+    if plot.unit.startswith("log "):
+        axes.set_yscale("log")
     if plot.unit == "%":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if len(curves) > 1:
@@ -287,9 +207,6 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Return a table as HTML below its title, with its cells escaped."""
-    lines = [_row(header, "th"), *(_row(cells, "td") for cells in rows)]
-    return f"<h2>{html.escape(title)}</h2><table>{''.join(lines)}</table>"
-
-
-def _row(cells: Sequence[str], element: str) -> str:
-    return "<tr>" + "".join(f"<{element}>{html.escape(cell)}</{element}>" for cell in cells) + "</tr>"
+    lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
+    names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
+    return f"<h2>{html.escape(title)}</h2><table><tr>{'</tr><tr>'.join([names, *lines])}</tr></table>"
