@@ -45,7 +45,7 @@ from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.evaluation.sets import WebdatasetFolder
+from neuclip_ds.evaluation.sets import open_shards
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 
@@ -217,7 +217,7 @@ def evaluation_set(setting: Setting) -> Passes:
     prepare = functools.partial(decode, transform=transform)
 
     def passed(loader: Loader) -> int:
-        found = sharded_batches(WebdatasetFolder.read(folder), prepare, Communicator(), setting.batch, loader)
+        found = sharded_batches(open_shards(folder), prepare, Communicator(), setting.batch, loader)
         return sum(len(torch.stack(batch.rows)) for batch in found)
 
     return two_passes(setting, Loader(LoaderOptions(setting.workers, setting.prefetch)), passed)

@@ -68,7 +68,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.data.loader import Loader, LoaderOptions
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
-    from neuclip_ds.evaluation.suite import Suite
+    from neuclip_ds.evaluation.suite import measure
     from neuclip_ds.evaluation.tasks import load_tasks
 
     saved = open_model(options.model, communicator, options.ema)
@@ -99,12 +99,11 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, max(1, options.batch_size))
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
     with closing(Loader(LoaderOptions(options.workers, pin_memory=device.type == "cuda"))) as loader:
-        suite = Suite(encoder, transform, loader)
         for task, place in found:
             if task.key not in wanted:
                 continue
             began = time.perf_counter()
-            metrics = suite.measure(task, place)
+            metrics = measure(task, place, encoder, transform, loader)
             if results is not None:
                 results.add(task, metrics, _data(task, place))
                 seconds = time.perf_counter() - began
@@ -127,10 +126,10 @@ def _data(task: Task, place: Path) -> str | None:
 
 def _compare_size(task: Task, folder: Path) -> None:
     """Warn where a set of DataComp differs in size from the published one."""
-    from neuclip_ds.evaluation.sets import WebdatasetFolder
+    from neuclip_ds.evaluation.sets import open_shards
 
     if task.size is None:
         return
-    found = sum(1 for _ in WebdatasetFolder.read(folder).samples())
+    found = sum(1 for _ in open_shards(folder).samples())
     if found != task.size:
         log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)

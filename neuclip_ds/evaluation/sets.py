@@ -15,13 +15,11 @@ incomplete set are not the set's.
 
 from __future__ import annotations
 
-import os
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 from torchvision.datasets.folder import make_dataset
 
@@ -36,10 +34,11 @@ from neuclip_ds.data.pack import (
 )
 from neuclip_ds.data.readers import read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
-from neuclip_ds.data.tar import Extent, SampleEntry, read_index
+from neuclip_ds.data.tar import Extent, read_index
 from neuclip_ds.errors import UserError
 
-TEMPLATES, CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
+_TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
+PLACEHOLDER = "{c}"  # of the class name in a template
 LAYOUT = (
     "a zero-shot set is a folder with classnames.txt, zeroshot_classification_templates.txt, test/nshards.txt "
     "and test/0.tar, test/1.tar, ...; a retrieval set has dataset_type.txt (retrieval) in place of the first two"
@@ -47,10 +46,9 @@ LAYOUT = (
 FORMS = f"{LAYOUT}; or a folder has a folder of images for each class; or a file ({', '.join(TABLES)}) has pairs"
 # TIFF cannot be decoded, but is listed, so that such a file is an error instead of missing from the score
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-_DEFAULT_TEMPLATE = "a photo of a {c}."
 
 
-Member = bytes | Callable[[], bytes]  # of a sample: its bytes, or what reads them, also in another process
+Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process
 
 
 class Sample:
@@ -87,179 +85,21 @@ class Sample:
         return self.read(extension).decode("utf-8", "replace").strip()
 
 
-class EvaluationSet(Protocol):
-    """Samples on disk, in any of the forms that `open_set` opens."""
-
-    @property
-    def path(self) -> Path:
-        """Its folder or file."""
-
-    @property
-    def kind(self) -> str:
-        """`classification`, `retrieval` or `multilabel`."""
-
-    @property
-    def contents(self) -> Hashable:
-        """A value that differs between copies with different contents."""
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield all samples, in order; raise UserError if they cannot be read."""
-
-
 @dataclass(frozen=True)
-class WebdatasetFolder:
-    """Evaluation set in CLIP_benchmark's layout."""
+class EvaluationSet:
+    """A set on disk, in one of the forms above."""
 
-    path: Path  # the folder
-    shards: tuple[Path, ...]  # its tar files
-    kind: str  # content of dataset_type.txt: `classification` (without the file), `retrieval` or `multilabel`
+    path: Path  # its folder or file
+    kind: str  # `classification`, `retrieval` or `multilabel`
+    contents: Hashable  # differs between copies with different contents
+    samples: Callable[[], Iterator[Sample]]  # iterates over all samples, in order; raises UserError
+    class_names: tuple[str, ...] = ()  # label -> name, of labeled sets
+    templates: tuple[str, ...] = ()  # prompts with `{c}` for the class name, of labeled sets
 
-    @classmethod
-    def read(cls, path: Path) -> WebdatasetFolder:
-        """Find the shards of a set; raise UserError if a file is missing or malformed."""
-        shards_file = path / "test" / "nshards.txt"
-        shard_count = read_lines(shards_file)[0]
-        if not shard_count.isdecimal() or int(shard_count) == 0:
-            raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
-        shards = tuple(path / "test" / f"{number}.tar" for number in range(int(shard_count)))
-        for shard in shards:
-            _require(shard)
-        kind_file = path / "dataset_type.txt"
-        kind = read_lines(kind_file)[0].lower() if kind_file.is_file() else "classification"
-        return cls(path, shards, kind)
-
-    @property
-    def contents(self) -> Hashable:
-        """Size of all shards together, and their number."""
-        return sum(shard.stat().st_size for shard in self.shards), len(self.shards)
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield all samples, in order; raise UserError if a shard cannot be read, or is damaged."""
-        for path in self.shards:
-            shard = _Shard(path)
-            for entry in shard.index():
-                members = {name: partial(shard.read, extent) for name, extent in entry.members.items()}
-                yield Sample(f"{path}: sample {entry.key}", members)
-
-
-class _Shard:
-    """Shard that opens when it is first read, in each process, and closes when its last sample is dropped."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-
-    @cached_property
-    def fd(self) -> int:
-        try:
-            return os.open(self.path, os.O_RDONLY)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be opened ({error}); check the storage.") from error
-
-    def __reduce__(self) -> tuple[type[_Shard], tuple[Path]]:
-        return _Shard, (self.path,)
-
-    def index(self) -> list[SampleEntry]:
-        try:
-            samples, gaps = read_index(self.fd)
-        except OSError as error:
-            raise UserError(f"{self.path} cannot be read ({error}); check the storage.") from error
-        if gaps:
-            raise UserError(f"{self.path} is damaged at byte {gaps[0].offset}; download it again.")
-        return samples
-
-    def read(self, extent: Extent) -> bytes:
-        return read_at(self.fd, *extent)
-
-    def __del__(self) -> None:
-        if "fd" in vars(self):
-            os.close(self.fd)
-
-
-@dataclass(frozen=True)
-class ImageFolder:
-    """Labeled images on disk; a class may have no image."""
-
-    path: Path
-    class_names: tuple[str, ...]  # label -> name
-    templates: tuple[str, ...]
-    images: tuple[tuple[str, int], ...]  # (file, label) of each
-    kind: str = "classification"
-
-    @classmethod
-    def read(cls, path: Path) -> ImageFolder:
-        """List the images of a set; raise UserError if classnames.txt does not fit its folders."""
-        folders = _class_folders(path)
-        names, templates = path / CLASS_NAMES, path / TEMPLATES
-        class_names = read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)
-        if len(class_names) != len(folders):
-            raise UserError(
-                f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one on each line, "
-                "in the order of the folders' names."
-            )
-        labels = {folder.name: label for label, folder in enumerate(folders)}
-        images = make_dataset(str(path), labels, is_valid_file=lambda file: _is_image(Path(file)), allow_empty=True)
-        prompts = read_lines(templates) if templates.is_file() else (_DEFAULT_TEMPLATE,)
-        return cls(path, class_names, prompts, tuple(images))
-
-    @property
-    def contents(self) -> Hashable:
-        """Checksum of the names of all images."""
-        names = (image.removeprefix(str(self.path)) for image, _ in self.images)
-        return zlib.crc32("\0".join(names).encode("utf-8", "replace"))
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield all samples, by class."""
-        for image, label in self.images:
-            yield Sample(image, {"jpg": partial(Path.read_bytes, Path(image)), "cls": str(label).encode()})
-
-
-@dataclass(frozen=True)
-class PairFile:
-    """Captioned images of a table.
-
-    Rows that name the same image file together have its captions, as in Flickr30k's tables. Where the table holds the
-    images themselves, each row is one image, with a caption or a list of them.
-    """
-
-    path: Path  # the file
-    image_column: str
-    caption_column: str
-    kind: str = "retrieval"
-
-    @classmethod
-    def read(cls, path: Path) -> PairFile:
-        """Find the columns of a table; raise UserError if it cannot be read, or has none of the usual names."""
-        table, advice = open_table(str(path)), "rename one of them"
-        image = table.find_column(IMAGE_COLUMNS, "images", advice)
-        return cls(path, image, table.find_column(CAPTION_COLUMNS, "captions", advice))
-
-    @property
-    def contents(self) -> Hashable:
-        """Size of the file."""
-        return self.path.stat().st_size
-
-    def samples(self) -> Iterator[Sample]:
-        """Yield one image after the other; raise UserError for a row without one."""
-        captions: dict[str, list[str]] = {}  # by named image
-        for row, (image, texts) in enumerate(self._rows()):
-            if isinstance(image, str):
-                captions.setdefault(image, []).extend(texts)
-            else:
-                yield self._captioned(f"row {row}", image, texts)
-        for name, texts in captions.items():
-            yield self._captioned(name, name, texts)
-
-    def _rows(self) -> Iterator[tuple[bytes | str, list[str]]]:
-        for row, values in enumerate(open_table(str(self.path)).read([self.image_column, self.caption_column])):
-            image = image_of(values[self.image_column])
-            if image is None:
-                raise UserError(f"{self.path}: row {row} has no image in the column {self.image_column}; remove it.")
-            yield image, captions_of(values[self.caption_column])
-
-    def _captioned(self, name: str, image: bytes | str, captions: list[str]) -> Sample:
-        lines = "\n".join(" ".join(caption.split()) for caption in captions)
-        read = partial(read_image, image, self.path.parent)
-        return Sample(f"{self.path}: {name}", {"jpg": read, "txt": lines.encode()})
+    def prompt(self, index: int) -> str:
+        """Return prompt `index` of len(class_names) * len(templates), sorted by class."""
+        label, template = divmod(index, len(self.templates))
+        return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
 
 
 def is_set(path: Path) -> bool:
@@ -272,11 +112,10 @@ def is_set(path: Path) -> bool:
 def open_set(path: Path) -> EvaluationSet:
     """Open a set; raise UserError if it is none, or a file is missing or malformed."""
     if path.is_file():
-        return PairFile.read(path)
+        return _open_pairs(path)
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
-    webdataset = _has_shards(path) or not _is_image_folder(path)
-    return WebdatasetFolder.read(path) if webdataset else ImageFolder.read(path)
+    return open_shards(path) if _has_shards(path) or not _is_image_folder(path) else _open_images(path)
 
 
 def open_captioned(path: Path) -> EvaluationSet:
@@ -287,7 +126,106 @@ def open_captioned(path: Path) -> EvaluationSet:
     return found
 
 
-def read_lines(path: Path) -> tuple[str, ...]:
+def open_labeled(path: Path) -> EvaluationSet:
+    """Open a zero-shot set with its class names and templates; raise UserError if it is none."""
+    found = open_set(path)
+    if found.kind != "classification":
+        raise UserError(f"{path} is a {found.kind} set; name a zero-shot set.")
+    if not found.class_names:
+        names, templates = _read_lines(path / _CLASS_NAMES), _read_lines(path / _TEMPLATES)
+        found = EvaluationSet(path, found.kind, found.contents, found.samples, names, templates)
+    if wrong := next((template for template in found.templates if PLACEHOLDER not in template), None):
+        raise UserError(f"{path / _TEMPLATES}: the template '{wrong}' lacks {PLACEHOLDER} for the class name.")
+    return found
+
+
+def open_shards(path: Path) -> EvaluationSet:
+    """Open a set in CLIP_benchmark's layout, without its prompts; raise UserError if a file is missing or malformed."""
+    shards_file = path / "test" / "nshards.txt"
+    shard_count = _read_lines(shards_file)[0]
+    if not shard_count.isdecimal() or int(shard_count) == 0:
+        raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
+    shards = [path / "test" / f"{number}.tar" for number in range(int(shard_count))]
+    for shard in shards:
+        _require(shard)
+    kind_file = path / "dataset_type.txt"
+    kind = _read_lines(kind_file)[0].lower() if kind_file.is_file() else "classification"
+    contents = sum(shard.stat().st_size for shard in shards), len(shards)
+    return EvaluationSet(path, kind, contents, lambda: (sample for shard in shards for sample in _in_shard(shard)))
+
+
+def _in_shard(shard: Path) -> Iterator[Sample]:
+    try:
+        with shard.open("rb") as file:
+            entries, gaps = read_index(file.fileno())
+    except OSError as error:
+        raise UserError(f"{shard} cannot be read ({error}); check the storage.") from error
+    if gaps:
+        raise UserError(f"{shard} is damaged at byte {gaps[0].offset}; download it again.")
+    for entry in entries:
+        members = {name: partial(_read_extent, shard, extent) for name, extent in entry.members.items()}
+        yield Sample(f"{shard}: sample {entry.key}", members)
+
+
+def _read_extent(shard: Path, extent: Extent) -> bytes:
+    with shard.open("rb", buffering=0) as file:
+        return read_at(file.fileno(), *extent)
+
+
+def _open_images(path: Path) -> EvaluationSet:
+    """Open a folder of images by class; raise UserError if classnames.txt does not fit its folders."""
+    folders = _class_folders(path)
+    names, templates = path / _CLASS_NAMES, path / _TEMPLATES
+    class_names = _read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)
+    if len(class_names) != len(folders):
+        raise UserError(
+            f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one on each line, in "
+            "the order of the folders' names."
+        )
+    labels = {folder.name: label for label, folder in enumerate(folders)}
+    # a class may have no image
+    images = make_dataset(str(path), labels, is_valid_file=lambda file: _is_image(Path(file)), allow_empty=True)
+
+    def samples() -> Iterator[Sample]:
+        for image, label in images:
+            yield Sample(image, {"jpg": partial(Path.read_bytes, Path(image)), "cls": str(label).encode()})
+
+    contents = zlib.crc32("\0".join(image.removeprefix(str(path)) for image, _ in images).encode("utf-8", "replace"))
+    prompts = _read_lines(templates) if templates.is_file() else (f"a photo of a {PLACEHOLDER}.",)
+    return EvaluationSet(path, "classification", contents, samples, class_names, prompts)
+
+
+def _open_pairs(path: Path) -> EvaluationSet:
+    """Open captioned images of a table; raise UserError if it cannot be read, or has none of the usual columns.
+
+    Rows that name the same image file together have its captions, as in Flickr30k's tables. Where the table holds the
+    images themselves, each row is one image, with a caption or a list of them.
+    """
+    table, advice = open_table(str(path)), "rename one of them"
+    image_column = table.find_column(IMAGE_COLUMNS, "images", advice)
+    caption_column = table.find_column(CAPTION_COLUMNS, "captions", advice)
+
+    def captioned(name: str, image: bytes | str, captions: list[str]) -> Sample:
+        lines = "\n".join(" ".join(caption.split()) for caption in captions)
+        return Sample(f"{path}: {name}", {"jpg": partial(read_image, image, path.parent), "txt": lines.encode()})
+
+    def samples() -> Iterator[Sample]:
+        captions: dict[str, list[str]] = {}  # by named image
+        for row, values in enumerate(open_table(str(path)).read([image_column, caption_column])):
+            image, texts = image_of(values[image_column]), captions_of(values[caption_column])
+            if image is None:
+                raise UserError(f"{path}: row {row} has no image in the column {image_column}; remove it.")
+            if isinstance(image, str):
+                captions.setdefault(image, []).extend(texts)
+            else:
+                yield captioned(f"row {row}", image, texts)
+        for name, texts in captions.items():
+            yield captioned(name, name, texts)
+
+    return EvaluationSet(path, "retrieval", path.stat().st_size, samples)
+
+
+def _read_lines(path: Path) -> tuple[str, ...]:
     """Return the stripped lines of a file; raise UserError if it is missing or a line blank: their numbers matter."""
     _require(path)
     lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))

@@ -1,15 +1,14 @@
 """Measurement of a task, whose metrics are named as in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 from torch import Tensor
 
 from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import (
+    ClassAccumulator,
     GroupAccumulator,
     chance_macro_f1,
     chance_recall,
@@ -19,61 +18,59 @@ from neuclip_ds.evaluation.metrics import (
     worst_group,
 )
 from neuclip_ds.evaluation.retrieval import caption_retrieval
-from neuclip_ds.evaluation.sets import WebdatasetFolder, open_captioned
+from neuclip_ds.evaluation.sets import open_captioned, open_labeled, open_shards
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet, classify
+from neuclip_ds.evaluation.zero_shot import classify
 
 Metrics = dict[str, float | None]
-T = TypeVar("T")
 
 
-@dataclass(frozen=True)
-class Suite:
-    """Model with the transform that measure it."""
+def measure(
+    task: Task,
+    folder: Path,
+    encoder: BatchEncoder,
+    transform: Callable[[bytes], Tensor],
+    loader: Loader = IN_PROCESS,
+) -> Metrics:
+    """Return the metrics of a task from its folder, equal on all ranks.
 
-    encoder: BatchEncoder
-    transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
-    loader: Loader = IN_PROCESS
+    `main_metric` is its score, `chance` what a random choice scores, where that is known.
 
-    def measure(self, task: Task, folder: Path) -> Metrics:
-        """Return the metrics of a task from its folder, equal on all ranks.
+    Args:
+        transform: encoded image -> (3, H, W) uint8.
 
-        `main_metric` is its score, `chance` what a random choice scores, where that is known.
+    Raises:
+        UserError: on all ranks; the data are incomplete or broken.
+    """
+    openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
+    data = encoder.communicator.on_every_rank(lambda: openers[task.kind](folder))
+    metrics: Metrics
+    if task.kind == "classification":
+        metrics = _classification(task, *classify(encoder, data, transform, task.groups, loader))
+    elif task.kind == "retrieval":
+        metrics = {**caption_retrieval(encoder, data, transform, loader=loader)}
+    else:
+        metrics = winogavil(encoder, data, transform, loader)
+    return {**metrics, "main_metric": metrics[task.metric]}
 
-        Raises:
-            UserError: on all ranks; the data are incomplete or broken.
-        """
 
-        def opened(opener: Callable[[Path], T]) -> T:
-            return self.encoder.communicator.on_every_rank(lambda: opener(folder))
-
-        metrics: Metrics
-        if task.kind == "classification":
-            metrics = self._classification(task, opened(ZeroShotSet.read))
-        elif task.kind == "retrieval":
-            metrics = {**caption_retrieval(self.encoder, opened(open_captioned), self.transform, loader=self.loader)}
-        else:
-            metrics = winogavil(self.encoder, opened(WebdatasetFolder.read), self.transform, self.loader)
-        return {**metrics, "main_metric": metrics[task.metric]}
-
-    def _classification(self, task: Task, image_set: ZeroShotSet) -> Metrics:
-        counts, by_group = classify(self.encoder, image_set, self.transform, task.groups, self.loader)
-        top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
-        metrics: Metrics = {
-            "chance": chance_recall(top, len(counts.support)),
-            "acc1": ratio(counts.top1, counts.support),
-            "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
-            "mean_per_class_recall": mean_recall(counts.top1, counts.support),
-        }
-        if task.f1:
-            metrics["acc_avg"] = metrics["acc1"]
-            metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
-            metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
-            metrics["chance"] = chance_macro_f1(counts.support)
-        for rule, groups in zip(task.groups, by_group, strict=True):
-            metrics.update(_group_accuracies(rule, groups))
-        return metrics
+def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[GroupAccumulator]) -> Metrics:
+    top = next((rule.top for rule in task.groups if task.metric == rule.worst), 1)
+    metrics: Metrics = {
+        "chance": chance_recall(top, len(counts.support)),
+        "acc1": ratio(counts.top1, counts.support),
+        "acc5": ratio(counts.top5, counts.support) if len(counts.support) >= 5 else None,
+        "mean_per_class_recall": mean_recall(counts.top1, counts.support),
+    }
+    if task.f1:
+        metrics["acc_avg"] = metrics["acc1"]
+        metrics["recall-macro_all"] = metrics["mean_per_class_recall"]
+        metrics["F1-macro_all"] = macro_f1(counts.top1, counts.predicted, counts.support)
+        metrics["chance"] = chance_macro_f1(counts.support)
+    for rule, groups in zip(task.groups, by_group, strict=True):
+        metrics.update(_group_accuracies(rule, groups))
+    return metrics
 
 
 def _group_accuracies(rule: GroupRule, groups: GroupAccumulator) -> Metrics:

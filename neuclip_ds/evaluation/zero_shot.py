@@ -9,9 +9,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -23,67 +21,15 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import ClassAccumulator, GroupAccumulator, ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
-from neuclip_ds.evaluation.sets import (
-    CLASS_NAMES,
-    LAYOUT,
-    TEMPLATES,
-    EvaluationSet,
-    ImageFolder,
-    Sample,
-    open_set,
-    read_lines,
-)
+from neuclip_ds.evaluation.sets import LAYOUT, EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 from neuclip_ds.evaluation.tasks import GroupRule
-
-PLACEHOLDER = "{c}"
-
-
-@dataclass(frozen=True)
-class ZeroShotSet:
-    """Labeled image set with class names and prompt templates."""
-
-    class_names: tuple[str, ...]  # label -> name
-    templates: tuple[str, ...]  # prompts with `{c}` for the class name
-    folder: EvaluationSet  # images (jpg, jpeg, png or webp) and labels (cls)
-
-    @classmethod
-    def read(cls, path: Path) -> ZeroShotSet:
-        """Read names and templates of a set and find its shards; raise UserError if a file is missing or malformed."""
-        folder = open_set(path)
-        if folder.kind != "classification":
-            raise UserError(f"{path} is a {folder.kind} set; name a zero-shot set.")
-        if isinstance(folder, ImageFolder):
-            names, templates = folder.class_names, folder.templates
-        else:
-            names, templates = (read_lines(path / file) for file in (CLASS_NAMES, TEMPLATES))
-        for template in templates:
-            if PLACEHOLDER not in template:
-                raise UserError(
-                    f"{path / TEMPLATES}: the template '{template}' lacks {PLACEHOLDER} for the class name."
-                )
-        return cls(names, templates, folder)
-
-    def prompt(self, index: int) -> str:
-        """Return prompt `index` of len(class_names) * len(templates), sorted by class."""
-        label, template = divmod(index, len(self.templates))
-        return self.templates[template].replace(PLACEHOLDER, self.class_names[label])
-
-    def label(self, sample: Sample) -> int:
-        """Return a sample's label; raise UserError if it has none, or one without a class."""
-        label = sample.text("cls")
-        if not label.isdecimal() or int(label) >= len(self.class_names):
-            last = len(self.class_names) - 1
-            raise UserError(
-                f"{sample.name} has label '{label}', but classnames.txt has classes 0 to {last}; fix one of them."
-            )
-        return int(label)
 
 
 @torch.no_grad()
 def classify(
     encoder: BatchEncoder,
-    image_set: ZeroShotSet,
+    image_set: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     rules: Sequence[GroupRule] = (),
     loader: Loader = IN_PROCESS,
@@ -105,8 +51,8 @@ def classify(
     counts = ClassAccumulator(len(classes), classes.device)
     by_group = [GroupAccumulator(classes.device) for _ in rules]
     columns = [rule.column for rule in rules]
-    prepare = partial(_prepare, image_set=image_set, transform=transform, columns=columns)
-    for batch in sharded_batches(image_set.folder, prepare, encoder.communicator, encoder.size, loader):
+    prepare = partial(_prepare, classes=len(classes), transform=transform, columns=columns)
+    for batch in sharded_batches(image_set, prepare, encoder.communicator, encoder.size, loader):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
         table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64)
@@ -118,13 +64,13 @@ def classify(
     for groups in by_group:
         groups.all_reduce(encoder.communicator)
     if not counts.support.sum():
-        raise UserError(f"The zero-shot set {image_set.folder.path} has no image; {LAYOUT}.")
+        raise UserError(f"The zero-shot set {image_set.path} has no image; {LAYOUT}.")
     return counts, by_group
 
 
 def zero_shot(
     encoder: BatchEncoder,
-    image_set: ZeroShotSet,
+    image_set: EvaluationSet,
     transform: Callable[[bytes], Tensor],
     loader: Loader = IN_PROCESS,
 ) -> dict[str, float]:
@@ -142,7 +88,7 @@ def zero_shot(
 
 
 @torch.no_grad()
-def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
+def class_embeddings(encoder: BatchEncoder, image_set: EvaluationSet) -> Tensor:
     """Return (C, d) float32: for each class the normalized mean of its prompts' normalized features.
 
     Prompts are sharded over ranks and summed in float64, so that the result does not depend on the number of ranks.
@@ -157,15 +103,15 @@ def class_embeddings(encoder: BatchEncoder, image_set: ZeroShotSet) -> Tensor:
             sums = features.new_zeros((classes, features.shape[1]), dtype=torch.float64)
         labels = torch.tensor(local, dtype=torch.int64) // templates
         sums.index_add_(0, labels.to(features.device, non_blocking=True), features.double())
-    assert sums is not None  # `read` refuses sets without classes or templates
+    assert sums is not None  # no set is without classes or templates
     return functional.normalize(encoder.communicator.all_reduce(sums, "evaluation"), dim=1).float()
 
 
 def _prepare(
-    sample: Sample, image_set: ZeroShotSet, transform: Callable[[bytes], Tensor], columns: list[int]
+    sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
     """Return the pixels of a sample, and its label followed by its groups, from the numbers in its .npy member."""
-    pixels, label = decode(sample, transform), image_set.label(sample)
+    pixels, label = decode(sample, transform), _label(sample, classes)
     if not columns:
         return pixels, [label]
     try:
@@ -180,3 +126,13 @@ def _prepare(
             f"{sample.name}: its npy member has the group {min(groups)}, not 0 or more; download the set again."
         )
     return pixels, [label, *groups]
+
+
+def _label(sample: Sample, classes: int) -> int:
+    """Return a sample's label; raise UserError if it has none, or one without a class."""
+    label = sample.text("cls")
+    if not label.isdecimal() or int(label) >= classes:
+        raise UserError(
+            f"{sample.name} has label '{label}', but classnames.txt has classes 0 to {classes - 1}; fix one of them."
+        )
+    return int(label)

@@ -19,9 +19,10 @@ from neuclip_ds.evaluation.metrics import chance_recall
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
 from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
-from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
+from neuclip_ds.evaluation.suite import measure
 from neuclip_ds.evaluation.tasks import Task, load_tasks
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet, zero_shot
+from neuclip_ds.evaluation.zero_shot import zero_shot
 from neuclip_ds.models.pretrained.base import Preprocessing
 from neuclip_ds.objectives import find_method
 from neuclip_ds.objectives.base import Objective
@@ -39,7 +40,7 @@ class HeldOut(NamedTuple):
     """The sets that a run is evaluated on."""
 
     val: Manifest | None
-    zero_shot: ZeroShotSet | None
+    zero_shot: EvaluationSet | None
     on_disk: list[tuple[Task, Path]]
 
 
@@ -88,7 +89,7 @@ class Evaluator:
             found = zero_shot(encoder, self._zero_shot, self._transform, self._loader)
             results.update({**found, **_chance(found, len(self._zero_shot.class_names))})
         if self._on_disk:
-            results.update(self._scores(Suite(encoder, self._transform, self._loader)))
+            results.update(self._scores(encoder))
         if isinstance(objective, ContrastiveObjective) and self._config.run.normalizer_anchors:
             results.update(self._normalizer_error(encode, objective))
         return results
@@ -97,9 +98,10 @@ class Evaluator:
         """Stop the loader processes."""
         self._loader.close()
 
-    def _scores(self, suite: Suite) -> dict[str, float]:
+    def _scores(self, encoder: BatchEncoder) -> dict[str, float]:
         """Return `task/KEY` of every evaluation set, `average/NAME` where none of its tasks is missing, and chance."""
-        metrics = {task.key: suite.measure(task, place) for task, place in self._on_disk}
+        sources = encoder, self._transform, self._loader
+        metrics = {task.key: measure(task, place, *sources) for task, place in self._on_disk}
         random = {key: {"main_metric": found["chance"]} for key, found in metrics.items()}
         scores: dict[str, float | None] = {}
         for prefix, measured in (("", metrics), (CHANCE, random)):
@@ -171,7 +173,7 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
     zero_shot, on_disk = None, []
     if images:
         folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
-        zero_shot = communicator.on_every_rank(lambda: ZeroShotSet.read(folder_of_images))
+        zero_shot = communicator.on_every_rank(lambda: open_labeled(folder_of_images))
     if options.evaluation_sets is not None:
         on_disk = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
     return HeldOut(manifest, zero_shot, on_disk)

@@ -17,7 +17,7 @@ from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.suite import measure
 from neuclip_ds.evaluation.tasks import load_tasks
 
 builder = pytest.importorskip("clip_benchmark.datasets.builder", reason="the extra clip_benchmark is not installed")
@@ -45,9 +45,9 @@ def ours(model: Path, key: str, data: Path) -> dict[str, float | None]:
             return saved.model.eval()(image, tokens)
 
     encoder = BatchEncoder(encode, saved.tokenizer, communicator, 16)
-    suite = Suite(encoder, EvalTransform(saved.preprocessing.size, saved.preprocessing.squash))
+    transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
     (task,) = load_tasks().choose([key])
-    return suite.measure(task, data)
+    return measure(task, data, encoder, transform)
 
 
 def theirs(model: Path, data: Path, collate: Any = None) -> tuple[Any, Any, Any, Any]:

@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import retrieval as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.retrieval import caption_retrieval, encode_pairs, retrieval
-from neuclip_ds.evaluation.sets import WebdatasetFolder
+from neuclip_ds.evaluation.sets import open_shards
 
 DIRECTIONS = ("image_to_text", "text_to_image")
 
@@ -175,7 +175,7 @@ def measure_captions(run_ranks: Any, path: Path, world_size: int = 1, size: int 
 
     def work(rank: Any) -> dict[str, float]:
         encoder = BatchEncoder(models[rank.rank], tokenize, rank, size)
-        found = caption_retrieval(encoder, WebdatasetFolder.read(path), transform)
+        found = caption_retrieval(encoder, open_shards(path), transform)
         assert rank.purposes <= {"evaluation"}, "whose bytes are counted"
         return found
 

@@ -24,7 +24,7 @@ from evaluation_sets import (
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import chance_macro_f1
-from neuclip_ds.evaluation.suite import Suite
+from neuclip_ds.evaluation.suite import measure
 from neuclip_ds.evaluation.tasks import Task, load_tasks
 
 CLASSES = 6
@@ -35,13 +35,13 @@ def task(key: str) -> Task:
     return found
 
 
-def measure(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
+def score(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
     encoder = BatchEncoder(Model(), tokenize, communicator, size)
-    return Suite(encoder, transform).measure(task(key), folder)
+    return measure(task(key), folder, encoder, transform)
 
 
 def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[str, float | None]:
-    results = run_ranks(world_size, lambda rank: measure(rank, key, folder))
+    results = run_ranks(world_size, lambda rank: score(rank, key, folder))
     assert all(result == results[0] for result in results)
     return results[0]
 
@@ -105,7 +105,7 @@ def test_metrics_of_labeled_sets(tmp_path: Path, run_ranks: Any, key: str) -> No
 
 
 def _on_real_ranks(communicator: Any, folder: Path) -> dict[str, float | None]:
-    return measure(communicator, "wilds/fmow", folder)
+    return score(communicator, "wilds/fmow", folder)
 
 
 def test_two_real_ranks_equal_one(tmp_path: Path, run_ranks: Any) -> None:

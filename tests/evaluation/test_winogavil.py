@@ -13,7 +13,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import winogavil as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import chance_jaccard
-from neuclip_ds.evaluation.sets import WebdatasetFolder
+from neuclip_ds.evaluation.sets import open_shards
 from neuclip_ds.evaluation.winogavil import prompt, winogavil
 
 SIZES = [5, 6, 5, 12, 10, 6, 12, 10, 5, 6, 10]
@@ -27,7 +27,7 @@ def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
     def work(rank: Any) -> dict[str, float | None]:
-        return winogavil(BatchEncoder(Model(), tokenize, rank, size), WebdatasetFolder.read(path), transform)
+        return winogavil(BatchEncoder(Model(), tokenize, rank, size), open_shards(path), transform)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)

@@ -14,7 +14,8 @@ from torch.nn import functional
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet, class_embeddings, zero_shot
+from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
+from neuclip_ds.evaluation.zero_shot import class_embeddings, zero_shot
 
 CLASSES = 8
 
@@ -25,7 +26,7 @@ def write_set(
     shards: int = 2,
     extension: str = "jpg",
     names: list[str] | None = None,
-) -> ZeroShotSet:
+) -> EvaluationSet:
     """`images` are (score of each class, label) pairs."""
     write_prompts(folder, CLASSES)
     (folder / "zeroshot_classification_templates.txt").write_text("a photo of {c}\n{in} 100% {c}\n")
@@ -36,7 +37,7 @@ def write_set(
         {extension: " ".join(map(str, scores + padding)).encode(), "cls": str(label).encode()}
         for scores, label in images
     ]
-    return ZeroShotSet.read(write_shards(folder, samples, shards))
+    return open_labeled(write_shards(folder, samples, shards))
 
 
 def random_images(count: int) -> list[tuple[list[int], int]]:
@@ -45,7 +46,7 @@ def random_images(count: int) -> list[tuple[list[int], int]]:
     return [(source.sample(range(1, 200), CLASSES), source.randrange(CLASSES)) for _ in range(count)]
 
 
-def measure(run_ranks, image_set: ZeroShotSet, world_size: int = 1, batch_size: int = 4):
+def measure(run_ranks, image_set: EvaluationSet, world_size: int = 1, batch_size: int = 4):
     models = [Model() for _ in range(world_size)]
 
     def work(rank):
@@ -129,7 +130,7 @@ def test_missing_or_malformed_file_is_named(tmp_path, file, content, message):
     if content is not None:
         (tmp_path / file).write_text(content)
     with pytest.raises(UserError, match=message):
-        ZeroShotSet.read(tmp_path)
+        open_labeled(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -152,7 +153,7 @@ def test_a_sample_of_no_use_is_named_on_all_ranks(tmp_path, run_ranks, label, sc
 @pytest.mark.parametrize(("sample", "message"), [({"cls": b"0"}, "no image"), ({"jpg": b"1 2 3"}, "no cls member")])
 def test_incomplete_sample_is_named(tmp_path, run_ranks, sample, message):
     image_set = write_set(tmp_path / "set", random_images(1), shards=1)
-    with webdataset.TarWriter(str(image_set.folder.shards[0])) as writer:
+    with webdataset.TarWriter(str(image_set.path / "test" / "0.tar")) as writer:
         writer.write({"__key__": "odd", **sample})
     with pytest.raises(UserError, match=f"sample odd has {message}"):
         measure(run_ranks, image_set, 2)

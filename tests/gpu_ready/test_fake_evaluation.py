@@ -12,8 +12,9 @@ from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
 from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
+from neuclip_ds.evaluation.sets import open_labeled
 from neuclip_ds.evaluation.tasks import GroupRule
-from neuclip_ds.evaluation.zero_shot import ZeroShotSet, classify
+from neuclip_ds.evaluation.zero_shot import classify
 
 ROWS, DIM, BATCHES = 8, 6, 3
 SIZE, CLASSES = 2, 3
@@ -44,7 +45,7 @@ def test_retrieval(world_size: int) -> None:
 def test_classification(world_size: int, tmp_path: Path) -> None:
     """Two batches of a rank, whose samples have two groups."""
     labeled_set(tmp_path, 2 * SIZE * world_size, CLASSES)
-    image_set = ZeroShotSet.read(tmp_path)
+    image_set = open_labeled(tmp_path)
     rules = [GroupRule(field="group", column=column, worst="worst") for column in (0, 1)]
     with fake_cuda(integer=SIZE) as gpu:
         encoder = BatchEncoder(encoder_of(Pixels(), DEVICE), tokenize, GpuRank(world_size), SIZE)
