@@ -9,6 +9,8 @@ import glob
 import logging
 import os
 import shutil
+import stat
+import tempfile
 import zlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -153,6 +155,22 @@ def explain_disk(path: Path, remedy: str = "choose another --run.output-dir") ->
             f"{path} cannot be written ({error.strerror or error}: {error.filename or path}). Make room or give write "
             f"permission there, or {remedy}."
         ) from error
+
+
+def private_folder() -> Path:
+    """Return this user's shard cache in the folder for temporary files, created if absent.
+
+    Raises:
+        UserError: others could have put files there.
+    """
+    folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
+    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # no folder, as the check finds
+        folder.mkdir(mode=0o700, exist_ok=True)
+    status = folder.lstat()
+    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
+        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; set data.cache_dir.")
+    return folder
 
 
 @contextmanager

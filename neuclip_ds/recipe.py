@@ -47,44 +47,25 @@ class TrainCommand(Config):
 
 
 class Invocation(NamedTuple):
-    """What the command line asks for."""
+    """What the command line requests."""
 
-    recipe: str | None  # None, where none is named, is the demo
+    command: TrainCommand  # only the recipe, None where none is named, and the switches
     config: Config
-    print_config: bool
-    dry_run: bool
-    hostfile: Path | None
-    gpu_memory: float | None
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Return what a command line requests; dashes and underscores in options are alike.
+    """Return what a command line requests; dashes and underscores in options are equivalent.
 
     Raises:
         UserError: unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
     """
-    given = _command_line(_last_of_each([_with_underscores(argument) for argument in argv]))
-    recipe = given.pop("recipe", None)
-    asked = _validate(TrainCommand, {key: given.pop(key) for key in list(given) if key not in Config.model_fields})
-    if (asked.hostfile or asked.gpu_memory) and not asked.dry_run:
+    given = _command_line(argv)
+    switches = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
+    command = _validate(TrainCommand, switches)
+    if (command.hostfile or command.gpu_memory) and not command.dry_run:
         raise UserError("--hostfile and --gpu-memory belong to --dry-run; hosts to train on go to the launcher.")
-    profile = {"run.profile_steps": _PROFILED_STEPS} if asked.profile else {}
-    config = recipe_config(recipe or DEMO, {**profile, **given})
-    return Invocation(recipe, config, asked.print_config, asked.dry_run, asked.hostfile, asked.gpu_memory)
-
-
-def parse_for(method: str | None, argv: Sequence[str]) -> Config:
-    """Return the config of a command line for one of several methods that share it.
-
-    Args:
-        method: its name; None takes that of the recipe.
-        argv: a recipe, then options NAME=VALUE; those of sections that the method does not read are left out.
-    """
-    recipe, *options = argv
-    chosen = find_method(method) if method else method_of(load_recipe(recipe).get("objective", {}))
-    own = [f"--objective.method={method}"] if method else []
-    read = [option for option in options if chosen.reads(option.removeprefix("--").split("=")[0])]
-    return parse([recipe, *own, *read]).config
+    profile = {"run.profile_steps": _PROFILED_STEPS} if command.profile else {}
+    return Invocation(command, recipe_config(command.recipe or DEMO, {**profile, **given}))
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
@@ -188,10 +169,13 @@ def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
+    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, also where it is a list."""
+    spelled = [_with_underscores(argument) for argument in argv]
+    last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
     try:
         source = CliSettingsSource[BaseSettings](
             TrainCommand,  # type: ignore[arg-type]
-            cli_parse_args=list(argv),
+            cli_parse_args=list(last.values()),
             cli_exit_on_error=False,
             cli_hide_none_type=True,
             cli_avoid_json=True,
@@ -199,16 +183,12 @@ def _command_line(argv: Sequence[str]) -> dict[str, Any]:
         )
         return source()
     except SettingsError as error:
-        raise UserError(_explain_arguments(str(error), argv)) from error
-
-
-def _explain_arguments(message: str, argv: Sequence[str]) -> str:
-    known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
-    for argument in argv:
-        name = with_dashes(argument.split("=")[0])
-        if argument.startswith("--") and name not in known:
-            return f"Unknown option {_shown(name, str)}{nearest(name, known)}"
-    return f"The command line is wrong: {_shown(message.removeprefix('error parsing CLI: '), str)}; see --help."
+        known = {f"--{with_dashes(name)}" for name in option_names(TrainCommand)}
+        for name in (with_dashes(argument.split("=")[0]) for argument in argv if argument.startswith("--")):
+            if name not in known:
+                raise UserError(f"Unknown option {_shown(name, str)}{nearest(name, known)}") from error
+        reason = _shown(str(error).removeprefix("error parsing CLI: "), str)
+        raise UserError(f"The command line is wrong: {reason}; see --help.") from error
 
 
 def option_fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
@@ -229,12 +209,6 @@ def option_names(model: type[BaseModel]) -> list[str]:
 def with_dashes(name: str) -> str:
     """Return an option's name as help and messages spell it."""
     return name.replace("_", "-")
-
-
-def _last_of_each(argv: Sequence[str]) -> list[str]:
-    """Return the arguments without options NAME=VALUE that a later one repeats; lists would be appended otherwise."""
-    last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(argv)}
-    return list(last.values())
 
 
 def _with_underscores(argument: str) -> str:

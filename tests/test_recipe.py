@@ -15,7 +15,6 @@ from neuclip_ds.recipe import (
     merge,
     option_fields,
     parse,
-    parse_for,
     recipe_names,
     validate,
 )
@@ -49,7 +48,7 @@ def test_overrides_beat_the_recipe_and_leave_the_rest() -> None:
 
 def test_without_a_recipe_it_is_the_demo() -> None:
     asked = parse(["--max_steps=3"])
-    assert asked.recipe is None
+    assert asked.command.recipe is None
     assert asked.config == parse(["demo", "--max_steps=3"]).config
 
 
@@ -60,10 +59,10 @@ def test_null_takes_a_value_away() -> None:
 
 def test_switches() -> None:
     asked = parse(["demo", "--dry-run", "--hostfile=hostfiles/8node"])
-    assert asked.dry_run
-    assert asked.hostfile == Path("hostfiles/8node")
-    assert not asked.print_config
-    assert parse(["demo", "--print-config"]).print_config
+    assert asked.command.dry_run
+    assert asked.command.hostfile == Path("hostfiles/8node")
+    assert not asked.command.print_config
+    assert parse(["demo", "--print-config"]).command.print_config
 
 
 def test_dashes_and_underscores_are_alike() -> None:
@@ -115,15 +114,6 @@ def test_sections_for_other_methods_wait_for_theirs() -> None:
 def test_the_last_of_an_option_counts() -> None:
     config = parse(["demo", "--data.train=a", "--optimizer.lr=1", "--data.train=b", "--optimizer.lr=2"]).config
     assert (config.data.train, config.optimizer.lr) == ("b", 2.0)
-
-
-def test_several_methods_share_a_command_line() -> None:
-    shared = ["demo", "--objective.npn.lr=3", "--objective.eps=1e-6"]
-    for method in ("openclip", "neuclip", None):
-        config = parse_for(method, shared)
-        assert config.objective.method == (method or "neuclip_queue")
-        assert config.objective.eps == 1e-6
-        assert config.objective.npn.lr == (3 if method == "neuclip" else 1.0)
 
 
 def test_merge_leaves_its_arguments_alone() -> None:

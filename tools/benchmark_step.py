@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from benchmarking.method_config import config_for
 from benchmarking.step_speed import Program, Speeds, samples_per_second, table
 from benchmarking.synthetic_profile import first_prediction
 from profile_communication import run_on_ranks
@@ -43,11 +44,10 @@ from neuclip_ds.config import Config, dump
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery
-from neuclip_ds.recipe import parse_for
 from neuclip_ds.training.data import iter_captions
 
 PEERS = Path(__file__).parent / "peers"
@@ -86,7 +86,7 @@ class Setting(NamedTuple):
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
-        return parse_for(method, [self.recipe, *own, *asked.overrides, *more])
+        return config_for(method, [self.recipe, *own, *asked.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new folder."""
@@ -172,7 +172,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
 
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
     """One for all programs, trained on the captions; None where the recipe names its own."""
-    text = parse_for(None, [arguments.recipe, *arguments.overrides]).model.text
+    text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
     if text.tokenizer is not None:
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
@@ -242,7 +242,7 @@ def print_sizes(out: Path, setting: Setting) -> None:
     """How many parameters the two kinds of towers have."""
     config = setting.config()
     config.model.text.tokenizer = None  # the embedding's rows are then those of vocab_size
-    count = parameter_count(MemoryQuery(config, 1).build())
+    count = Trainable.of(MemoryQuery(config, 1).build()).total
     notes = sorted(out.glob("open_clip_*/facts.json"))
     theirs = f"; open_clip's model {json.loads(notes[-1].read_text())['parameters']:,}" if notes else ""
     print(f"\nParameters: {count:,}, and one of the temperature{theirs}.")

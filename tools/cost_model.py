@@ -37,6 +37,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import yaml
+from benchmarking.method_config import config_for
 from benchmarking.openclip_reference import REFERENCES
 from benchmarking.synthetic_profile import CONFIG
 from scipy.optimize import nnls
@@ -60,7 +61,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.planning.memory import MemoryQuery, Towers, account, count_towers
 from neuclip_ds.profiling.recorder import BREAKDOWN
-from neuclip_ds.recipe import parse, parse_for
+from neuclip_ds.recipe import parse
 
 T = TypeVar("T")
 HERE = Path(__file__).parent
@@ -331,7 +332,7 @@ def scale(asked: argparse.Namespace, overrides: Sequence[str]) -> list[Table]:
     for method, nodes in product(methods, asked.nodes):
         ranks = nodes * asked.gpus
         batch = [f"--data.batch_size={asked.rows * ranks}"] if asked.rows else []
-        config = parse_for(None if method in REFERENCES else method, [asked.recipe, *batch, *overrides])
+        config = config_for(None if method in REFERENCES else method, [asked.recipe, *batch, *overrides])
         model, micro = model or count_model(config), config.micro_batch(ranks)
         query = MemoryQuery(config, ranks, int(asked.samples))
         if micro not in towers:
@@ -386,7 +387,7 @@ def compare_published() -> Iterator[Comparison]:
             for place, nodes in enumerate(table["nodes"]):
                 ranks = nodes * gpus
                 options = [f"--data.batch_size={rows * ranks}", "--deepspeed=zero0_fp32"]
-                config = parse_for(None if method in REFERENCES else method, [recipe, *options])
+                config = config_for(None if method in REFERENCES else method, [recipe, *options])
                 if recipe not in models:
                     models[recipe] = count_model(config)
                 work = step_work(config, models[recipe], ranks, build_of(method))._replace(overlaps=True)

@@ -22,11 +22,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from benchmarking.method_config import config_for
+
 from neuclip_ds.cli.program import Parser, exit_on_mistake
 from neuclip_ds.config import dump
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
-from neuclip_ds.recipe import parse_for
 
 METHODS = ["openclip_reference", "openclip", "fastclip_v3", "neuclip"]
 _SHOWN = 15  # last lines of a failed program's output
@@ -59,7 +60,7 @@ def compare(arguments: argparse.Namespace, overrides: Sequence[str]) -> None:
     from neuclip_ds.profiling.recorder import BREAKDOWN, REPORT
 
     for method in arguments.methods:  # refuses a wrong option before any process starts
-        parse_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
+        config_for(None if method in REFERENCES else method, [arguments.recipe, *overrides])
     arguments.out.mkdir(parents=True, exist_ok=True)
     found = []
     for world_size, stage, method in itertools.product(arguments.world_sizes, arguments.stages, arguments.methods):
@@ -119,7 +120,7 @@ def profile_rank(arguments: argparse.Namespace, overrides: Sequence[str]) -> Non
     batch = arguments.rows * read_environment().world_size
     ours = [f"--data.batch_size={batch}", f"--deepspeed=zero{stage}_{arguments.precision}"]
     ours += [f"--run.profile_steps={arguments.steps}"]
-    config = parse_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
+    config = config_for(None if name in REFERENCES else name, [arguments.recipe, *ours, *overrides])
     after = 3 if name in REFERENCES else max(3, first_prediction(config) + 1)
     with connected(dump(config)) as communicator, deterministic_algorithms(config.run.deterministic):
         run_synthetic_profile(config, communicator, arguments.out, name, after, REFERENCES.get(name, build_objective))

@@ -31,24 +31,24 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
     if text is not None:
         print(text)
         return
-    asked = parse(arguments)
+    asked, config = parse(arguments)
     environment = read_environment()
     if asked.recipe is None and environment.rank == 0:
         log.warning("No recipe is named: this is the recipe demo, a smoke test of the machine or the cluster.")
     if asked.print_config:
-        print(dump(asked.config), end="")
+        print(dump(config), end="")
         return
     if asked.dry_run:
         from neuclip_ds.planning.dry_run import print_dry_run
 
-        print_dry_run(asked.config, environment, asked.hostfile, asked.gpu_memory)
+        print_dry_run(config, environment, asked.hostfile, asked.gpu_memory)
         return
     # torch and deepspeed take seconds to import: only once the config is known to be sound
     from neuclip_ds.api import train
 
     if environment.rank == 0:
-        _warn_of_memory(asked.config, environment.world_size)
-    train(asked.config, hooks=hooks)
+        _warn_of_memory(config, environment.world_size)
+    train(config, hooks=hooks)
 
 
 def _warn_of_memory(config: Config, world_size: int) -> None:

@@ -20,8 +20,6 @@ import logging
 import os
 import re
 import shutil
-import stat
-import tempfile
 import time
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -37,43 +35,22 @@ from neuclip_ds.files import explain_disk
 
 log = logging.getLogger(__name__)
 
-_GB = 1e9
 _RETRY_AFTER = 60.0  # seconds before a shard that could not be fetched is fetched again
 _POLL = 0.05  # seconds
-_UNSAFE = re.compile(r"[^A-Za-z0-9._-]+")
-
-
-def private_folder() -> Path:
-    """Return this user's cache in the folder for temporary files, created if absent.
-
-    Raises:
-        UserError: others could have put files there.
-    """
-    folder = Path(tempfile.gettempdir()) / f"neuclip_ds_shards-{os.getuid()}"
-    with explain_disk(folder, "set data.cache_dir"), suppress(FileExistsError):  # no folder, as the check finds
-        folder.mkdir(mode=0o700, exist_ok=True)
-    status = folder.lstat()
-    writable_by_others = status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
-    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid() or writable_by_others:
-        raise UserError(f"The shard cache {folder} is not a folder that only you can write to; set data.cache_dir.")
-    return folder
 
 
 class ShardCache:
-    """A least-recently-used cache of complete shards, at most `capacity_bytes` in all.
+    """A least-recently-used cache of complete shards.
 
     Args:
-        folder: created if absent; private to this node, on a disk that supports flock. Whoever can write to it must be
-            trusted with the data.
-        capacity_bytes: limit of the total size, shards being fetched included.
+        folder: private to this node, on a disk that supports flock. Whoever can write to it must be trusted with the
+            data.
+        capacity_bytes: limit of the total size, shards being fetched included, the sample `tables` excluded.
         timeout: seconds without a byte after which an attempt to fetch a shard fails.
         max_outage: seconds for which a reader waits for storage that fails.
         downloads: shards that the node fetches ahead at a time.
-        copies_files: whether it also serves shards that are files, for readers of a file system that nodes share.
+        copies_files: whether it also serves shards that are files, on a file system that nodes share.
         backoff: seconds between the first two attempts to fetch a shard.
-
-    Attributes:
-        tables: sample tables of the shards; their size comes on top of `capacity_bytes`.
 
     Raises:
         UserError: the folder cannot be created, or its disk is smaller than the capacity.
@@ -99,8 +76,8 @@ class ShardCache:
         status = os.statvfs(folder)
         if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
             raise UserError(
-                f"data.cache_gb={capacity_bytes / _GB:g} is more than the disk of {folder} holds "
-                f"({disk / _GB:.1f} GB); lower it or set another data.cache_dir."
+                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
+                f"({disk / 1e9:.1f} GB); lower it or set another data.cache_dir."
             )
 
     def serves(self, url: str) -> bool:
@@ -108,26 +85,25 @@ class ShardCache:
         return self._copies_files or not is_local(url)
 
     def path(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> Path:
-        """Return the path of the shard's local copy, fetched now if absent; counts as a use.
-
-        The file disappears when the shard is evicted. Readers that have opened it can still read it (POSIX keeps the
-        data until the last one closes it); use `open` to open it safely.
+        """Return the path of the shard's local copy, fetched now if absent, until it is evicted; counts as a use.
 
         Raises:
-            FetchError: the shard does not exist or is damaged, as found now or within the last minute (it is not
-                fetched again before that).
+            FetchError: the shard does not exist or is damaged, as found now or within the last minute.
             UserError: the storage refuses access or has failed for too long, this machine cannot fetch the shard, or it
                 is larger than the whole cache.
         """
         if expected_bytes > self.capacity_bytes:
             raise UserError(
-                f"Shard {url} has {expected_bytes / _GB:.2f} GB and does not fit into the cache; "
-                f"raise data.cache_gb={self.capacity_bytes / _GB:g}."
+                f"Shard {url} has {expected_bytes / 1e9:.2f} GB and does not fit into the cache; "
+                f"raise data.cache_gb={self.capacity_bytes / 1e9:g}."
             )
         retries = Retries(url, self._max_outage, self._backoff)
         try:
             while not self.touch(url, expected_bytes):
-                _sleep(self._try_to_fetch(url, expected_bytes, expected_crc32, retries))
+                end = time.monotonic() + self._try_to_fetch(url, expected_bytes, expected_crc32, retries)
+                while time.monotonic() < end:
+                    with deferring(False):  # a signal ends the run now: the next step may be an hour away
+                        time.sleep(_POLL)
         except FetchError:
             raise
         except OSError as error:
@@ -138,7 +114,7 @@ class ShardCache:
         return self._shard(url)
 
     def open(self, url: str, expected_bytes: int, expected_crc32: int | None = None) -> int:
-        """Open the shard's local copy and return its file descriptor, which the caller closes; otherwise as `path`."""
+        """Open the local copy as `path` does; return its file descriptor, which can be read even after the eviction."""
         while True:
             path = self.path(url, expected_bytes, expected_crc32)
             with suppress(FileNotFoundError):  # evicted in between
@@ -154,19 +130,16 @@ class ShardCache:
         return False
 
     def arrived(self) -> int:
-        """Return the bytes of all shards here, in part or complete: it changes while any process fetches one."""
+        """Return the bytes of all shards here, in part or complete: they change while any process fetches one."""
         partial = (self._folder / "fetching").iterdir()
         return sum(status.st_size for folder in (self._folder / "shards", *partial) for _, status in files_in(folder))
 
     def waits_for_storage(self) -> bool:
         """Whether this node waits for its storage, which is then the reason why no shard arrives."""
-        try:
-            return (self._folder / "outage").stat().st_mtime > time.time()
-        except FileNotFoundError:
-            return False
+        return _modified(self._folder / "outage") > time.time()
 
     def _shard(self, url: str) -> Path:
-        name = _UNSAFE.sub("_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
+        name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
         return self._folder / "shards" / f"{_hash(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
@@ -176,7 +149,7 @@ class ShardCache:
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
             if self.touch(url, size):  # another process has fetched it meanwhile
                 return 0
-            if failed.exists() and time.time() - failed.stat().st_mtime < _RETRY_AFTER:
+            if time.time() - _modified(failed) < _RETRY_AFTER:
                 raise FetchError(*json.loads(failed.read_text(encoding="utf-8")))
             if (partial := self._reserve(name, size)) is None:
                 return _POLL
@@ -185,27 +158,29 @@ class ShardCache:
                 attempt(url, partial, self._timeout, size, crc32).replace(self._shard(url))
                 return 0
             except AttemptFailed as failure:
-                try:
-                    return self._pause_after(failure, retries)
-                except FetchError as error:
-                    failed.write_text(json.dumps([str(error), error.damaged]), encoding="utf-8")
-                    raise
+                return self._pause_after(failure, retries)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
         return _POLL
 
     def _pause_after(self, failure: AttemptFailed, retries: Retries) -> float:
         """Return the seconds to wait after a failed attempt, and let the node's processes know of an outage."""
-        pause, path, now = retries.pause_after(failure), self._folder / "outage", time.time()
+        try:
+            pause = retries.pause_after(failure)
+        except FetchError as error:
+            failed = self._folder / "failed" / _hash(retries.url)
+            failed.write_text(json.dumps([str(error), error.damaged]), encoding="utf-8")
+            raise
+        path, now = self._folder / "outage", time.time()
         if retries.failures > 1:
-            if not path.exists() or path.stat().st_mtime < now - _RETRY_AFTER:
+            if _modified(path) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             path.touch()
             os.utime(path, (now, now + pause + 2 * self._timeout))  # when the next attempt has ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:
-        """Evict the least recently used shards until there is space for a shard, whose lock the caller holds.
+        """Make space for a shard, whose lock the caller holds, by evicting those least recently used.
 
         Returns a folder for its partial file, or None if other shards that are being fetched take the space.
         """
@@ -233,13 +208,13 @@ class ShardCache:
             return partial
 
 
+def _modified(path: Path) -> float:
+    """Return a file's modification time, 0 if it is absent."""
+    try:
+        return path.stat().st_mtime
+    except FileNotFoundError:
+        return 0
+
+
 def _hash(url: str) -> str:
     return hashlib.sha256(url.encode()).hexdigest()[:24]
-
-
-def _sleep(seconds: float) -> None:
-    """Wait, unless a signal has arrived that stops the run: no step may come for an hour."""
-    end = time.monotonic() + seconds
-    while time.monotonic() < end:
-        with deferring(False):
-            time.sleep(_POLL)

@@ -4,7 +4,6 @@ A transfer runs in a daemon thread, as a backend's call may never return. One th
 write to its own file, which is removed.
 """
 
-import itertools
 import json
 import os
 import random
@@ -16,6 +15,7 @@ import time
 from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
+from uuid import uuid4
 
 import fsspec
 
@@ -48,7 +48,6 @@ exec 3<&0
 bash -o pipefail -c "$0" 3<&- </dev/null
 """
 
-_numbers = itertools.count()
 _jitter = random.Random()  # separate from the program's, on which a run's results may depend
 
 
@@ -69,9 +68,9 @@ class AttemptFailed(Exception):
 
 
 class Retries:
-    """When a shard is fetched again: after about 1, 2, 4 ... 60 s, until an outage has lasted for `max_outage` seconds.
+    """Decides when a shard is fetched again: after about 1, 2, 4 ... 60 s, until an outage lasts for `max_outage` s.
 
-    One that arrives damaged, or that the storage refuses, is fetched five times. `failures` counts failed attempts.
+    One that arrives damaged, or that the storage refuses, is fetched five times.
     """
 
     def __init__(self, url: str, max_outage: float, backoff: float = 1.0) -> None:
@@ -100,23 +99,31 @@ class Retries:
 
 
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
-    """Fetch a shard once, into a new file of a folder.
+    """Fetch a shard once, into a new file of a folder, which the caller removes: partial files stay there.
 
     Args:
-        url: that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
-        folder: to be removed by the caller, as partial files stay there.
+        url: a URL that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
         timeout: seconds without a byte after which the attempt fails.
         size, crc32: required bytes and checksum of the file; None accepts any.
 
     Raises:
         AttemptFailed: no file of this size and checksum has arrived.
     """
-    part, errors = folder / f"{os.getpid()}-{next(_numbers)}", list[BaseException]()
+    part, errors = folder / uuid4().hex, list[BaseException]()
     read, write = os.pipe()
     thread = threading.Thread(target=_transfer, args=(url, part, timeout, read, errors), daemon=True)
+    arrived, since = -1, time.monotonic()
     try:
         thread.start()
-        _watch(thread, part, timeout, size)
+        while thread.is_alive():
+            thread.join(min(timeout / 10, 0.5))
+            before, arrived = arrived, part.stat().st_size if part.exists() else -1
+            if arrived != before:
+                since = time.monotonic()
+            if size is not None and arrived > size:
+                raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
+            if time.monotonic() - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
+                raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
     finally:
         os.close(write)
     if errors:
@@ -129,29 +136,11 @@ def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc
     return part
 
 
-def _watch(thread: threading.Thread, part: Path, timeout: float, size: int | None) -> None:
-    """Wait until a transfer has ended; raise `AttemptFailed` when its file does not grow, or becomes too large."""
-    arrived, since = -1, time.monotonic()
-    while True:
-        thread.join(min(timeout / 10, 0.5))
-        if not thread.is_alive():
-            return
-        now, before = time.monotonic(), arrived
-        arrived = part.stat().st_size if part.exists() else -1
-        if arrived != before:
-            since = now
-        if size is not None and arrived > size:
-            raise AttemptFailed(f"it is longer than the expected {size} bytes", "damaged")
-        if now - since > (limit := timeout if arrived >= 0 else timeout + _IMPORT):
-            raise AttemptFailed(f"no byte arrived for {limit:g} s (after {max(arrived, 0)} bytes)")
-
-
 def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[BaseException]) -> None:
     """Write a shard to `part`, in a thread; a command ends when the other end of the pipe `alive` is closed."""
     try:
         if url.startswith("pipe:"):
-            _run(url.removeprefix("pipe:"), part, alive)
-            return
+            return _run(url.removeprefix("pipe:"), part, alive)
         options: dict[str, Any] = {"skip_instance_cache": True}  # reads credentials again, shares no broken connection
         if url.startswith("s3://"):
             options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory

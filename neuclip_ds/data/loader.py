@@ -1,10 +1,8 @@
 """Load this rank's batches with worker processes, in an order independent of the numbers of ranks and workers.
 
 The main process sends (epoch, index) lists to the workers. The step is therefore the only state of training's loader,
-and resuming at any step costs no more than starting at the first.
-
-A worker delivers a rank's batch in parts, which are bounded in bytes, so that the memory of batches on their way does
-not grow with the batch, and the workers share a large one. Parts are not joined: that would copy all pixels.
+and resuming at any step costs no more than starting at the first. A rank's batch comes in parts of bounded size, which
+bounds the memory of prefetched batches. Parts are not joined: that would copy all pixels.
 """
 
 import io
@@ -33,7 +31,7 @@ R = TypeVar("R")
 
 
 class Jobs(NamedTuple):
-    """A rank's rows of every batch, in the portions that a worker loads at a time: whole batches, or parts of them."""
+    """A rank's rows of every batch, in the portions that a worker loads at a time: batches, or parts of them."""
 
     number: int  # of jobs
     items: Callable[[int], Items]  # the rows of a job
@@ -88,13 +86,9 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
 
 class Loader(WorkerPool):
-    """Loads batches of pairs, or anything else that a function makes of items, with processes that it keeps.
+    """Loads batches of pairs, or the results of a function, with processes that it keeps.
 
-    They are forked when something is loaded first, and inherit the datasets with their manifests, which may be large.
-
-    Args:
-        options: `workers` is the number of processes; 0 loads in this process.
-        pairs: datasets of pairs by name.
+    The processes are forked, so that they inherit the datasets `pairs` (by name), whose manifests may be large.
     """
 
     def __init__(self, options: LoaderOptions, pairs: Mapping[str, PairDataset] | None = None) -> None:
@@ -102,26 +96,16 @@ class Loader(WorkerPool):
         self._pairs = pairs or {}
 
     def batches(self, source: str, jobs: Jobs) -> Generator[Batch, None, None]:
-        """Yield a rank's batches, or parts of them, of a source of pairs.
-
-        Raises:
-            UserError: a shard has changed, or workers repeatedly die or exceed `options.timeout`.
-        """
-        items, folder = map(jobs.items, range(jobs.number)), self._pairs[source].folder
-        return self.run(((source, rows) for rows in items), jobs.describe, folder)
+        """Yield a rank's batches, or parts of them, of a source of pairs; raise UserError as `run` does."""
+        jobs_of_source = ((source, jobs.items(number)) for number in range(jobs.number))
+        return self.run(jobs_of_source, jobs.describe, self._pairs[source].folder)
 
     def map(
         self, function: Callable[[T], R], groups: Iterable[list[T]], folder: Path
     ) -> Generator[list[R], None, None]:
-        """Yield `function` of the items of each group, in order.
+        """Yield `function` of the items of each group, in order; raise UserError as `run` does.
 
-        Args:
-            function: can be pickled, as can what it takes and returns.
-            groups: read as far ahead as the workers may prepare.
-            folder: where the items come from, for messages.
-
-        Raises:
-            UserError: of `function`, or workers repeatedly die or exceed `options.timeout`.
+        The function, what it takes and what it returns can be pickled. `folder` is where the items come from.
         """
         jobs = ((function, items) for items in groups)
         with closing(self.run(jobs, "part {} of an evaluation set".format, folder)) as parts:
@@ -177,10 +161,7 @@ class RankBatch:
         return self._starts[-1]
 
     def pieces(self, rows: slice) -> list[tuple[Tensor, Tensor]]:
-        """Return views of these rows' pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T), one pair from each part.
-
-        Raises RuntimeError where they have been released.
-        """
+        """Return views of these rows' pixels, uint8 (r, 3, H, W), and tokens, int64 (r, T), one pair from each part."""
         found = []
         for part, start, stop in zip(self._parts, self._starts[:-1], self._starts[1:], strict=True):
             if start < rows.stop and rows.start < stop:

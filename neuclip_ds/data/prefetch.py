@@ -34,7 +34,7 @@ _AHEAD = 0.9  # share of the cache that shards of later batches may fill, with t
 
 
 class ShardRequest(NamedTuple):
-    """A shard from which rows of the batches `first` ... `last` may be read; batches are counted across epochs."""
+    """A shard that the batches `first` ... `last` may read; batches are counted across epochs."""
 
     first: int
     last: int
@@ -42,15 +42,11 @@ class ShardRequest(NamedTuple):
 
 
 def shards_ahead(order: BatchOrder, epoch: int, step: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-    """Iterate endlessly over the shards that these rows of the batches read, from `step` of `epoch` on.
+    """Iterate endlessly over the shards that `rows` of the batches read, from `step` of `epoch` on.
 
     All shards of a block come with its first batch, once for each block of each stream that the rows are in. No shard
     is missing or late; those of a short block may not be read by these rows at all. The shards of a mixture end where
-    all sources end with weight 0.
-
-    Args:
-        epoch, step: as for `order.batch`; `step` may be steps_per_epoch.
-        rows: rows of the global batch, those of all ranks of a node.
+    all sources end with weight 0. `step` may be steps_per_epoch.
     """
     number, lane = epoch * order.steps_per_epoch + step, order.batch_size // order.interleave.streams
     streams = np.unique(np.concatenate([np.arange(order.batch_size)[part] // lane for part in rows])).tolist()
@@ -93,17 +89,10 @@ def _of_source(mixture: MixtureOrder, which: int, stream: int, number: int) -> I
 
 
 class RequestWindow:
-    """The shard requests from the batch reached up to where the cache is full.
+    """The shard requests from the current batch up to where the cache is full.
 
-    Args:
-        requests: in order of their first use.
-        sizes: bytes of each shard.
-        capacity: bytes of the cache. Shards of later batches leave a tenth of it free.
-
-    Attributes:
-        shards: the admitted shards.
-        bytes: of all of them.
-        is_too_small: whether what the batch reached needs has ever been more than the cache holds.
+    `requests` come in order of their first use. `shards` are those admitted, of `bytes` in all; those of later batches
+    leave a tenth of the `capacity` free. `is_too_small` says whether a batch has needed more than that.
     """
 
     def __init__(self, requests: Iterator[ShardRequest], sizes: Sequence[int], capacity: int) -> None:
@@ -113,7 +102,7 @@ class RequestWindow:
         self.shards, self.bytes, self.is_too_small = set[int](), 0, False
 
     def move(self, reached: int, end: int) -> list[ShardRequest]:
-        """Drop the requests before the batch `reached`; admit and return those before `end`, as many as fit."""
+        """Drop requests before the batch `reached`; admit and return those before the batch `end`, as many as fit."""
         self._admitted = [request for request in self._admitted if request.last >= reached]
         self.shards = {request.shard for request in self._admitted}
         self.bytes, before = sum(self._sizes[shard] for shard in self.shards), len(self._admitted)
@@ -134,22 +123,14 @@ class RequestWindow:
 class Prefetcher(SpawnProcess):
     """A process that fetches shards ahead of training, in order of their first use; for the local rank 0.
 
-    The shards fill the cache, but for a tenth of it, and none is fetched more than an epoch ahead. A failed fetch is
-    logged and left to the readers, which use the cache too. The process ends with the block, and with its parent even
-    if that is killed. It is spawned: this process has threads, which break under fork.
+    A failed fetch is logged and left to the readers, which use the cache too. The process ends with the block, and with
+    its parent even if that is killed. It is spawned: this process has threads, which break under fork.
 
     Args:
-        cache: the node's cache.
-        requests: returns the requests of the node's ranks from the first batch on; can be pickled.
+        requests: returns the requests of the node's ranks from batch `begin` on; can be pickled.
         shards: those of the manifest; those that the cache does not serve are skipped.
-        begin, end: numbers of the first batch and the one after the last.
-        ahead: batches that shards are fetched ahead of at most, those of an epoch.
-
-    Example:
-        requests = partial(shards_ahead, order, 0, 0, [slice(0, 512)])
-        with Prefetcher(cache, requests, shards, begin=0, end=1000, ahead=order.steps_per_epoch) as prefetcher:
-            for number, batch in enumerate(batches):
-                prefetcher.advance(number)
+        end: number of the batch after the last.
+        ahead: how many batches ahead shards are fetched at most.
     """
 
     def __init__(
@@ -197,11 +178,8 @@ class Prefetcher(SpawnProcess):
                     pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:
                 self._warned = True
-                log.warning(
-                    "data.cache_gb=%g is too small for the shards that one batch reads (more than %.2f GB), which are "
-                    "therefore fetched repeatedly: raise data.cache_gb",
-                    *(self._cache.capacity_bytes / 1e9, window.bytes / 1e9),
-                )
+                text = "one batch reads more shards than data.cache_gb=%g holds, again and again: raise data.cache_gb"
+                log.warning(text, self._cache.capacity_bytes / 1e9)
             time.sleep(_POLL)
 
     def _fetch(self, request: ShardRequest) -> None:

@@ -14,7 +14,7 @@ from contextlib import suppress
 from functools import lru_cache, partial
 from typing import NamedTuple
 
-from neuclip_ds.data.cache import ShardCache, private_folder
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.fetch import FetchError
 from neuclip_ds.data.manifest import Manifest, check_size
 from neuclip_ds.data.node_tables import NodeTables
@@ -22,6 +22,7 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import private_folder
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Worker processes that do jobs in order: replaced where they die or hang, ended with the process that has them."""
+"""Worker processes that do jobs in order. One that dies or hangs is replaced; all end with the process they serve."""
 
 from __future__ import annotations
 
@@ -30,12 +30,11 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
-MAX_FAILURES = 3  # of the worker whose result is due, in a row
+MAX_FAILURES = 3  # in a row, of the worker whose result is due
 PROCESS_NAME = "loader"  # of workers, as ps and top show it
 
 _CONTEXT = multiprocessing.get_context("fork")  # workers share the manifest's memory, and import nothing again
-_POLL = 1.0  # seconds between checks while a result is waited for
-_LONGEST = 10  # time-outs for which a result is waited for while shards arrive
+_POLL = 1.0  # seconds between checks of what a worker waits for
 
 
 class LoaderOptions(NamedTuple):
@@ -50,13 +49,11 @@ class LoaderOptions(NamedTuple):
 
 
 class WorkerPool:
-    """Loader processes that do jobs, and survive from one series of jobs to the next.
-
-    They are forked when the first series begins.
+    """Loader processes that do jobs. They are forked for the first series of jobs, and kept for the next ones.
 
     Args:
-        work: does a job, in a worker; in this process without workers. May raise `UserError`. In pinned memory come
-            results that have a method `pin_memory`.
+        work: does a job, in a worker; in this process without workers. It may raise `UserError`. Results that have a
+            method `pin_memory` arrive in pinned memory.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
@@ -69,12 +66,12 @@ class WorkerPool:
         A series that is not read to its end stops the workers. The next one starts others.
 
         Args:
-            jobs: what can be pickled; read as far ahead as the workers may prepare.
-            describe: from a job's number to what is waited for, for messages.
+            jobs: can be pickled; read as far ahead as the workers may prepare.
+            describe: from a job's number to a name of its result, for messages.
             folder: of the shards, for messages.
 
         Raises:
-            UserError: of a job, or workers repeatedly die or exceed `options.timeout`.
+            UserError: a job raised it, or workers repeatedly die or exceed `options.timeout`.
         """
         count = self._options.workers
         if not count:
@@ -85,23 +82,17 @@ class WorkerPool:
         if not self._workers:
             atexit.register(self.close)
             self._workers = [_Worker(self._work, self._options) for _ in range(count)]
-        workers, places = self._workers, itertools.cycle(range(count))
-        given = zip(places, jobs, strict=False)  # the place of each job's worker
-
-        def give(number: int) -> int:
-            chosen = list(itertools.islice(given, number))
-            for place, job in chosen:
-                workers[place].give(job)
-            return len(chosen)
-
+        workers, numbered = self._workers, enumerate(jobs)
         try:
-            ahead = give(count * self._options.prefetch)
+            for number, job in itertools.islice(numbered, count * self._options.prefetch):
+                workers[number % count].give(job)
             for number in itertools.count():
-                if not ahead:
+                if not workers[number % count].due:
                     return
                 where = f"from {count} loader processes (shards in {folder})"
                 result = self._take(workers, number % count, f"{describe(number)} {where}")
-                ahead += give(1) - 1
+                for following, job in itertools.islice(numbered, 1):
+                    workers[following % count].give(job)
                 yield result
         except BaseException:  # also where the caller closes this generator
             _stop(workers)
@@ -114,7 +105,7 @@ class WorkerPool:
         self._workers = []
 
     def _take(self, workers: list[_Worker], place: int, waited_for: str) -> Any:
-        """Return the next result of the worker at a place, which is replaced where it fails."""
+        """Return the next result of the worker at a place; replace the worker if it fails."""
         failures = 0
         while True:
             try:
@@ -140,7 +131,7 @@ class _WorkerFailure(Exception):
 
 
 class _Ended(NamedTuple):
-    """What a worker's receiver ends with."""
+    """The last item that a worker's receiver passes on: the error that ended it."""
 
     error: Exception
 
@@ -172,8 +163,28 @@ class _Worker:
         self._jobs.put(job)
 
     def take(self, waited_for: str) -> Any:
-        """Return the next result; raise `_WorkerFailure` if the worker has died, or nothing has come for too long."""
-        result = self._wait(waited_for)
+        """Return the next result.
+
+        Raises:
+            _WorkerFailure: the worker has died, or no result and no shard has come for `options.timeout` seconds. The
+                time in which the node waits for its storage does not count.
+        """
+        cache, timeout = self._options.cache, self._options.timeout
+        since, arrived = time.monotonic(), -1
+        while (result := self._poll(min(_POLL, timeout / 2))) is None:
+            if cache is not None and cache.waits_for_storage():  # workers end that after `data.max_outage`
+                since = time.monotonic()
+                with deferring(False):  # a signal ends the run now: the next step may be an hour away
+                    pass
+            over, before = time.monotonic() - since >= timeout, arrived
+            if over or arrived < 0:
+                arrived = cache.arrived() if cache is not None else 0
+            if over and arrived == before:
+                raise _WorkerFailure(
+                    f"Timed out after {timeout:g} s waiting for {waited_for}: "
+                    "check that the storage responds, or raise data.timeout"
+                )
+            since = time.monotonic() if over else since
         if isinstance(result, _Ended):
             self._process.join(_POLL)  # sets its exit code
             code = self._process.exitcode
@@ -189,30 +200,10 @@ class _Worker:
             raise result
         return result
 
-    def _wait(self, waited_for: str) -> Any:
-        """Wait for the next result, up to `options.timeout` in which no shard arrives.
-
-        While shards arrive that is ten times as long, besides the time that the node waits for its storage.
-        """
-        cache, timeout = self._options.cache, self._options.timeout
-        since, turns, arrived = time.monotonic(), 0, -1
-        while True:
-            with suppress(Empty):
-                return self._results.get(timeout=min(_POLL, timeout / 2))
-            if cache is not None and cache.waits_for_storage():  # which workers end after `data.max_outage`
-                since = time.monotonic()
-                with deferring(False):  # a signal ends the run now: no step may come for an hour
-                    pass
-            over = time.monotonic() - since >= timeout
-            if over or arrived < 0:
-                before, arrived = arrived, cache.arrived() if cache is not None else 0
-            if over:
-                since, turns = time.monotonic(), turns + 1
-                if arrived == before or turns == _LONGEST:
-                    raise _WorkerFailure(
-                        f"Timed out after {timeout:g} s waiting for {waited_for}: "
-                        "check that the storage responds, or raise data.timeout"
-                    )
+    def _poll(self, seconds: float) -> Any:
+        """Return the next result, or None if there is none in time."""
+        with suppress(Empty):
+            return self._results.get(timeout=seconds)
 
     def stop(self) -> None:
         """Kill it."""
@@ -223,7 +214,7 @@ class _Worker:
 
 
 def _receive(results: Connection, received: SimpleQueue[Any], device: int | None) -> None:
-    """Pass on a worker's results, in memory pinned for the device if there is one, and how they end."""
+    """Pass on a worker's results, in memory pinned for the device if there is one, and the error that ends them."""
     try:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread

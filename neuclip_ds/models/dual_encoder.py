@@ -104,10 +104,5 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     return model
 
 
-def parameter_count(module: nn.Module) -> int:
-    """Return the number of parameters, trained or not."""
-    return sum(parameter.numel() for parameter in module.parameters())
-
-
 def _to_sphere(features: Tensor) -> Tensor:
     return functional.normalize(features.float(), dim=-1)

@@ -10,7 +10,7 @@ import numpy as np
 
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
-from neuclip_ds.data.cache import ShardCache, private_folder
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import Captions, CaptionSources
 from neuclip_ds.data.images import DECODERS, train_transform
 from neuclip_ds.data.loader import LoaderOptions
@@ -19,7 +19,7 @@ from neuclip_ds.data.manifest_file import check_distinct
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.files import explain_disk
+from neuclip_ds.files import explain_disk, private_folder
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.training.batches import TrainingData

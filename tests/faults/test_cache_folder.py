@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from neuclip_ds.data.cache import ShardCache, private_folder
+from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import private_folder
 
 SIZE = 1000
 URL = f"pipe:head -c {SIZE} /dev/zero"

@@ -32,9 +32,9 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
-from neuclip_ds.models.dual_encoder import parameter_count
 from neuclip_ds.models.pretrained.base import Checkpoint, LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
+from neuclip_ds.models.trained_parts import Trainable
 
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -256,7 +256,7 @@ def test_published_sizes_of_transformers_models(
     checkpoint = opened(published(tmp_path, model_type, **config))
     with torch.device("meta"):
         model = checkpoint.build()
-    assert parameter_count(model) == total
+    assert Trainable.of(model).total == total
     assert checkpoint.preprocessing.size == 224
 
 
@@ -277,8 +277,8 @@ def test_published_sizes_of_open_clip_models(name: str, vision: int, total: int)
     checkpoint = open_checkpoint(locate(f"open_clip:{name}", weights=False))
     with torch.device("meta"):
         model = checkpoint.build()
-    assert parameter_count(model.vision) == vision
-    assert parameter_count(model) == total
+    assert Trainable.of(model.vision).total == vision
+    assert Trainable.of(model).total == total
     widths = {87_849_216: 512, 86_192_640: 512, 92_884_224: 768, 632_076_800: 1024, 93_673_984: 1024}
     assert checkpoint.embed_dim == widths[vision]
     assert checkpoint.preprocessing.squash == any(part in name for part in ("SigLIP", "dfn5b", "PE-Core"))
