@@ -8,13 +8,20 @@ Examples:
   deepspeed --module neuclip_ds embed openai/clip-vit-large-patch14 manifests/pool --out features/pool --format=npy
 """
 
+from __future__ import annotations
+
+import argparse
 import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
+
+if TYPE_CHECKING:  # torch and deepspeed take seconds to import
+    from neuclip_ds.embedding.embed import Summary
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -34,8 +41,6 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of that folder, in GB")
     parser.add_argument("--allow-commands", action="store_true", help="run the pipe: commands of a manifest")
     options = parser.parse(arguments)
-    from neuclip_ds.cli.embedding_work import write_features  # torch and deepspeed take seconds to import
-
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.WARNING)
@@ -51,3 +56,42 @@ def main(arguments: Sequence[str]) -> None:
                 file=sys.stderr,
             )
         sys.exit(2)
+
+
+def write_features(options: argparse.Namespace) -> Summary:
+    """Write the features of a data set on all ranks of the launch.
+
+    Raises:
+        UserError: the model, the data or the folder cannot be used.
+    """
+    import torch
+
+    from neuclip_ds.checkpoint.saved_model import open_model
+    from neuclip_ds.data.images import EvalTransform
+    from neuclip_ds.distributed.launch import check_shared, connected
+    from neuclip_ds.embedding.embed import Parts, RowReader, embed
+    from neuclip_ds.evaluation.encoding import encoder_of
+    from neuclip_ds.files import explain_disk
+    from neuclip_ds.recipe import validate
+    from neuclip_ds.training.data import loader_options, open_data
+
+    chosen = {
+        name: getattr(options, name) for name in ("workers", "captions", "cache_dir", "cache_gb", "allow_commands")
+    }
+    data = validate({"data": {"train": options.shards, **chosen}}).data
+    batch_size = max(1, options.batch_size)
+    with explain_disk(options.out, "choose another --out"):
+        options.out.mkdir(parents=True, exist_ok=True)
+    task = "\n".join(f"{name}: {value}" for name, value in vars(options).items())
+    with connected(task, data.max_outage) as communicator:
+        check_shared(options.out, communicator)
+        saved, device = open_model(options.model, communicator, options.ema), communicator.device
+        manifest = open_data(options.shards, data, communicator, options.out)
+        named = ("ema", "format", "dtype", "precision", "uid_key", "captions")
+        identity = {name: getattr(options, name) for name in named}
+        identity |= {"model": str(saved.checkpoint or saved.name), "batch_size": batch_size}
+        loading = loader_options(data, manifest, communicator)
+        transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+        reader = RowReader(manifest, transform, saved.tokenizer, options.uid_key, loading)
+        encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
+        return embed(encode, reader, manifest, Parts(options.out, identity), batch_size, loading, communicator)

@@ -77,12 +77,7 @@ class Rows(NamedTuple):
 
 
 class RowReader:
-    """Function from a block to its rows, for loader processes.
-
-    Args:
-        uid_key: key of the uid in a sample's JSON.
-        options: caption sources and the cache of remote shards.
-    """
+    """Function from a block to its rows, for loader processes; `uid_key` is the key of the uid in a sample's JSON."""
 
     def __init__(
         self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions
@@ -121,7 +116,7 @@ class Parts:
         """Make the folder, or open it with the parts that it has; return their numbers.
 
         Raises:
-            UserError: its features are of another model, of other options or of other data. The data may have grown.
+            UserError: its features are those of another model, other options or other data. The data may have grown.
         """
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
@@ -144,11 +139,7 @@ class Parts:
         return [int(match[1]) for match in tables if match]
 
     def write(self, number: int, rows: list[Rows], features: list[tuple[Tensor, Tensor]]) -> int:
-        """Write the part of a shard by its blocks; return the number of its samples.
-
-        Args:
-            features: (b, d) float32 features of images and texts of each block.
-        """
+        """Write the part of a shard from its blocks and their (b, d) float32 features; return the number of samples."""
         valid = torch.cat([one.batch.valid for one in rows]).numpy()
         image, text = (torch.cat(found).cpu()[valid] for found in zip(*features, strict=True))
         columns: dict[str, pa.Array] = {
@@ -182,10 +173,7 @@ def embed(
 ) -> Summary:
     """Write the parts that are missing; all ranks call it together and receive the same summary.
 
-    Args:
-        encode: of a model without collectives; it is called as often as a rank has batches.
-        batch_size: rows that are encoded at once.
-        options: how many processes load, and what they wait for.
+    `encode` must not run collectives, as ranks call it unequally often.
 
     Raises:
         UserError: the folder has other features, a shard differs from the manifest, the disk is full, or loader
@@ -199,7 +187,10 @@ def embed(
 
     def jobs() -> Iterator[Block]:
         while (turn := communicator.count(turns) - 1) < len(missing):
-            yield from _blocks_of(manifest, missing[turn], batch_size)
+            shard = missing[turn]
+            start, stop = int(manifest.starts[shard]), int(manifest.starts[shard] + manifest.sizes[shard])
+            for low in range(start, stop, batch_size):  # depends on nothing but the shard
+                yield Block(shard, low, min(low + batch_size, stop))
 
     with closing(WorkerPool(reader, options)) as pool:
         results = pool.run(jobs(), "batch {} of the shards".format, Path(manifest.shards[0].path).parent)
@@ -219,13 +210,6 @@ def embed(
     written, samples, bad = map(sum, zip(*communicator.gather_objects([written, samples, bad]), strict=True))
     lines = [line for lines in communicator.gather_objects(unreadable) for line in lines]
     return Summary(written, samples, bad, lines, time.monotonic() - began)
-
-
-def _blocks_of(manifest: Manifest, shard: int, size: int) -> Iterator[Block]:
-    """Yield the blocks of a shard, which depend on nothing else."""
-    start, stop = int(manifest.starts[shard]), int(manifest.starts[shard] + manifest.sizes[shard])
-    for low in range(start, stop, size):
-        yield Block(shard, low, min(low + size, stop))
 
 
 def _by_shard(

@@ -9,6 +9,7 @@ from math import comb
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 from neuclip_ds.distributed.communicator import Communicator
 
@@ -87,12 +88,10 @@ def chance_jaccard(candidates: int, right: int) -> float:
 
 
 class ClassAccumulator:
-    """Hits, predictions and support per class, each (C,) float64.
+    """Counts per class, each (C,) float64.
 
-    Attributes:
-        top1, top5: samples of the class whose first, or one of whose first five, predictions is right.
-        predicted: samples that are predicted as the class.
-        support: samples of the class.
+    `support` are the samples of a class, `top1` and `top5` those for which the first, or one of the first five,
+    predictions is right; `predicted` are the samples that are predicted as the class.
     """
 
     def __init__(self, classes: int, device: torch.device | str = "cpu") -> None:
@@ -127,34 +126,26 @@ class ClassAccumulator:
 
 
 class GroupAccumulator:
-    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G follows the largest one added."""
+    """Hits and counts per group, each (G,) float64; groups are numbered from 0, and G grows with the groups added."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self._sums = torch.zeros((2, 0), dtype=torch.float64, device=device)
+        self._hold(torch.zeros((2, 0), dtype=torch.float64, device=device))
 
-    @property
-    def hits(self) -> Tensor:
-        """Samples of each group that are predicted correctly."""
-        return self._sums[0]
-
-    @property
-    def counts(self) -> Tensor:
-        """Samples of each group."""
-        return self._sums[1]
+    def _hold(self, sums: Tensor) -> None:
+        self._sums = sums
+        self.hits, self.counts = sums.unbind()  # views
 
     def add(self, hits: Tensor, groups: Tensor) -> None:
         """Add a batch: (n,) probability of a hit and, in host memory, (n,) int64 group of each sample."""
         if len(groups):
             self._grow(int(groups.max()) + 1)
-            places = groups.to(hits.device, non_blocking=True)
-            self._sums.index_add_(1, places, torch.stack([hits, torch.ones_like(hits)]))
+            numbers = groups.to(hits.device, non_blocking=True)
+            self._sums.index_add_(1, numbers, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
         """Replace this rank's sums by those over all ranks."""
         self._grow(max(communicator.gather_objects(self._sums.shape[1])))
-        self._sums = communicator.all_reduce(self._sums, "evaluation")
+        self._hold(communicator.all_reduce(self._sums, "evaluation"))
 
     def _grow(self, size: int) -> None:
-        missing = size - self._sums.shape[1]
-        if missing > 0:
-            self._sums = torch.cat([self._sums, self._sums.new_zeros((2, missing))], dim=1)
+        self._hold(functional.pad(self._sums, (0, max(0, size - self._sums.shape[1]))))

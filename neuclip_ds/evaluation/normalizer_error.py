@@ -58,14 +58,13 @@ def normalizer_error(
 ) -> dict[str, float]:
     """Return the errors of the estimates for the first `anchors` valid samples of `anchor_batches`.
 
+    All batches are equally many and equally shaped on every rank.
+
     Args:
         estimate, pair_loss: the method's estimator and its l.
-        anchor_batches: this rank's share of batches of the training's size, equally many and equally shaped on every
-            rank. What they hold beyond the anchors only completes the last batch.
-        all_batches: every training sample once over all ranks, equally many and equally shaped batches on every rank.
-        anchors: A.
+        anchor_batches: this rank's share of batches of the training's size, `parts` of which make one batch.
+        all_batches: every training sample once over all ranks.
         chunk: anchors per block of logits.
-        parts: how many consecutive `anchor_batches` make a batch of the training's size; each is encoded at once.
 
     Returns:
         Equal on all ranks: `normalizer_mse`, the mean over both directions of `normalizer_mse_image` and
@@ -79,13 +78,9 @@ def normalizer_error(
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
     if samples < 2:
         raise UserError("The training data has no two readable pairs to contrast; check data.train.")
-    return _metrics(encoded.log_estimate, log_sum - math.log(pair_loss.divisor(samples)))
-
-
-def _metrics(log_estimate: Tensor, log_g: Tensor) -> dict[str, float]:
-    """Return the errors over the anchors that have an estimate; both arguments are (2, A)."""
-    seen = ~torch.isneginf(log_estimate).any(dim=0)
-    error = (log_estimate.double() - log_g)[:, seen]
+    log_g = log_sum - math.log(pair_loss.divisor(samples))  # (2, A)
+    seen = ~torch.isneginf(encoded.log_estimate).any(dim=0)
+    error = (encoded.log_estimate.double() - log_g)[:, seen]
     by_direction = error.square().mean(dim=1)
     return {
         "normalizer_mse": float(by_direction.mean()),

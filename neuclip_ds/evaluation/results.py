@@ -2,7 +2,7 @@
 
 `eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
 grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed. Lines of
-sets of one's own also have "data": which set it was, as another one may have the same name.
+sets of your own also have "data", which tells sets of the same name apart.
 """
 
 import json
@@ -30,8 +30,8 @@ class Results:
     """Scores of one model, in a folder that is created if absent; `model` identifies it.
 
     Attributes:
-        metrics: of each task by key, the latest.
-        data: which set they are of, by key, for sets of one's own.
+        metrics: the latest of each task, by key.
+        data: for sets of your own, which set they belong to, by key.
 
     Raises:
         UserError: the folder has another model's scores, or broken ones.

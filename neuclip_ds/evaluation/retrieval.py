@@ -40,25 +40,15 @@ class EncodedPairs(NamedTuple):
 
 @torch.no_grad()
 def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
-    """Encode this rank's pairs.
-
-    Args:
-        batches: the same number of equally shaped batches on every rank.
-
-    Raises:
-        UserError: there is no batch.
-    """
-    images, texts, samples, valids = [], [], [], []
+    """Encode this rank's pairs, in as many equally shaped batches as every rank has; raise UserError if in none."""
+    columns = []
     for batch in batches:
         image, text = encode(batch.image, batch.tokens)
         assert image is not None and text is not None
-        images.append(image.float())
-        texts.append(text.float())
-        samples.append(batch.index)
-        valids.append(batch.valid)
-    if not valids:
+        columns.append((image.float(), text.float(), batch.index, batch.valid))
+    if not columns:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
-    return EncodedPairs(*map(torch.cat, (images, texts, samples, valids)))
+    return EncodedPairs(*map(torch.cat, zip(*columns, strict=True)))
 
 
 @torch.no_grad()
@@ -68,14 +58,9 @@ def retrieval(
     ks: Sequence[int] = (1, 5, 10),
     chunk: int = 1024,
 ) -> dict[str, float]:
-    """Return recall@k in both directions over the valid pairs of all ranks.
+    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many.
 
-    Scores take O(n / K x chunk) memory per rank, gathered features O(n d).
-
-    Args:
-        pairs: of this rank, equally many on every rank.
-        ks: lengths of the lists to report.
-        chunk: candidates scored at once.
+    Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d).
 
     Returns:
         `image_to_text_recall@k` and `text_to_image_recall@k` in [0, 1] and `retrieval_pairs`, equal on all ranks.
@@ -121,11 +106,7 @@ def caption_retrieval(
 ) -> dict[str, float]:
     """Return recall@k in both directions, each image and each caption counted once.
 
-    Args:
-        folder: images, and captions in a .txt member, one per line.
-        transform: encoded image -> (3, H, W) uint8.
-        ks: lengths of the lists.
-        loader: of samples.
+    `transform` turns an encoded image into (3, H, W) uint8 pixels.
 
     Returns:
         `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),

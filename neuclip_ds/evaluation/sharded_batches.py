@@ -24,7 +24,7 @@ _AT_ONCE = 32  # samples that a worker prepares at a time: small sets keep all w
 
 
 class ShardedBatch(NamedTuple, Generic[T]):
-    """This rank's rows of a global batch: the first `n_valid` count; where that is 0, one row of padding is there."""
+    """This rank's rows of a global batch. The first `n_valid` count; a rank without any has one row of padding."""
 
     rows: list[T]
     n_valid: int
@@ -37,13 +37,9 @@ def sharded_batches(
     size: int,
     loader: Loader = IN_PROCESS,
 ) -> Iterator[ShardedBatch[T]]:
-    """Yield this rank's batches; the loader's workers prepare the next ones meanwhile.
+    """Yield this rank's batches of `size` samples; the loader's workers prepare the next ones meanwhile.
 
-    Args:
-        folder: the set, the same on all ranks, which all take every batch.
-        prepare: reads and decodes a sample; raises `UserError` where it cannot be used. As `loader.prepared` takes it.
-        size: samples per rank and batch, fewer in the last one.
-        loader: what prepares them, by default this process.
+    `prepare` reads and decodes a sample. It can be pickled, and raises `UserError` where the sample cannot be used.
 
     Raises:
         UserError: on all ranks, with the problem of the first rank that has one.
@@ -66,14 +62,6 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
         raise UserError(f"{sample.name} cannot be decoded ({error}); fix or remove it.") from error
 
 
-def _shard(folder: EvaluationSet, communicator: Communicator, size: int) -> Iterator[ShardedBatch[Sample]]:
-    samples = folder.samples()
-    for first in samples:
-        batch = chain([first], islice(samples, communicator.world_size * size - 1))
-        local = list(islice(batch, communicator.rank, None, communicator.world_size))
-        yield ShardedBatch(local or [first], len(local))
-
-
 def _prepared(
     folder: EvaluationSet,
     prepare: Callable[[Sample], T],
@@ -84,10 +72,14 @@ def _prepared(
     under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader has taken
 
     def groups() -> Iterator[list[Sample]]:
-        for batch in _shard(folder, communicator, size):
-            under_way.append(batch)
-            for low in range(0, len(batch.rows), _AT_ONCE):
-                yield batch.rows[low : low + _AT_ONCE]
+        samples = folder.samples()
+        for first in samples:
+            batch = chain([first], islice(samples, communicator.world_size * size - 1))
+            local = list(islice(batch, communicator.rank, None, communicator.world_size))
+            under_way.append(ShardedBatch(local or [first], len(local)))
+            rows = under_way[-1].rows
+            for low in range(0, len(rows), _AT_ONCE):
+                yield rows[low : low + _AT_ONCE]
 
     rows: list[T] = []
     with closing(loader.map(prepare, groups(), folder.path)) as parts:

@@ -33,7 +33,7 @@ class Instance(NamedTuple):
 
     cue: str
     images: list[Tensor]  # (3, H, W) uint8
-    associated: list[bool]  # which of the images
+    associated: list[bool]  # whether each image is associated with the cue
 
 
 @torch.no_grad()
@@ -44,10 +44,6 @@ def winogavil(
     loader: Loader = IN_PROCESS,
 ) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
-
-    Args:
-        transform: encoded image -> (3, H, W) uint8.
-        loader: of samples.
 
     Returns:
         `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
@@ -65,10 +61,9 @@ def winogavil(
         sizes = [len(instance.images) for instance in batch.rows]
         valid = batch.rows[: batch.n_valid]
         indices = [_jaccard(*row) for row in zip(cues, images.split(sizes), valid, strict=False)]
-        hits = torch.tensor(indices, dtype=torch.float64, device=device)
-        by_size.add(hits, torch.tensor(sizes[: batch.n_valid]))
         random = [chance_jaccard(len(instance.images), sum(instance.associated)) for instance in valid]
-        by_chance.add(torch.tensor(random, dtype=torch.float64, device=device), torch.tensor(sizes[: batch.n_valid]))
+        for sums, scores in ((by_size, indices), (by_chance, random)):
+            sums.add(torch.tensor(scores, dtype=torch.float64, device=device), torch.tensor(sizes[: batch.n_valid]))
     by_size.all_reduce(communicator)
     by_chance.all_reduce(communicator)
     if not by_size.counts.sum():

@@ -39,7 +39,6 @@ def classify(
     Args:
         transform: encoded image -> (3, H, W) uint8.
         rules: groupings of the samples, as in DataComp's WILDS and fairness sets.
-        loader: of samples.
 
     Returns:
         Counts over the whole set by class, and by group for each of the rules; equal on all ranks.
@@ -122,9 +121,7 @@ def _prepare(
             f"{sample.name}: its npy member holds no metadata ({error}); download the set again."
         ) from error
     if min(groups) < 0:
-        raise UserError(
-            f"{sample.name}: its npy member has the group {min(groups)}, not 0 or more; download the set again."
-        )
+        raise UserError(f"{sample.name} has the group {min(groups)} in its npy member; download the set again.")
     return pixels, [label, *groups]
 
 
