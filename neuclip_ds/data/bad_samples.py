@@ -5,7 +5,7 @@ import logging
 import os
 import socket
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +16,9 @@ from neuclip_ds.files import best_effort
 
 log = logging.getLogger(__name__)
 
-_MIN_SAMPLES = 1000  # in which a share of bad samples has a meaning: one among the first 50 is not 2 % of the data
-_STEPS = 1000  # of a rank, that its last samples are those of
-_WITHIN = 10  # times max_fraction, among the last samples: those of one damaged shard gather in few steps
+_MIN_SAMPLES = 1000  # a share of fewer samples means little: one bad sample among the first 50 is not 2 % of the data
+_RECENT_STEPS = 1000  # steps of a rank for which the wider limit holds
+_WIDER = 10  # the wider limit is this times max_fraction: the bad samples of one damaged shard come within few steps
 
 Gather = Callable[[list[Any]], list[list[Any]]]  # a communicator's, from one rank's values to those of all ranks
 
@@ -26,9 +26,9 @@ Gather = Callable[[list[Any]], list[list[Any]]]  # a communicator's, from one ra
 class BadSampleLog:
     """Log of bad samples: each one is listed once in FOLDER/bad_samples.jsonl with index, shard, key and reason.
 
-    Too many stop the run: more than `max_fraction` of all samples, or more than ten times that in the last 1,000 steps
-    of one rank, as when its node has lost its data. Fewer than 1,000 samples count as 1,000. The last steps are those
-    since the run was resumed.
+    Too many stop the run: more than `max_fraction` of all samples, or more than ten times that share of the samples
+    that one rank has read in its last 1,000 steps since the run was resumed, as when its node has lost its data. Fewer
+    than 1,000 samples count as 1,000.
 
     Args:
         folder: created when the first bad sample is listed.
@@ -45,7 +45,7 @@ class BadSampleLog:
         self.seen = 0
         self.causes: Counter[str] = Counter()
         self._max_fraction, self._writes = max_fraction, writes
-        self._recent = deque[tuple[int, int]](maxlen=_STEPS)  # samples and bad samples of this rank's last steps
+        self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # samples and bad samples of this rank's steps
         self._new_seen, self._new_bad = 0, list[BadSample]()  # of this rank, since the last merge
         self._recorded = 0
         self._listed = _listed(self.path) if writes else set()
@@ -74,10 +74,9 @@ class BadSampleLog:
                 )
 
     def merge(self, gather: Gather = lambda own: [own]) -> None:
-        """Merge what the ranks have recorded since the last merge, and list it; a collective call.
+        """Merge and list what the ranks have recorded since the last merge; a collective call.
 
-        Raises:
-            UserError: on all ranks, when too many samples are bad.
+        Raises UserError on all ranks when too many samples are bad.
         """
         gathered = gather([self._new_seen, [list(sample) for sample in self._new_bad], self._problem_here()])
         self._new_seen, self._new_bad = 0, []
@@ -85,7 +84,7 @@ class BadSampleLog:
         self.seen += sum(seen for seen, _, _ in gathered)
         self.causes.update(sample.cause for sample in bad)
         if self._writes:
-            self._list(bad)
+            self._list({sample.index: sample for sample in bad if sample.index not in self._listed})
         if self.bad > self._max_fraction * max(self.seen, _MIN_SAMPLES):
             cause, count = self.causes.most_common(1)[0]
             raise UserError(
@@ -93,26 +92,22 @@ class BadSampleLog:
                 f"data.max_bad_fraction={self._max_fraction} allows (most often, {count} times: {cause}); "
                 f"fix the shards listed in {self.path} or raise the limit."
             )
-        for _, _, problem in gathered:
-            if problem is not None:
-                raise UserError(problem)
+        if problem := next((problem for _, _, problem in gathered if problem is not None), None):
+            raise UserError(problem)
 
     def _problem_here(self) -> str | None:
-        """Return a message if too many of this rank's last samples are bad."""
-        if not self._new_bad:
-            return None
-        seen, bad = (sum(counts) for counts in zip(*self._recent, strict=True))
-        if bad <= self._max_fraction * _WITHIN * max(seen, _MIN_SAMPLES):
+        """Return a message if too many of the samples of this rank's recent steps are bad."""
+        seen, bad = (sum(counts) for counts in zip(*self._recent, strict=True)) if self._new_bad else (0, 0)
+        if bad <= self._max_fraction * _WIDER * max(seen, _MIN_SAMPLES):
             return None
         return (
             f"{bad} of the {seen} samples that a rank on {socket.gethostname()} has read in its last "
-            f"{len(self._recent)} steps cannot be used, more than {_WITHIN} times "
+            f"{len(self._recent)} steps cannot be used, more than {_WIDER} times "
             f"data.max_bad_fraction={self._max_fraction} (the latest: {self._new_bad[-1].reason}); check the data and "
             "the storage on that node."
         )
 
-    def _list(self, bad: Iterable[BadSample]) -> None:
-        new = {sample.index: sample for sample in bad if sample.index not in self._listed}
+    def _list(self, new: Mapping[int, BadSample]) -> None:
         if new:
             with best_effort(self.path):
                 self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -122,7 +117,7 @@ class BadSampleLog:
 
 
 def _listed(path: Path) -> set[int]:
-    """Return the samples that a file lists; cut off a partial last line that a killed run has left."""
+    """Return the samples that a file lists, after cutting off a partial last line of a killed run."""
     if not path.is_file():
         return set()
     text = path.read_bytes()

@@ -141,7 +141,7 @@ def write_manifest(
         folder: folder of the manifest; must hold one exactly when `update` is set.
         paths: shards, in the order in which they get indices.
         executor: its workers scan the shards: processes on this machine, or MPI ranks.
-        options: what to scan for; with uids or checksums, and in an update as before, the manifest has sample tables.
+        options: what to scan for; with uids or checksums the manifest has sample tables, which updates keep.
         update: append new shards and mark missing ones as removed.
         skip_unreadable: omit shards that cannot be used, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with the shards done, those of an interrupted build included.
@@ -171,7 +171,7 @@ def write_manifest(
     places += [Place(tables / scan.place[0], scan.place[1]) for scan in found if scan.place]
     if places:
         SampleParts.open(places, [shard.n for shard in manifest.shards])
-    bad = _listed_before(folder / _BAD, kept.n)  # others are those of an interrupted build
+    bad = _listed_before(folder / _BAD, kept.n)  # later ones are those of an interrupted build
     for shard, scan in zip(manifest.shards[kept.n_shards :], found, strict=True):
         bad += [{"index": shard.start + one["row"], "shard": shard.path, **one} for one in scan.bad]
     _write_lines(folder / _BAD, bad)
@@ -182,7 +182,7 @@ def write_manifest(
     shutil.rmtree(results)
     for part in {*tables.glob("*")} - {place.part for place in places}:
         part.unlink()
-    return load_manifest(folder, allow_commands=True)  # which the caller has named
+    return load_manifest(folder, allow_commands=True)  # the caller has named them
 
 
 def _existing(folder: Path, update: bool, options: ScanOptions) -> Manifest | None:
@@ -241,7 +241,7 @@ def _listed_before(path: Path, first: int) -> list[dict[str, Any]]:
 
 
 def _write_lines(path: Path, entries: Sequence[Mapping[str, object]]) -> None:
-    """Write a line of JSON for each entry; remove the file if there are none."""
+    """Write a line of JSON for each entry, or remove the file if there are none."""
     path.unlink(missing_ok=True)
     if entries:
         with atomic_write(path) as temporary:

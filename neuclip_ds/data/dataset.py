@@ -50,7 +50,7 @@ class Batch(NamedTuple):
 
 
 class _Unusable(Exception):
-    """Raised for a bad sample; the message is the reason."""
+    """Raised for a bad sample, with the reason."""
 
 
 class PairDataset:
@@ -83,8 +83,7 @@ class PairDataset:
     def batch(self, items: Sequence[tuple[int, int]]) -> Batch:
         """Return the batch of these (epoch, index) rows, where index -1 gives an empty one.
 
-        Raises:
-            UserError: a shard differs from the manifest's description.
+        Raises UserError if a shard differs from the manifest's description.
         """
         side = self._transform.image_size
         images = torch.zeros(len(items), 3, side, side, dtype=torch.uint8)
@@ -94,9 +93,8 @@ class PairDataset:
         seeds = hash64(self._seed, epochs, known).tolist()
         which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
         self._reader.announce(indices[indices != PADDING].tolist())
-        for row, index in enumerate(indices.tolist()):
-            if index == PADDING:
-                continue
+        for row in np.flatnonzero(indices != PADDING).tolist():
+            index = int(indices[row])
             try:
                 images[row], captions[row] = self._pair(index, seeds[row], which[row])
                 valid[row] = True

@@ -1,20 +1,20 @@
 """Decode what a sample's members hold: its captions, of which training draws one, and its image.
 
 `data.captions` lists sources: `txt` is the whole text member, `txt:lines` each of its lines, `json:KEY` the string or
-list of strings under a key of the JSON member (where recaptioned data sets keep them). Further members, such as
-`syn.txt` or `blip.json:caption`, are named alike.
+list of strings under a key of the JSON member (where recaptioned data sets keep them). Other members have such names
+too: `syn.txt`, `blip.json:caption`.
 
-From a list, one of all captions is drawn, each as likely as the others. With a weight for each source, first a source
-is drawn among those that have a caption of the sample, and then one of its captions: a sample without a synthetic
-caption always shows its original one. What is drawn is a pure function of a hash of (seed, epoch, index).
+A list of sources draws from all captions with equal probability. With a weight for each source, first a source is drawn
+among those that have a caption of the sample, and then one of its captions: a sample without a synthetic caption always
+shows its original one. The draw is a pure function of a hash of (seed, epoch, index).
 
-A caption is text that every tokenizer takes: invalid UTF-8 and lone surrogates (which JSON can spell, and no encoding
-holds) become U+FFFD, NUL a space, and what follows the first 10,000 characters is cut off.
+Every tokenizer takes the captions: invalid UTF-8 and lone surrogates (which JSON can spell) become U+FFFD, NUL becomes
+a space, and captions are cut after 10,000 characters.
 
-Images are decoded with PIL here; `neuclip_ds.data.images` has the faster way. PIL reads the header first, whoever
-decodes, so all agree on what is no image: only the formats that crawls of the web hold are tried (an EPS would start
-Ghostscript), and no more pixels than memory has room for. The result is 8-bit RGB: of 16 bits a channel the high byte,
-alpha dropped as in open_clip and timm, of an animation the first frame.
+Images are decoded with PIL here; `neuclip_ds.data.images` has a faster decoder. PIL reads the header in either case. It
+tries only the formats that web crawls hold (an EPS would start Ghostscript), and refuses more pixels than memory has
+room for. The result is 8-bit RGB: the high byte of 16-bit channels, without alpha as in open_clip and timm, the first
+frame of an animation.
 
 Nothing here imports torch, which takes seconds in each process that scans or packs shards.
 """
@@ -54,13 +54,9 @@ class _Source(NamedTuple):
 
 
 class Captions:
-    """Caption sources as `data.captions` names them, with the weight of each or without.
+    """Caption sources as `data.captions` names them, with or without weights; `extensions` are the members they read.
 
-    Attributes:
-        extensions: members that the sources read.
-
-    Raises:
-        UserError: there is no source, or one has an unknown form.
+    Raises UserError if there is no source, or one has an unknown form.
     """
 
     def __init__(self, names: CaptionSources = (TEXT,)) -> None:
@@ -110,9 +106,9 @@ def _parse(name: str) -> _Source:
 
 
 def _draw(weights: Sequence[float], number: int) -> int:
-    """Return the place that a random 64-bit number draws with these weights, any where all are 0.
+    """Return the place that a random 64-bit number draws with these weights.
 
-    Only its order among such numbers counts, so that its remainder by a few captions is still as good as random.
+    The draw uses the number's high bits, so that its remainder can still choose among captions.
     """
     ends = list(itertools.accumulate(weights))
     return bisect_right(ends, (number >> 11) / 2**53 * ends[-1], hi=len(ends) - 1)
@@ -150,10 +146,7 @@ Decode = Callable[[bytes, "int | None"], Decoded]
 
 
 def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
-    """Decode an image to RGB with PIL.
-
-    Args:
-        min_side: a JPEG at least twice as large on both sides is decoded at a smaller scale, never below this.
+    """Decode an image to RGB with PIL; a JPEG twice as large as `min_side` is decoded at a smaller scale.
 
     Raises:
         DecodeError: another format than JPEG, PNG, WebP, GIF and BMP, truncated or broken data, more than 89 million
@@ -163,7 +156,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
 
 
 def read_header(data: bytes) -> Image.Image:
-    """Return an image whose pixels are not decoded yet; raise DecodeError where they must not be."""
+    """Return an image whose pixels are not decoded yet; raise DecodeError if it is none that may be decoded."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:

@@ -1,9 +1,8 @@
 """Decode and transform an encoded image to uint8 pixels (3, H, W); the model normalizes them on the device.
 
-simplejpeg decodes JPEGs by default, to tensors, which torch resizes several times as fast as PIL its images: its vector
-code has the same kernel, and pixels differ from PIL's by rounding. What it refuses (PNG, CMYK, broken files) goes to
-PIL. Both use libjpeg-turbo and can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, and
-pixels differ slightly from a full decode).
+simplejpeg decodes JPEGs by default, to tensors, which torch resizes several times as fast as PIL resizes images; the
+kernel is the same, and pixels differ by rounding. PIL decodes what simplejpeg refuses (PNG, CMYK, broken files). Both
+can decode a large JPEG at 1/2, 1/4 or 1/8 of its size (scaled DCT: much faster, with slightly different pixels).
 
 Geometry as in open_clip, with antialiased bicubic interpolation: training takes a random resized crop, evaluation the
 center of the resized image or, for models trained that way, the whole image squashed. Augmentation depends only on the
@@ -11,7 +10,6 @@ given `seed` (a hash of the data seed, epoch and index).
 """
 
 import math
-from typing import Protocol
 
 import simplejpeg
 import torch
@@ -44,14 +42,6 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
 
 
 DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pil}  # by `data.decoder`
-
-
-class ImageTransform(Protocol):
-    """Turn encoded bytes into a uint8 (3, image_size, image_size) tensor; raise DecodeError if they are no image."""
-
-    image_size: int
-
-    def __call__(self, data: bytes, seed: int = 0) -> Tensor: ...
 
 
 class EvalTransform:
@@ -100,6 +90,10 @@ class RandomCrop:
         return _as_tensor(_resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size]))
 
 
+ImageTransform = RandomCrop | EvalTransform
+"""Turns encoded bytes into a uint8 (3, image_size, image_size) tensor; raises DecodeError if they are no image."""
+
+
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:
     """Draw a crop (top, left, height, width) with an area within `scale` and an aspect ratio of 3:4 to 4:3.
 
@@ -133,6 +127,6 @@ def _as_tensor(image: Image.Image | Tensor) -> Tensor:
 
 def train_transform(
     image_size: int, crop_scale: float, decode: Decode = decode_pil, squash: bool = False
-) -> RandomCrop | EvalTransform:
+) -> ImageTransform:
     """Return a random resized crop; with `crop_scale` 1 the evaluation transform, without augmentation."""
     return RandomCrop(image_size, crop_scale, decode) if crop_scale < 1 else EvalTransform(image_size, squash, decode)

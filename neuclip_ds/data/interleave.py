@@ -1,7 +1,7 @@
 """Choose how batches interleave shards: few enough shards at a time for a node's cache, many enough to mix well.
 
 A batch takes equally many samples from each of S streams, and each stream is shuffled in blocks, so S blocks are in use
-at a time: a window of S x block samples. All shards of the window must be near; those of 8 million samples of 45 kB are
+at a time: a window of S x block samples. The cache must hold all shards of the window; 8 million samples of 45 kB take
 400 GB.
 """
 
@@ -97,14 +97,10 @@ def choose_interleave(
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:
-    """Return possible numbers of streams, the best first.
+    """Return possible numbers of streams, divisors of the batch, the best first.
 
     The node count divides them if it can, so that no two nodes read the same streams.
     """
-    divisors = _divisors(batch_size, min(max(_STREAMS, nodes), shards))
+    most = min(max(_STREAMS, nodes), shards, batch_size)
+    divisors = [number for number in range(most, 0, -1) if batch_size % number == 0]
     return [number for number in divisors if number % nodes == 0] or divisors
-
-
-def _divisors(number: int, limit: int) -> list[int]:
-    """Return the divisors up to a limit, in descending order."""
-    return [divisor for divisor in range(min(number, limit), 0, -1) if number % divisor == 0]

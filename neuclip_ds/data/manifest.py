@@ -7,6 +7,7 @@ subset of a larger pool, indexed separately).
 """
 
 import hashlib
+import itertools
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from functools import cached_property
@@ -99,7 +100,7 @@ class Manifest:
         return digest.hexdigest()[:32]
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` makes the manifest of on other ranks, whose sample tables lie under the same path."""
+        """Return a description for `from_json` on other ranks, whose sample tables lie under the same path."""
         samples = None if self.samples is None else self.samples.to_json()
         return {"shards": [list(shard) for shard in self.shards], "samples": samples}
 
@@ -131,11 +132,8 @@ def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: N
 def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
     """Return `manifest` with shards appended, whose indices follow the last one."""
     shards = [] if manifest is None else list(manifest.shards)
-    start = sum(shard.n for shard in shards)
-    for shard in found:
-        shards.append(shard._replace(start=start))
-        start += shard.n
-    return Manifest(shards)
+    starts = itertools.accumulate((shard.n for shard in found), initial=sum(shard.n for shard in shards))
+    return Manifest([*shards, *(shard._replace(start=start) for shard, start in zip(found, starts, strict=False))])
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:

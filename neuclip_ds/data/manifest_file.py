@@ -55,7 +55,7 @@ def check_separate(training: Manifest, validation: Manifest) -> None:
 
 
 def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
-    """Yield each shard that holds the samples of an earlier one, after that one."""
+    """Yield each shard that holds the samples of an earlier one, preceded by that one."""
     seen: dict[object, Shard] = {}
     for shard in shards:
         if shard.removed or not shard.n:
@@ -68,7 +68,7 @@ def _repeats(shards: Sequence[Shard]) -> Iterator[tuple[Shard, Shard]]:
 
 
 def _is_same(one: Shard, other: Shard) -> bool:
-    """Whether shards of equal path or layout hold the same samples; their bytes are read where no checksum tells."""
+    """Whether shards of equal path or layout hold the same samples; without checksums their bytes are compared."""
     if None not in (one.selection, other.selection) and one.selection != other.selection:
         return False  # different samples of the shard
     if one.path == other.path:
@@ -77,7 +77,7 @@ def _is_same(one: Shard, other: Shard) -> bool:
         return one.crc32 == other.crc32
     try:
         return is_local(one.path) and is_local(other.path) and filecmp.cmp(one.path, other.path, shallow=False)
-    except OSError:  # a shard that is missing here is reported by who reads it
+    except OSError:  # the reader reports a missing shard
         return False
 
 
@@ -134,21 +134,17 @@ def load_manifest(
     if meta.get(f"{_META}content_hash") != manifest.content_hash:
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
     if any(parts):
-        places = [_place(folder, *place) for place in zip(parts, groups, strict=True)]
+        if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
+            raise _unreadable(folder, "a part is no file of sample tables")
+        places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
     used = [shard for shard in manifest.shards if not shard.removed]
     if not allow_commands:
         refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
     if check_shards and used:
-        _check_present(folder, used[0])
-        _check_present(folder, max(used, key=lambda shard: shard.n))
+        for shard in (used[0], max(used, key=lambda shard: shard.n)):
+            _check_present(folder, shard)
     return manifest
-
-
-def _place(folder: Path, part: str | None, group: int | None) -> Place:
-    if part is None or group is None or not _PART.fullmatch(part):
-        raise _unreadable(folder, f"{part} is no file of sample tables")
-    return Place(folder / SAMPLES / part, group)
 
 
 def _check_possible(folder: Path, manifest: Manifest) -> None:

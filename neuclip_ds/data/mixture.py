@@ -1,13 +1,13 @@
 """The order of samples from several weighted sources, a pure function of (seed, step) as for one source.
 
 All sources have the same number S of shard streams (neuclip_ds/data/order.py), and each source passes through its own
-epochs. The B rows of a batch are S blocks of B/S rows, one a stream; a pattern, fixed for all steps, says which source
-each row of a block is of, and block j of the pattern serves stream s at step t if j = s + t (mod S). Every batch thus
-has the same numbers of rows of each source, and every stream of a source advances equally fast.
+epochs. The B rows of a batch are S blocks of B/S rows, one for each stream. A pattern, fixed for all steps, assigns the
+rows of each block to sources, and block j of the pattern serves stream s at step t if j = s + t (mod S). Every batch
+thus has the same numbers of rows of each source, and all streams of a source advance equally fast.
 """
 
 from bisect import bisect_right
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,12 +44,11 @@ class _Stage:
 class MixtureOrder:
     """The global sample indices of every batch, with the interface of `GlobalOrder`.
 
-    An epoch is as many steps as it takes to see as many samples as all sources hold together; there are no empty rows.
+    An epoch has as many samples as all sources hold together; there are no empty rows.
 
     Args:
         sources: an order for each source, all with the batch size and number of streams of the mixture.
-        weights: for the step from which each list holds, positive numbers to whose ratio the sources' rows are; step 0
-            must be among them.
+        weights: by the step from which they hold, the relative shares of the sources' rows; must contain step 0.
         interleave: of the mixture; each source has a share of its blocks.
 
     Raises:
@@ -136,15 +135,11 @@ class MixtureOrder:
         cycle = len(self._stages[at].pattern)
         begin = self._begins[at]
         low = begin + max(0, (taken - int(self._taken_before[at][which, stream])) // rate - 1) * cycle
-        return low + _first(lambda steps: self.taken(which, stream, low + steps + 1) > taken, 3 * cycle)
+        # the first of these steps after which more are taken
+        return low + bisect_right(range(3 * cycle), 0, key=lambda n: self.taken(which, stream, low + n + 1) > taken)
 
 
 BatchOrder = GlobalOrder | MixtureOrder
-
-
-def _first(holds: Callable[[int], bool], limit: int) -> int:
-    """Return the smallest number below a limit for which a monotone condition holds."""
-    return bisect_right(range(limit), 0, key=holds)
 
 
 def _spread(weights: NDArray[np.float64], rows: int) -> NDArray[np.int64]:

@@ -68,7 +68,13 @@ class GlobalOrder:
         self._starts = np.asarray(shard_starts, dtype=np.int64)
         self._sizes = np.asarray(shard_sizes, dtype=np.int64)
         self.n = int(self._sizes.sum())
-        self._check()
+        if self.n < 2:
+            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
+        if drop_last and self.n < batch_size:
+            raise UserError(
+                f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or set "
+                "data.drop_last=false."
+            )
         self.interleave = interleave or choose_interleave(DataSize(self.n, len(self._sizes), 0), batch_size)
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
@@ -81,24 +87,15 @@ class GlobalOrder:
         self._layouts: dict[int, _Layout] = {}  # by epoch
 
     def of_shards(self, sizes: NDArray[np.int64], gone: Sequence[int]) -> "GlobalOrder":
-        """Return the order of only the first shards of this one's, with other sizes (0 for shards not in use).
+        """Return the order of the first shards only, with other sizes (0 for shards not in use).
 
-        The rows of samples in the shards `gone` are empty: they have been removed since their epoch began.
+        Rows with samples of the shards `gone` are empty: these have been removed since their epoch began.
         """
         found = GlobalOrder(
             self._starts[: len(sizes)], sizes, self.batch_size, self.seed, self.interleave, drop_last=self.drop_last
         )
         found._gone[[number for number in gone if number < len(sizes)]] = True
         return found
-
-    def _check(self) -> None:
-        if self.n < 2:
-            raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
-        if self.drop_last and self.n < self.batch_size:
-            raise UserError(
-                f"data.drop_last leaves no batch: {self.n} samples, batch_size={self.batch_size}; lower it or set "
-                "data.drop_last=false."
-            )
 
     @property
     def steps_per_epoch(self) -> int:
@@ -127,10 +124,7 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how often each sample of `batch` has been visited before, by which augmentation and caption differ.
-
-        The second array is `batch`.
-        """
+        """Return how often each sample of `batch` has been visited before, by which augmentation varies, and `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 
@@ -149,7 +143,7 @@ class GlobalOrder:
         return np.where(present & ~self._gone[layout.shards[slot]], index, -1)
 
     def block_bounds(self, stream: int, within: int) -> tuple[int, int]:
-        """Return the positions at which the block begins and ends that a position within a stream is in."""
+        """Return where the block begins and ends that contains a position within a stream."""
         number = (within + int(self._phases[stream])) // self.interleave.block
         start, end = self._block(np.int64(stream), np.int64(number))
         return int(start), int(end)
@@ -194,8 +188,7 @@ def hash64(*parts: ArrayLike) -> NDArray[np.uint64]:
     """Return the 64-bit hash of the tuple of non-negative integers `parts`, which broadcast against each other.
 
     It is the only source of randomness of data loading: splitmix64 (Steele, Lea, Flood, "Fast splittable pseudorandom
-    number generators", 2014), written out because the generators of numpy and torch may change between versions, and a
-    run must resume across them.
+    number generators", 2014). numpy's and torch's generators may change between versions, across which runs resume.
     """
     digest = np.zeros(1, dtype=np.uint64)
     with np.errstate(over="ignore"):

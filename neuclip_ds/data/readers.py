@@ -1,8 +1,8 @@
 """Read the bytes of a sample by its global index.
 
 Readers run in loader workers. They open a shard on its first sample and keep the recently used ones open; remote shards
-are read from the node's cache. What the manifest has checksums of is compared with them at every read. Offsets are
-shared by the node's processes (neuclip_ds/data/node_tables.py).
+are read from the node's cache. Every read is compared with the manifest's checksums, if it has them. The node's
+processes share the offsets (neuclip_ds/data/node_tables.py).
 """
 
 import logging
@@ -31,11 +31,6 @@ _MAX_HOLE = 16 << 10  # bytes between members that are read rather than skipped
 OPEN_SHARDS = 256  # open file descriptors of a worker
 _MAPPED_TABLES = 1 << 14  # mappings of a worker, of the 65,530 that Linux allows a process
 _PRIVATE_TABLES = 1 << 10  # tables in a worker's own memory, of 80 bytes a sample
-_CHANGED = "it has changed; rebuild the manifest"
-_CHANGED_OR_MISCOUNTED = (
-    "it has changed, or img2dataset's side file has a wrong count; omit it from the sources and run "
-    "build-manifest --update"
-)
 
 
 class RawSample(NamedTuple):
@@ -66,13 +61,7 @@ class _File:
 class TarReader:
     """Read members by offset; if the manifest has no offsets, a shard's headers are walked once on each node.
 
-    Args:
-        manifest: manifest of the samples.
-        texts: members with captions.
-        cache: cache of the shards that it serves.
-
-    Raises:
-        UserError: a shard is remote, and there is no cache.
+    `texts` are the members with captions. Raises UserError if a shard is remote, and there is no cache.
     """
 
     def __init__(self, manifest: Manifest, texts: Sequence[str] = ("txt",), cache: ShardCache | None = None) -> None:
@@ -88,10 +77,8 @@ class TarReader:
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample.
 
-        Raises:
-            ChecksumError: the bytes are damaged.
-            OSError: reading fails.
-            UserError: the shard is another one than that of the manifest.
+        Raises ChecksumError if they are damaged, another OSError if reading fails, and UserError if the manifest describes
+        another shard.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
@@ -108,10 +95,7 @@ class TarReader:
         return RawSample(image, {name: text for name, text in zip(self._texts, found, strict=True) if text is not None})
 
     def announce(self, indices: Iterable[int]) -> None:
-        """Let the disk begin to read samples of shards that are read in place, all at once.
-
-        One after the other, each read would wait for the disk: cold reads were 2 to 4 times slower so.
-        """
+        """Start to read samples of shards that are read in place all at once: cold reads are 2 to 4 times faster."""
         for index in indices:
             shard, row = self._manifest.locate(index)
             if self._is_copied(self._manifest.shards[shard].path):
@@ -150,21 +134,23 @@ class TarReader:
             raise
 
     def _load_table(self, shard: int) -> SampleTable:
-        path, samples = self._manifest.shards[shard].path, self._manifest.samples
+        described, samples = self._manifest.shards[shard], self._manifest.samples
         if samples is not None:
-            return self._shared(path, samples.source(shard), partial(samples.table, shard))
+            return self._shared(described.path, samples.source(shard), partial(samples.table, shard))
         status = os.fstat(self._file(shard).fd)
         others = [name for name in self._texts if name not in MEMBERS]
         source: tuple[object, ...] = (status.st_size, status.st_ino, *others)
         # a copy's times are those of its uses, and its tables are discarded when it is fetched
-        if not self._is_copied(path):
+        if not self._is_copied(described.path):
             source += (status.st_mtime_ns, status.st_ctime_ns)
-        table = self._shared(path, source, partial(self._walk, shard))
+        table = self._shared(described.path, source, partial(self._walk, shard))
         self._check_layout(shard, table)
-        described = self._manifest.shards[shard]
         if table.n != described.n:
-            hint = _CHANGED if described.layout is not None else _CHANGED_OR_MISCOUNTED
-            raise UserError(f"Shard {path} yields {table.n} samples where the manifest has {described.n}: {hint}.")
+            counted = "" if described.layout is not None else ", or img2dataset's side file has a wrong count"
+            raise UserError(
+                f"Shard {described.path} yields {table.n} samples where the manifest has {described.n}: it has "
+                f"changed{counted}; rebuild the manifest, or omit the shard and run build-manifest --update."
+            )
         return table
 
     def _shared(self, path: str, source: tuple[object, ...], make: Callable[[], SampleTable]) -> SampleTable:
@@ -178,7 +164,7 @@ class TarReader:
         return [table.members.index(name) for name in ("image", *self._texts)]
 
     def _check_layout(self, shard: int, table: SampleTable) -> None:
-        """Raise UserError if these samples, all of a shard, are as many as in the manifest but not the same."""
+        """Raise UserError if a shard has other samples than in the manifest, but as many."""
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
@@ -189,7 +175,7 @@ class TarReader:
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:
         for member, data, expected in members:
             if data is not None and zlib.crc32(data) != expected:
-                self._check_layout(shard, self._walk(shard))  # a replaced shard is a mistake to fix, not a bad sample
+                self._check_layout(shard, self._walk(shard))  # a replaced shard is a user error, not a bad sample
                 name = self._table(shard).members[member]
                 raise ChecksumError(f"{name} is not what the manifest was built from")
 

@@ -22,7 +22,7 @@ OnProgress = Callable[[int, int], None]  # (shards done, total shards)
 RESUME = "run the same command again, which resumes"
 
 _MAX_GROUP = 64  # shards that a worker scans at once, whose tables are in one file
-GROUPS = 1024  # at most about so many, unless they would exceed the size
+GROUPS = 1024  # the number of groups aimed at
 _COUNTED = 512  # shards that a worker counts by their side files at once
 
 
@@ -40,7 +40,6 @@ def scan_shards(
         results: folder for the results of finished groups.
         tables: folder for the sample tables; None to keep none.
         sizes: the shards' paths, with their bytes where known.
-        executor: its workers scan.
         on_progress: called with the shards done, those of an interrupted scan included.
 
     Raises:

@@ -26,7 +26,7 @@ IMAGE_EXTENSIONS = ("jpg", "jpeg", "png", "webp")  # a sample's image is the fir
 MEMBERS = ("image", "txt", "json")  # members with stored extents, before others that captions are read from
 _NO_OFFSET = -1
 
-_OFFSET = "_offset"  # ends the name of a member's column
+_OFFSET, _CRC32 = "_offset", "_crc32"  # end the names of a member's columns
 
 
 class SampleTable(NamedTuple):
@@ -96,9 +96,8 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
     """Write sample tables of the same members to a file, one row group each."""
     remaining = iter(tables)
     first = next(remaining)
-    places, checksums = _places(first.members), _checksums(first.members)
-    schema = pa.schema([*places, *checksums])
-    encoding = dict.fromkeys(places.names, "DELTA_BINARY_PACKED") | dict.fromkeys(checksums.names, "PLAIN")
+    schema = _schema(first.members)
+    encoding = {name: "PLAIN" if name.endswith(_CRC32) else "DELTA_BINARY_PACKED" for name in schema.names}
     with pq.ParquetWriter(
         path,
         schema,
@@ -115,15 +114,11 @@ def write_part(path: Path, tables: Iterable[SampleTable]) -> None:
             writer.write_table(pa.table(columns, schema=schema), row_group_size=max(1, table.n))
 
 
-def _places(members: Sequence[str]) -> pa.Schema:
-    """Return the columns of keys, ordinals and extents."""
-    extents = [f"{member}{part}" for member in members for part in (_OFFSET, "_size")]
-    return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *((name, pa.int64()) for name in extents)])
-
-
-def _checksums(members: Sequence[str]) -> pa.Schema:
-    """Return the columns of checksums: null where none was computed."""
-    return pa.schema([(f"{member}_crc32", pa.uint32()) for member in members])
+def _schema(members: Sequence[str]) -> pa.Schema:
+    """Return the columns of keys, ordinals, extents and checksums, which are null where none was computed."""
+    extents = [(f"{member}{part}", pa.int64()) for member in members for part in (_OFFSET, "_size")]
+    checksums = [(f"{member}{_CRC32}", pa.uint32()) for member in members]
+    return pa.schema([("key", pa.binary()), ("ordinal", pa.int32()), *extents, *checksums])
 
 
 class Place(NamedTuple):
@@ -134,18 +129,13 @@ class Place(NamedTuple):
 
 
 class SampleParts:
-    """The sample tables of some shards.
-
-    Args:
-        places: place of each shard's table.
-        members: those whose places all tables have.
-    """
+    """The sample tables of some shards, at `places`; `members` are those that all tables have."""
 
     def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
 
     def to_json(self) -> dict[str, Any]:
-        """Return what `from_json` makes these tables of on other ranks, which then need not open all files."""
+        """Return a description for `from_json`, with which other ranks need not open all files."""
         parts = {part: number for number, part in enumerate(dict.fromkeys(place.part for place in self.places))}
         places = [[parts[part], group] for part, group in self.places]
         return {"parts": [str(part) for part in parts], "places": places, "members": sorted(self.members)}
@@ -190,7 +180,7 @@ class SampleParts:
             return _table(file.read_row_group(group))
 
     def source(self, shard: int) -> tuple[object, ...]:
-        """Return what decides a shard's table: its part's path, size and time, and the row group."""
+        """Return what identifies a shard's table: its part's path, size and time, and the row group."""
         part, group = self.places[shard]
         try:
             status = part.stat()
@@ -219,18 +209,13 @@ def _unreadable(path: Path, error: Exception) -> UserError:
 def _table(rows: pa.Table) -> SampleTable:
     named = [name.removesuffix(_OFFSET) for name in rows.column_names if name.endswith(_OFFSET)]
     members = (*MEMBERS, *(name for name in named if name not in MEMBERS))
-    schema, checksums = _places(members), _checksums(members).names
-    places = rows.select(schema.names).cast(schema)
-    extents = np.stack([column.to_numpy() for column in places.columns[2:]], axis=1)
-    if any(column.null_count for column in places.columns) or (extents < _NO_OFFSET).any():
+    schema = _schema(members)
+    keys, ordinals, *columns = rows.select(schema.names).cast(schema).columns
+    places, checksums = columns[: 2 * len(members)], columns[2 * len(members) :]
+    extents = np.stack([column.to_numpy() for column in places], axis=1)
+    if any(column.null_count for column in (keys, ordinals, *places)) or (extents < _NO_OFFSET).any():
         raise ValueError("it has rows without an offset")
-    crc32 = None
-    if not any(rows.column(name).null_count for name in checksums):
-        crc32 = np.stack([rows.column(name).to_numpy() for name in checksums], axis=1)
-    return SampleTable(
-        places.column("ordinal").to_numpy(),
-        extents.reshape(len(places), len(members), 2),
-        b"\0".join(places.column("key").to_pylist()),
-        crc32,
-        members,
-    )
+    known = not any(column.null_count for column in checksums)
+    crc32 = np.stack([column.to_numpy() for column in checksums], axis=1) if known else None
+    extents = extents.reshape(len(rows), len(members), 2)
+    return SampleTable(ordinals.to_numpy(), extents, b"\0".join(keys.to_pylist()), crc32, members)

@@ -103,27 +103,24 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
     crc32 = checksum_of(file).crc32 if options.checksum else None
     selection, texts = None, Captions(options.captions).extensions
     with file.open("rb") as opened:
-        index = read_index(opened.fileno())
+        fd = opened.fileno()
+        index = read_index(fd)
         table = tabulate(index.samples, texts)
         layout = table.layout
         if options.uids:
-            table = table.take(_selected(path, opened.fileno(), table, options))
+            table = table.take(_selected(path, fd, table, options))
             selection = zlib.crc32(table.ordinals.tobytes())
         if options.checksum:
-            table = table._replace(crc32=_checksums(opened.fileno(), table))
+            rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
+            table = table._replace(crc32=np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members)))
         images = table.has("image")
         captions = np.logical_or.reduce([table.has(member) for member in texts])
-        bad = tuple(_verify(opened.fileno(), table, options)) if options.verify else ()
+        bad = tuple(_verify(fd, table, options)) if options.verify else ()
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
     lost = sum(gap.size for gap in index.gaps)
     extensions = sorted({extension for entry in index.samples[:100] for extension in entry.members})
     return Scan(shard, int(images.sum()), int(captions.sum()), extensions, lost, bad), table
-
-
-def _checksums(fd: int, table: SampleTable) -> NDArray[np.uint32]:
-    rows = [[zlib.crc32(_read(fd, table, row, member)) for member in table.members] for row in range(table.n)]
-    return np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members))
 
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:

@@ -2,9 +2,9 @@
 
 Samples are what webdataset 1.0.2 yields on every well-formed shard. After a bad header Python's `tarfile`, and so
 webdataset, silently drops the rest of the shard; here the walk continues at the next valid header and records the gap.
- Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
+Formats: POSIX.1-1988 ustar, POSIX.1-2001 pax, GNU (long names, base-256 numbers). Sparse members are skipped.
 
-A name ends at its first NUL and is never used as a path. Work is linear in the size of the tar, whatever it holds.
+A name ends at its first NUL and is never used as a path. The work is linear in the size of any tar.
 """
 
 import os
@@ -66,7 +66,7 @@ class _Blocks:
 
 
 class _BadHeader(Exception):
-    """Raised for a block that is no valid tar header; `_member` adds where to look for the next one."""
+    """Raised for an invalid tar header; `_member` sets `resume`, the offset at which to look for the next one."""
 
     resume = 0
 
@@ -146,7 +146,9 @@ def _member(
     resume = offset + _BLOCK
     try:
         while (header := _parse(blocks.at(offset))).kind in _EXTENSIONS:
-            payload = _payload(fd, offset + _BLOCK, header.size, end)
+            if not 0 <= header.size <= min(_MAX_EXTENSION, end - offset - _BLOCK):
+                raise _BadHeader
+            payload = os.pread(fd, header.size, offset + _BLOCK)
             offset = resume = offset + _BLOCK + _padded(header.size)  # nothing is read twice
             if header.kind == _GNU_NAME:
                 long_name = long_name or own.get("path") or _text(payload)
@@ -164,13 +166,6 @@ def _member(
         bad.resume = resume
         raise
     return header, data, own
-
-
-def _payload(fd: int, offset: int, size: int, end: int) -> bytes:
-    """Return what an extension header holds."""
-    if not 0 <= size <= min(_MAX_EXTENSION, end - offset):
-        raise _BadHeader
-    return os.pread(fd, size, offset)
 
 
 def _complete(header: _Header, pax: dict[str, str], long_name: str | None) -> _Header:
