@@ -124,7 +124,7 @@ class GlobalOrder:
         return self.samples(epoch, stream, step * self._lane + place)
 
     def visits(self, epoch: int, step: int, rows: slice = slice(None)) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return how often each sample of `batch` has been visited before, by which augmentation varies, and `batch`."""
+        """Return how often each sample of `batch` has been visited before, for its augmentation, and `batch`."""
         indices = self.batch(epoch, step, rows)
         return np.full(len(indices), epoch), indices
 

@@ -77,8 +77,8 @@ class TarReader:
     def read(self, index: int, with_image: bool = True) -> RawSample:
         """Return the bytes of a sample.
 
-        Raises ChecksumError if they are damaged, another OSError if reading fails, and UserError if the manifest describes
-        another shard.
+        Raises ChecksumError if they are damaged, another OSError if reading fails, and UserError if the shard is not
+        the one in the manifest.
         """
         shard, row = self._manifest.locate(index)
         table = self._table(shard)
