@@ -22,7 +22,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep
 
-PAGES = Path(__file__).parents[2] / "docs" / "how-to"
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2
 # 7 prototypes: the NPN predicts from the second step on. A warm accumulator: from zero, AdaGrad's first step is a sign.
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -57,13 +57,15 @@ def whole(value: Tensor) -> Tensor:
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def code_blocks(page: str) -> list[str]:
-    return re.findall(r"```python\n(.*?)```", (PAGES / page).read_text(encoding="utf-8"), re.DOTALL)
+def code_blocks(heading: str) -> list[str]:
+    """Return the Python code below a heading of the page."""
+    section = PAGE.read_text(encoding="utf-8").split(f"\n## {heading}\n")[1].split("\n## ")[0]
+    return re.findall(r"```python\n(.*?)```", section, re.DOTALL)
 
 
 def run_code(code: str, method: str, names: dict[str, Any], changes: Mapping[str, str] = {}) -> dict[str, Any]:
     """Run a page's code with another method and return its names; `changes` replace text that it must contain."""
-    for before, after in {'"neuclip", ': f'"{method}", **options, ', **changes}.items():
+    for before, after in {'"fastclip_v3", ': f'"{method}", **options, ', **changes}.items():
         assert before in code
         code = code.replace(before, after).replace("dim=512", f"dim={DIM}")
     names = {**names, "options": OPTIONS[method]}

@@ -34,7 +34,7 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     model = Encoders()
     with recorded() as calls:
         given, changes = {"model": model, "dataset": pairs()}, {"Accelerator()": "Accelerator(cpu=True)", **changes}
-        names = run_code(code_blocks("loss_in_accelerate.md")[0], method, given, changes)
+        names = run_code(code_blocks("Accelerate")[0], method, given, changes)
     return Trained.of(model, names["loss_fn"].temperature, calls)
 
 

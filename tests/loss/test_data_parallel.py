@@ -44,7 +44,7 @@ def _on_ranks(communicator: Communicator, code: str, method: str) -> Trained:
 
 def loops() -> dict[str, str]:
     """Return the code of each way to run the loop."""
-    (ddp,), (shard, micro) = code_blocks("loss_in_ddp.md"), code_blocks("loss_in_fsdp2.md")
+    (ddp,), (shard,), (micro,) = map(code_blocks, ("DDP", "FSDP2", "Micro-batches"))
     wrapping = "model = DistributedDataParallel(encoders)\n"
     assert wrapping in ddp
     fsdp2 = ddp.replace(wrapping, shard)

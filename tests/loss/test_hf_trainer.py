@@ -51,7 +51,7 @@ def _trained(communicator: Communicator, kind: str, method: str, folder: Path, c
     given = {"model": build(kind), "train_set": data, "val_set": data[:16], "small": small}
     changes = {'TrainingArguments("runs/clip"': "TrainingArguments('runs/clip', **small", **changes}
     with recorded() as calls:
-        names = run_code(code_blocks("loss_in_hf_trainer.md")[0], method, given, changes)
+        names = run_code(code_blocks("Hugging Face Trainer")[0], method, given, changes)
     model, loss_fn = names["model"], names["loss_fn"]
     assert model.logit_scale.exp().item() == pytest.approx(1 / loss_fn.temperature)
     before, evaluated = len(calls), names["trainer"].evaluate()["eval_loss"]

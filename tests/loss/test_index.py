@@ -14,11 +14,11 @@ from tars import write_pairs
 
 from neuclip_ds.loss import IndexedDataset, add_index
 
-TORCH, DATASETS, WEBDATASET = code_blocks("sample_index.md")
+TORCH, DATASETS, WEBDATASET = code_blocks("Give samples their index")
 
 
 def run(code: str, **names: Any) -> dict[str, Any]:
-    exec(compile(code, "sample_index.md", "exec"), names)
+    exec(compile(code, "page", "exec"), names)
     return names
 
 

@@ -43,7 +43,7 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     names["train_loader"] = DataLoader(IndexedDataset(pairs()), batch_size=8, shuffle=True)
     names["val_loader"] = DataLoader(pairs(2)[:16], batch_size=8)
     with recorded() as calls:
-        names = run_code(code_blocks("loss_in_lightning.md")[0], method, names, changes)
+        names = run_code(code_blocks("Lightning")[0], method, names, changes)
     (loss_fn,) = names["trainer"].lightning_module.losses
     assert 0 < float(names["trainer"].callback_metrics["val_loss"]) < 20
     return Trained.of(encoders, loss_fn.temperature, calls)

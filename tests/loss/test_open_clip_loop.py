@@ -63,7 +63,7 @@ def _on_ranks(
     data = get_data(args, (pixels, pixels), tokenizer=lambda text: tokenize([text]))
     scheduler = cosine_lr(optimizer, RATE, 1, STEPS)
     names = {"args": args, "data": data, "optimizer": optimizer, "device": "cpu", "os": os}
-    loss = run_code(code_blocks("loss_in_open_clip.md")[0], method, names)["loss"]
+    loss = run_code(code_blocks("open_clip")[0], method, names)["loss"]
     calls: list[Call] = []
     seen: dict[int, tuple[Tensor, Tensor]] = {}
 
