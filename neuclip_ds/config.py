@@ -25,6 +25,7 @@ from neuclip_ds.section import Section, merge
 Channels = tuple[float, float, float]
 OPENAI_MEAN: Channels = (0.48145466, 0.4578275, 0.40821073)
 OPENAI_STD: Channels = (0.26862954, 0.26130258, 0.27577711)
+CLIP_BPE = "clip_bpe"  # as model.text.tokenizer
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Weight = Annotated[float, Field(ge=0)]
@@ -267,7 +268,8 @@ class TextConfig(TowerConfig):
     """Where the feature of a pretrained encoder is read: first token, mean, last token, first EOS. By default `eos` for
     CLIP's text models, `last` for causal language models, `mean` for others."""
     tokenizer: str | None = None
-    """transformers tokenizer, a local folder or hub name. By default a byte-level BPE is trained on the captions."""
+    """transformers tokenizer, a local folder or hub name; or `clip_bpe`, CLIP's own (English), whose vocabulary the
+    package open_clip_torch has. By default, and without that package, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Size of the trained BPE; a named tokenizer has its own."""
     context_length: int = Field(77, ge=4, le=1 << 16)
@@ -321,7 +323,7 @@ class ModelConfig(Section):
         if forced and not self.pretrained:
             size = "vision.image_size" if forced[0] == "force_image_size" else "text.context_length"
             raise ValueError(f"model.{forced[0]} changes model.pretrained, which is not set; use model.{size}")
-        if self.text.pretrained and self.text.tokenizer:
+        if self.text.pretrained and self.text.tokenizer not in (None, CLIP_BPE):  # which the recipes name
             raise ValueError("model.text.pretrained has its own tokenizer; omit model.text.tokenizer")
         if self.text.pooling and not self.text.pretrained:
             raise ValueError("model.text.pooling is for model.text.pretrained; a new text tower is read at the EOS")

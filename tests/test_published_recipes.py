@@ -12,18 +12,19 @@ import pytest
 import torch
 import yaml
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import CLIP_BPE, Config
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
-from neuclip_ds.objectives.methods import method_of
-from neuclip_ds.planning.dry_run import print_dry_run
+from neuclip_ds.objectives.methods import find_method, method_of
+from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 from neuclip_ds.section import merge
 
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
+ROOT = Path(__file__).parents[1]
 FILES = sorted(RECIPES.rglob("*.yaml"))
 
 # FastCLIP Table 7, NeuCLIP Tables 2 and 3: batch, epochs or steps, lr, decay, warm-up, Adam's betas and eps, u's eps
@@ -35,6 +36,7 @@ ENCODERS = {
     "dfn14m": (4096, 78_125, 5e-4, 0.2, 500, *VIT, 1e-14),
     "dfn192m": (5120, 253_907, 3.125e-4, 0.2, 500, *VIT, 1e-6),
     "dfn1b": (5120, 195_313, 3.125e-4, 0.2, 500, *VIT, 1e-6),
+    "dfn2b": (5120, 9.5, 2e-4, 0.2, 13_000, *VIT, 1e-6),  # not published: that of laion315m
 }
 PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS]  # the others are our own
 # what a recipe says against its data set's row: AmorLIP's own budget and decay, FastCLIP Table 10
@@ -70,6 +72,7 @@ TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "cc3m_fastclip_v3": (0.07, 2e-4, 6.5),
     "cc12m_fastclip_v3": (0.07, 1e-4, 8.5),
     "laion315m_fastclip_v3": (0.07, 5e-5, 16.0),
+    "dfn2b_fastclip_v3": (0.07, 5e-5, 16.0),
     "cc3m_neuclip": (0.07, 1.25e-4, 6.5),
     "cc12m_neuclip": (0.07, 5e-5, 8.5),
     "dfn14m_neuclip": (0.07, 6.25e-5, 11.0),
@@ -101,10 +104,11 @@ GAMMAS = {
     "cc3m_fastclip_v3_constant_gamma": ("constant", 0.6),
     "cc12m_fastclip_v3_constant_gamma": ("constant", 0.6),
     "laion315m_fastclip_v3": ("cosine", 0.8),
+    "dfn2b_fastclip_v3": ("cosine", 0.8),
     "dfn192m_fastclip_v3": ("cosine", 0.8),
     "dfn1b_fastclip_v3": ("cosine", 0.8),
 }
-GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10, "dfn14m": 12, "dfn192m": 3, "dfn1b": 1}
+GAMMA_EPOCHS = {"cc3m": 18, "cc12m": 16, "laion315m": 10, "dfn14m": 12, "dfn192m": 3, "dfn1b": 1, "dfn2b": 2}
 # data sets by their model, open_clip's RN50, ViT-B-32 and ViT-B-16, and its parameters less the temperature
 MODELS = {
     102_007_136: ("cc3m",),
@@ -131,6 +135,18 @@ def test_encoders_are_trained_as_published(name: str) -> None:
     assert (config.max_steps or config.epochs) == wanted.pop("budget")
     assert config.objective.eps == wanted.pop("objective_eps")
     assert {key: getattr(optimizer, key) for key in wanted} == wanted
+    assert config.model.text.tokenizer == CLIP_BPE
+
+
+@pytest.mark.parametrize(("data", "pairs"), [("cc3m", 128), ("cc12m", 256)])
+@pytest.mark.parametrize("nodes", [1, 2, 4, 8])
+def test_a_gpu_has_as_many_pairs_on_any_number_of_nodes(data: str, pairs: int, nodes: int) -> None:
+    """FastCLIP section 6 and Tables 12 to 22: nodes of 4 GPUs, for which there are hostfiles; 2 are the default."""
+    slots = read_hostfile(ROOT / "hostfiles" / f"{nodes}node4gpu")
+    assert list(slots.values()) == [4] * nodes
+    suffix = {1: "_1node", 2: ""}.get(nodes, f"_{nodes}nodes")
+    for method in ("openclip", "fastclip_v3"):
+        assert config_of(f"{data}_{method}{suffix}").rank_batch(4 * nodes) == pairs
 
 
 @pytest.mark.parametrize("name", PUBLISHED)
@@ -273,7 +289,25 @@ def test_fine_tuning_is_as_published(name: str) -> None:
     assert (config.recovery.epochs, config.epochs) == (5, 5)
 
 
-@pytest.mark.parametrize("name", ["vitb32", "vitb16"])
+@pytest.mark.parametrize(
+    ("name", "temperature"), [("vitb32", 0.01), ("vitb16", 0.01), ("laion_vitb32", 0.01), ("siglip_vitb16", 0.0085)]
+)
+def test_baselines_of_fine_tuning_recover_nothing_and_keep_tau(name: str, temperature: float) -> None:
+    """TuneCLIP Tables 9 and 16: what differs from TuneCLIP's own run is the loss, and that there is one stage."""
+    tuned = config_of(f"{name}_tuneclip")
+    for baseline, method, rule in (("openclip", "openclip", "log"), ("fastclip", "gcl", "constant")):
+        config = config_of(f"{name}_{baseline}")
+        assert (config.objective.method, config.recovery.epochs) == (method, 0)
+        assert find_method(method).temperature == rule and (rule == "constant" or config.objective.temperature.lr == 0)
+        context = Context(512, 1000, Communicator(), temperature=temperature)
+        state = build_objective(config, context, torch.float32).replicated_state()
+        tau = state["temperature.tau"] if rule == "constant" else state["temperature.theta"].neg().exp()
+        assert tau.item() == pytest.approx(temperature)  # the bounds of a tau that could be learned leave it alone
+        for part in ("model", "data", "optimizer", "epochs"):
+            assert getattr(config, part) == getattr(tuned, part)
+
+
+@pytest.mark.parametrize("name", ["vitb32", "vitb16", "siglip_vitb16"])
 def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
     plain, supervised = config_of(f"{name}_tuneclip"), config_of(f"{name}_gcl")
     assert supervised.objective.model_copy(update={"method": "tuneclip"}) == plain.objective

@@ -40,7 +40,7 @@ from benchmarking.synthetic_profile import first_prediction
 from profile_communication import run_on_ranks
 
 from neuclip_ds.cli.program import exit_on_mistake
-from neuclip_ds.config import Config, dump
+from neuclip_ds.config import CLIP_BPE, Config, dump
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
@@ -81,8 +81,7 @@ class Setting(NamedTuple):
         own += ["--data.drop_last=true", "--data.val=", "--data.zero_shot="]
         own += [f"--run.log_every={asked.log_every}", "--run.checkpoint_every=1000000000"]
         own.append(f"--deepspeed=zero{asked.zero}_{asked.precision}")
-        if self.source != RANDOM:
-            own.append(f"--data.train={self.source}")
+        own.append("--model.text.tokenizer=null" if self.source == RANDOM else f"--data.train={self.source}")
         if self.tokenizer is not None:
             folder, size = self.tokenizer
             own += [f"--model.text.tokenizer={folder}", f"--model.text.vocab_size={size}"]
@@ -173,7 +172,7 @@ def compare(arguments: argparse.Namespace, source: str) -> None:
 def make_tokenizer(arguments: argparse.Namespace, source: str) -> tuple[Path, int] | None:
     """One for all programs, trained on the captions; None where the recipe names its own."""
     text = config_for(None, [arguments.recipe, *arguments.overrides]).model.text
-    if text.tokenizer is not None:
+    if text.tokenizer not in (None, CLIP_BPE):
         return None
     manifest = open_manifest(source, arguments.out / "manifests")
     tokenizer = train_bpe(iter_captions(manifest, _CAPTIONS), text.vocab_size, text.context_length)

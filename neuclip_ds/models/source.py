@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from neuclip_ds.config import LoraConfig, ModelConfig
+from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
 from neuclip_ds.models.positions import ForcedSizes
@@ -66,12 +66,14 @@ class FromConfig:
         self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
         self.embed_dim = config.embed_dim  # width d of the joint space
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer, from `train` if none is named; raise UserError if it cannot be found."""
+    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+        """Return the model's tokenizer, from `of_run` if the run keeps its own; raise UserError if there is none."""
         text = self.config.text
         if self._text is not None:
             return self._text.tokenizer()
-        return train() if text.tokenizer is None else CaptionTokenizer.load(text.tokenizer, text.context_length)
+        if text.tokenizer in (None, CLIP_BPE):
+            return of_run()
+        return CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
         """Build the architecture; without memory under `torch.device("meta")`.
@@ -126,7 +128,7 @@ class Pretrained:
         self.name = config.pretrained
         self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
 
-    def tokenizer(self, train: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
         return self._checkpoint.tokenizer()
 
     def build(self, tokenizer: ModelTokenizer) -> DualEncoder:

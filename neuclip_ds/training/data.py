@@ -3,13 +3,14 @@
 import logging
 import shutil
 from collections.abc import Iterator, Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from neuclip_ds.checkpoint.integrity import read_meta
-from neuclip_ds.config import Config, DataConfig
+from neuclip_ds.config import CLIP_BPE, Config, DataConfig, TextConfig
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import Captions, CaptionSources
 from neuclip_ds.data.images import DECODERS, train_transform
@@ -40,7 +41,7 @@ def open_training_data(
     staged: Path,
     resumed: Path | None,
 ) -> TrainingData:
-    """Open the training data of a run; a tokenizer is trained on their captions where the model names none.
+    """Open the training data of a run, and the tokenizer that the run keeps where the model has none of its own.
 
     What is new goes to `staged` instead of the run's folder; `resumed` is the checkpoint that the run resumes from,
     whose order it keeps.
@@ -57,8 +58,8 @@ def open_training_data(
     order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
 
-    def trained_tokenizer() -> CaptionTokenizer:
-        """Return the tokenizer of the checkpoint, or one that is trained on the captions; it is kept with the run."""
+    def kept_tokenizer() -> CaptionTokenizer:
+        """Return the tokenizer of the checkpoint, or CLIP's, or one that is trained on the captions."""
         text, kept = config.model.text, staged / TOKENIZER
 
         def make() -> None:
@@ -68,12 +69,25 @@ def open_training_data(
                     shutil.copytree(resumed / TOKENIZER, kept, copy_function=link_or_copy)
                 else:
                     captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
-                    train_bpe(captions, text.vocab_size, text.context_length).save(kept)
+                    _new_tokenizer(text, captions).save(kept)
 
         communicator.on_rank_zero(make)
         return CaptionTokenizer.load(kept, text.context_length)
 
-    return TrainingData(manifest, order, loading, transform, source.tokenizer(trained_tokenizer))
+    return TrainingData(manifest, order, loading, transform, source.tokenizer(kept_tokenizer))
+
+
+def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenizer:
+    """Return CLIP's tokenizer if the config names it and open_clip is installed, else a BPE trained on captions."""
+    reason = "model.text.tokenizer names none"
+    if text.tokenizer == CLIP_BPE:
+        if find_spec("open_clip"):
+            from neuclip_ds.models.pretrained.open_clip_models import clip_bpe  # models of another library
+
+            return clip_bpe(text.context_length)
+        reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
+    log.info("a BPE of up to %d tokens is trained on the captions: %s", text.vocab_size, reason)
+    return train_bpe(captions, text.vocab_size, text.context_length)
 
 
 def find_split(source: str, name: str, train_paths: Sequence[str]) -> str:

@@ -1,10 +1,11 @@
-"""Shards that a node lacks are named; those behind a server that fails now and then train as from the disk."""
+"""Shards that a node lacks or cannot have, and the tokenizer that a run keeps."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
 
+import open_clip
 import pytest
 from servers import files_server
 from small_runs import call, train
@@ -16,7 +17,11 @@ from neuclip_ds.data.manifest import Manifest, Shard
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.data import loader_options, open_data
+from neuclip_ds.models.source import FromConfig
+from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.recipe import parse
+from neuclip_ds.training import data as training_data
+from neuclip_ds.training.data import loader_options, open_data, open_training_data
 
 SIZES = [7, 9, 6, 8, 10, 10]
 
@@ -58,3 +63,30 @@ def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
     (shards / "00001.tar").rename(tmp_path / "elsewhere.tar")
     with pytest.raises(UserError, match=r"1 of 2 shards are missing on this node, such as .*/00001.tar. .* every node"):
         open_data(manifest, DataConfig(), Communicator(), run)
+
+
+def test_recipes_of_papers_have_clips_tokenizer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """That of open_clip's package; without it, or where none is named, a BPE of the captions, which the log says."""
+    shards = write_pairs(tmp_path / "shards", [6, 6])
+    captions = ["Two DOGS, 3 cats", "it's a caf\u00e9!", "word " * 90, ""]
+
+    caplog.set_level("INFO")
+
+    def tokenizer(name: str, *options: str) -> CaptionTokenizer:
+        config = parse(["cc12m_openclip", f"--data.train={shards}", "--data.batch_size=4", *options]).config
+        (tmp_path / name).mkdir()
+        found = open_training_data(config, FromConfig(config.model), Communicator(), tmp_path / name, None).tokenizer
+        assert isinstance(found, CaptionTokenizer)
+        return found
+
+    ours, theirs = tokenizer("named"), open_clip.get_tokenizer("ViT-B-32")(captions)
+    ids = ours(captions)
+    ids[ids.eq(ours.eos_id).cumsum(1).gt(1)] = 0  # open_clip fills rows with 0
+    assert ours.vocab_size == 49408 and ids.equal(theirs) and "captions" not in caplog.text
+    monkeypatch.setattr(training_data, "find_spec", lambda name: None)
+    assert tokenizer("absent").vocab_size < 49408
+    assert "on the captions: open_clip_torch, which has CLIP's vocabulary, is not installed" in caplog.text
+    assert tokenizer("none", "--model.text.tokenizer=null").vocab_size < 49408
+    assert "on the captions: model.text.tokenizer names none" in caplog.text

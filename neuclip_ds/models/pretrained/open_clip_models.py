@@ -30,7 +30,7 @@ from neuclip_ds.models.pretrained.base import (
     rename_prefixes,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
-from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # the first with files in a repository is downloaded
@@ -246,6 +246,11 @@ def write_config(folder: Path, config: Mapping[str, Any], preprocessing: Preproc
     }
     tree = {"model_cfg": config, "preprocess_cfg": preprocess}
     (folder / CONFIG_FILE).write_text(json.dumps(tree, indent=2), encoding="utf-8")
+
+
+def clip_bpe(context_length: int) -> CaptionTokenizer:
+    """Return CLIP's tokenizer, whose vocabulary the open_clip package holds."""
+    return CaptionTokenizer.closed(transformers_form(library().SimpleTokenizer()), context_length)
 
 
 def transformers_form(tokenizer: Any) -> Any:
