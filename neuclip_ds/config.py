@@ -305,13 +305,21 @@ class ModelConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     embed_dim: int = Field(512, ge=2, le=1 << 16)
     """Width d of the joint feature space."""
-    activation_checkpointing: bool = False
-    """Recompute the towers' activations in the backward pass instead of keeping them."""
+    activation_checkpointing: int | bool = False
+    """Recompute activations in the backward pass instead of keeping them: those of all blocks (`true`), or of the first
+    N of each tower. A tower's other blocks keep theirs, which takes memory and saves time."""
     compile: bool = False
     """Compile the towers with torch.compile, which needs a C++ compiler; the first steps then take minutes."""
     matmul_precision: Literal["tf32", "float32"] = "tf32"
     """Precision in which a GPU multiplies the matrices of float32 towers: `tf32` has 11 significant bits and is what
     open_clip sets. bf16 towers and the loss do not follow it."""
+
+    @field_validator("activation_checkpointing", mode="before")
+    @classmethod
+    def _counts_blocks(cls, value: Any) -> Any:
+        if str(value).lower() not in ("true", "false") and not str(value).isdecimal():
+            raise ValueError(f"{str(value)[:50]!r} is neither true nor false, nor a number of blocks")
+        return value
 
     @model_validator(mode="after")
     def _weights_have_one_source(self) -> ModelConfig:

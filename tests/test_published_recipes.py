@@ -320,4 +320,4 @@ def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], 
     with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
         print_dry_run(config, RankEnvironment(0, 0, 8), None)
     said = capsys.readouterr().out
-    assert "632,076,800 + text 354,032,640 = 986,109,440 parameters" in said
+    assert "632,076,800 + text 354,032,640 = 986,109,440 parameters, 24 + text 24 blocks checkpointed" in said

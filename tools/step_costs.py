@@ -32,7 +32,9 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.engine.start import parameter_groups
 from neuclip_ds.engine.zero import Wrapper
+from neuclip_ds.models.recompute import checkpointed_blocks
 from neuclip_ds.models.towers import Encoder
+from neuclip_ds.models.trained_parts import TOWERS, block_names
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
@@ -76,6 +78,7 @@ class CountedModel(NamedTuple):
     dim: int  # d of the features
     image: TowerFlops
     text: TowerFlops
+    checkpointed: Sequence[float]  # share of the image and the text tower's blocks
 
 
 class TowerFlops(NamedTuple):
@@ -84,10 +87,10 @@ class TowerFlops(NamedTuple):
     forward: float
     backward: float  # twice the forward's where all layers train, none where none does
 
-    def of_step(self, pieces: int, checkpointing: bool, stage: int) -> float:
-        """Return the operations on one input of a step in so many micro-batches."""
+    def of_step(self, pieces: int, checkpointed: float, stage: int) -> float:
+        """Return the operations on one input of a step in so many micro-batches, a share of the blocks checkpointed."""
         again = self.forward if pieces > 1 and (self.backward or stage == 3) else 0.0
-        return self.forward + self.backward + again + checkpointing * self.backward / 2
+        return self.forward + self.backward + again + checkpointed * self.backward / 2
 
 
 def count_model(config: Config) -> CountedModel:
@@ -97,8 +100,11 @@ def count_model(config: Config) -> CountedModel:
         UserError: its checkpoint cannot be found.
     """
     query = MemoryQuery(config, 1)
-    shapes = TrainedShapes.of(query.build(), config.optimizer)
-    return CountedModel(shapes, query.source.embed_dim, *count_flops(query))
+    model, wanted = query.build(), config.model.activation_checkpointing
+    towers = [(model.get_submodule(name), name) for name in TOWERS]
+    shares = [len(checkpointed_blocks(*one, wanted)) / max(1, len(list(block_names(one[0])))) for one in towers]
+    shapes = TrainedShapes.of(model, config.optimizer)
+    return CountedModel(shapes, query.source.embed_dim, *count_flops(query), shares)
 
 
 def count_flops(query: MemoryQuery) -> tuple[TowerFlops, TowerFlops]:
@@ -134,8 +140,8 @@ def step_work(config: Config, model: CountedModel, world_size: int, build: Build
     rows, micro = config.rank_batch(world_size), config.micro_batch(world_size)
     engine = load_engine_config(config, world_size)
     rules, pieces = ZeroRules.of(engine), rows // micro
-    checkpointing = config.model.activation_checkpointing
-    image, text = (tower.of_step(pieces, checkpointing, rules.stage) for tower in (model.image, model.text))
+    towers = zip((model.image, model.text), model.checkpointed, strict=True)
+    image, text = (tower.of_step(pieces, checkpointed, rules.stage) for tower, checkpointed in towers)
     query = ObjectiveQuery(config, world_size, rows, model.dim, resolve_comm_dtype(config, engine), pieces, build)
     objective, calls = objective_work(query), objective_calls(query) if world_size > 1 else []
     return Work(

@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
+
 if TYPE_CHECKING:
     from neuclip_ds.loss.contrastive_loss import ContrastiveLoss
 
@@ -153,24 +155,6 @@ class TwoPass(MicroBatches):
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
         """Back-propagate the gradient of this micro-batch's rows; the features of a frozen tower have no graph."""
         torch.autograd.backward(*self.learning(image_features, text_features))
-
-
-def batch_norms(module: nn.Module) -> list[_BatchNorm]:
-    """Return the layers of batch normalization in a module."""
-    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
-
-
-@contextmanager
-def kept_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
-    """Freeze the running statistics of batch-norm layers, which normalize by the batch as in training."""
-    momenta = [layer.momentum for layer in layers]
-    for layer in layers:
-        layer.momentum = 0.0
-    try:
-        yield
-    finally:
-        for layer, momentum in zip(layers, momenta, strict=True):
-            layer.momentum = momentum
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

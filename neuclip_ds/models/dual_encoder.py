@@ -9,8 +9,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from neuclip_ds.config import ModelConfig
+from neuclip_ds.models.image_models import new_vision_tower
+from neuclip_ds.models.recompute import checkpoint_activations
+from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
+from neuclip_ds.models.towers import TextTower, VisionTower
 from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
 
 
@@ -22,7 +25,7 @@ class DualEncoder(nn.Module):
         text: (b, T) int64 ids to (b, d).
     """
 
-    def __init__(self, vision: Encoder, text: Encoder) -> None:
+    def __init__(self, vision: VisionTower, text: TextTower) -> None:
         super().__init__()
         self.vision, self.text = vision, text
 
@@ -46,11 +49,6 @@ class DualEncoder(nn.Module):
         image_features = None if image is None else _to_sphere(self.vision(image))
         return image_features, text_features
 
-    def checkpoint_activations(self) -> None:
-        """Make both towers recompute activations in the backward pass; raise UserError if the image model cannot."""
-        self.vision.checkpoint_activations()
-        self.text.checkpoint_activations()
-
     def compile_towers(self) -> None:
         """Compile the towers with torch.compile at their first call; parameter names do not change."""
         self.vision.compile()
@@ -61,7 +59,7 @@ def build_dual_encoder(
     config: ModelConfig,
     tokenizer: CaptionTokenizer,
     image_weights: Mapping[str, Tensor] | None = None,
-    text_tower: Callable[[], Encoder] | None = None,
+    text_tower: Callable[[], TextTower] | None = None,
 ) -> DualEncoder:
     """Build the dual encoder of a config; random weights depend on torch's seed only.
 
@@ -75,12 +73,12 @@ def build_dual_encoder(
         text_tower: builds the text tower; by default a new one of the config.
 
     Raises:
-        UserError: the config does not fit timm or the tokenizer; see `VisionTower`, `TextTower` and `prepare`.
+        UserError: the config does not fit timm or the tokenizer; see `new_vision_tower` and `prepare`.
     """
-    vision = VisionTower(config.vision, config.embed_dim, image_weights)
+    vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
     if text_tower is None:
         activation = "quick_gelu" if "quickgelu" in config.vision.name else "gelu"
-        text: Encoder = TextTower(config.text, tokenizer, config.embed_dim, activation)
+        text = new_text_tower(config.text, tokenizer, config.embed_dim, activation)
     else:
         text = text_tower()
     model = DualEncoder(vision, text)
@@ -96,8 +94,8 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     Raises:
         UserError: the model cannot do what they ask for.
     """
-    if config.activation_checkpointing:
-        model.checkpoint_activations()
+    for name in TOWERS:
+        checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)
     if config.lora.rank:
         add_adapters({name: model.get_submodule(name) for name in TOWERS if config.trained(name) != "all"}, config.lora)

@@ -30,10 +30,9 @@ from neuclip_ds.models.pretrained.open_clip_models import (
     transformers_form,
     write_config,
 )
-from neuclip_ds.models.pretrained.text_encoders import PooledTextTower
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.models.towers import Encoder, TextTower, VisionTower
+from neuclip_ds.models.towers import TextTower, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
@@ -257,7 +256,7 @@ def towers_to_clip(
 
     A bias is kept for open_clip, as CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
     """
-    image_tower = cast(VisionTower, model.vision)
+    image_tower = model.vision
     vision, text = _clip_vision_config(image_tower, preprocessing.size), _clip_text_config(model.text)
     if vision is None or text is None:
         name = image_tower.trunk.pretrained_cfg["architecture"]
@@ -274,11 +273,9 @@ def towers_to_clip(
     return Package("transformers", config.to_dict(), found, preprocessing, tokenizer)
 
 
-def _clip_text_config(tower: Encoder) -> dict[str, Any] | None:
+def _clip_text_config(tower: TextTower) -> dict[str, Any] | None:
     """Return the tower as transformers' CLIPTextConfig, or None if it is not CLIP's text transformer."""
-    if not isinstance(tower, TextTower | PooledTextTower) or not isinstance(tower.trunk, CLIPTextModel):
-        return None
-    if isinstance(tower, PooledTextTower) and tower.pooling != "eos":
+    if not isinstance(tower.trunk, CLIPTextModel) or tower.pooling != "eos":
         return None
     config = {**tower.trunk.config.to_dict(), "eos_token_id": tower.eos_id}
     return {name: value for name, value in config.items() if name != "model_type"}
@@ -360,7 +357,7 @@ def write_towers(
         UserError: the model is that of a dual encoder's checkpoint.
     """
     vision, text = model.vision, model.text
-    if not isinstance(vision, VisionTower) or not isinstance(text, TextTower | PooledTextTower):
+    if text.pooling is None:
         raise UserError(
             "Towers of model.pretrained are written as one model: export with --format=transformers or open_clip."
         )

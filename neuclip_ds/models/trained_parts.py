@@ -138,7 +138,7 @@ def _is_list_of_blocks(module: nn.Module) -> bool:
     """Whether a container's elements are of one class, and more than single operations."""
     children = list(module.children())
     alike = isinstance(module, nn.ModuleList | nn.Sequential) and len({type(child) for child in children}) == 1
-    return alike and len(list(children[0].children())) > 1
+    return alike and len(list(children[0].modules())) > 2
 
 
 def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:

@@ -18,7 +18,8 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.recompute import checkpointed_blocks
+from neuclip_ds.models.trained_parts import TOWERS, Trainable
 from neuclip_ds.planning.host_memory import FIX, loader_memory, local_ranks, shortages
 from neuclip_ds.planning.memory import MemoryQuery, account, count_towers, smallest_that_fits
 from neuclip_ds.training.checks import check_config, likely_slips
@@ -110,7 +111,9 @@ def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
     model_for_phases(config)  # refuses sizes that its image tower cannot take
     model = query.build()
     image, text = Trainable.of(model.vision), Trainable.of(model.text)
-    checkpointing = ", activation checkpointing" if config.model.activation_checkpointing else ""
+    wanted = config.model.activation_checkpointing
+    blocks = [len(checkpointed_blocks(model.get_submodule(name), name, wanted)) for name in TOWERS]
+    checkpointing = f", {blocks[0]} + text {blocks[1]} blocks checkpointed" if any(blocks) else ""
     counts = f"{image.total:,} + text {text.total:,} = {image.total + text.total:,} parameters"
     yield f"model      {query.source.name} {counts}{checkpointing}"
     if image.frozen or text.frozen:

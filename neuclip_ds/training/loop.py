@@ -25,7 +25,7 @@ from neuclip_ds.engine.average import discard_average
 from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.files import explain_disk
-from neuclip_ds.models.towers import set_patch_drop
+from neuclip_ds.models.image_models import set_patch_drop
 from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.metrics import MetricsLog

@@ -18,7 +18,7 @@ from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.prefetch import ShardRequest, shards_ahead
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.towers import check_image_size, taking_other_sizes
+from neuclip_ds.models.image_models import check_image_size, taking_other_sizes
 
 log = logging.getLogger(__name__)
 

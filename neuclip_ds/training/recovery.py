@@ -21,7 +21,7 @@ from neuclip_ds.checkpoint.engine_state import load_moments
 from neuclip_ds.checkpoint.integrity import is_complete, read_meta
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
-from neuclip_ds.loss.two_pass import batch_norms, kept_statistics
+from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.options import ObjectiveConfig

@@ -11,12 +11,12 @@ import torch
 from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 from replay import PlainEngine
 
-from neuclip_ds.config import Config
+from neuclip_ds.config import Config, VisionConfig
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.start import build_optimizer
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
-from neuclip_ds.models.towers import taking_other_sizes
+from neuclip_ds.models.image_models import taking_other_sizes
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.section import merge
@@ -61,6 +61,23 @@ def test_forward_and_backward(towers: DualEncoder, dtype: torch.dtype) -> None:
         torch.autograd.backward(features, [torch.ones_like(x) for x in features])
         assert not gpu.syncs
         assert all(p.grad is not None and p.grad.device == DEVICE for p in model.parameters() if p.requires_grad)
+
+
+@pytest.mark.parametrize(("name", "channels_last"), [("resnet50", True), ("vit_tiny_patch16_224", False)])
+def test_convolutions_run_channels_last(name: str, channels_last: bool) -> None:
+    vision = VisionConfig(name=name, image_size=64)
+    model = build_dual_encoder(CONFIG.model.model_copy(update={"vision": vision}), TOKENIZER)
+    layouts = []
+    for layer in model.vision.modules():
+        if isinstance(layer, torch.nn.Conv2d):
+            layer.register_forward_hook(
+                lambda _, inputs, output: layouts.extend(
+                    x.is_contiguous(memory_format=torch.channels_last) for x in (inputs[0], output)
+                )
+            )
+    with fake_cuda(), torch.no_grad():  # with a graph, a fake tensor does not know its device
+        model.to(DEVICE)(torch.zeros(2, 3, 64, 64, dtype=torch.uint8).to(DEVICE), None)
+    assert layouts and all(layouts) == channels_last
 
 
 def test_a_phase_of_small_images_and_dropped_patches_waits_for_nothing() -> None:

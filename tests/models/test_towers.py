@@ -1,3 +1,4 @@
+import copy
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,11 @@ from torch import Tensor, nn
 
 from neuclip_ds.config import TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.image_models import check_image_size, new_vision_tower, set_patch_drop, taking_other_sizes
+from neuclip_ds.models.recompute import checkpoint_activations, checkpointed_blocks
+from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.tokenizer import train_bpe
-from neuclip_ds.models.towers import TextTower, VisionTower, check_image_size, set_patch_drop, taking_other_sizes
+from neuclip_ds.models.towers import TextTower, VisionTower
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
 TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)
@@ -26,12 +30,12 @@ def pixels(side: int, rows: int = 2) -> Tensor:
 
 def text_tower(tokenizer: Any = TOKENIZE, config: TextConfig = TEXT) -> TextTower:
     torch.manual_seed(0)
-    return TextTower(config, tokenizer, embed_dim=16)
+    return new_text_tower(config, tokenizer, embed_dim=16)
 
 
 def vision_tower(config: VisionConfig) -> VisionTower:
     torch.manual_seed(0)
-    return VisionTower(config, embed_dim=16)
+    return new_vision_tower(config, embed_dim=16)
 
 
 def gradients(tower: nn.Module, inputs: Tensor) -> list[Tensor]:
@@ -65,7 +69,7 @@ def test_pixels_are_normalized_per_channel(config: VisionConfig) -> None:
 )
 def test_families_end_in_one_projection_without_bias(name: str, side: int, width: int) -> None:
     with torch.device("meta"):
-        tower = VisionTower(VisionConfig(name=name, image_size=side), 64).eval()
+        tower = new_vision_tower(VisionConfig(name=name, image_size=side), 64).eval()
         assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 64)
     assert tower.projection.weight.shape == (64, width)
     assert tower.projection.bias is None
@@ -76,7 +80,7 @@ def test_families_end_in_one_projection_without_bias(name: str, side: int, width
 def test_attention_pools_own_projection_is_the_only_one(side: int) -> None:
     """OpenAI's RN50 has an image tower of 38,316,896 parameters with a grid of 7 x 7 positions."""
     with torch.device("meta"):
-        tower = VisionTower(VisionConfig(name="resnet50_clip", image_size=side), 1024).eval()
+        tower = new_vision_tower(VisionConfig(name="resnet50_clip", image_size=side), 1024).eval()
         assert tower(torch.empty(2, 3, side, side, dtype=torch.uint8)).shape == (2, 1024)
     assert not list(tower.projection.parameters())
     fewer_positions = 49 - (side // 32) ** 2
@@ -85,7 +89,7 @@ def test_attention_pools_own_projection_is_the_only_one(side: int) -> None:
 
 def test_attention_pool_trains_in_bf16() -> None:
     torch.manual_seed(0)
-    tower = VisionTower(VisionConfig(name="resnet50_clip", image_size=32), 16).bfloat16()
+    tower = new_vision_tower(VisionConfig(name="resnet50_clip", image_size=32), 16).bfloat16()
     projection = tower.trunk.head.proj
     assert projection.weight.float().std().item() == pytest.approx(2048**-0.5, rel=0.05)
     assert (projection.bias == 0).all()
@@ -106,31 +110,57 @@ def test_projections_and_seeds(build) -> None:
     assert all(torch.equal(a, b) for a, b in zip(tower.state_dict().values(), again.state_dict().values(), strict=True))
 
 
-@pytest.mark.parametrize(
-    ("build", "inputs"),
-    [
-        (lambda: vision_tower(VIT), pixels(32)),
-        (lambda: vision_tower(RESNET), pixels(64, rows=4)),
-        (text_tower, TOKENIZE(["a dog", "two cats sleep"])),
-    ],
-    ids=["vit", "resnet", "text"],
-)
-def test_checkpointing_keeps_gradients_and_recomputes(build, inputs: Tensor) -> None:
-    plain, checkpointed = build(), build()
-    checkpointed.checkpoint_activations()
-    calls = []
-    norm = [module for module in checkpointed.trunk.modules() if isinstance(module, nn.LayerNorm | nn.BatchNorm2d)][-2]
-    norm.register_forward_hook(lambda *_: calls.append(1))
-    for a, b in zip(gradients(plain, inputs), gradients(checkpointed, inputs), strict=True):
-        torch.testing.assert_close(a, b)
-    assert len(calls) == 2  # forward, and once more in the backward pass
+BLOCKS = {
+    "vit": (lambda: vision_tower(VIT), pixels(32), 2),
+    "resnet": (lambda: vision_tower(RESNET), pixels(64, rows=4), 4),
+    "text": (text_tower, TOKENIZE(["a dog", "two cats sleep"]), 2),
+}
 
 
-def test_a_model_that_cannot_checkpoint_is_a_user_error() -> None:
+@pytest.mark.parametrize("name", BLOCKS)
+def test_checkpointing_any_number_of_blocks_keeps_all_bits(name: str) -> None:
+    """Of gradients and batch norm's statistics, also in a copy of the tower."""
+    build, inputs, count = BLOCKS[name]
+    plain, calls = build(), list[str]()
+    wanted = gradients(plain, inputs)
+    for checkpointed in (1, count - 1, count, True, count + 5):
+        original = build()
+        checkpoint_activations(original, "vision", checkpointed)
+        tower = copy.deepcopy(original)
+        calls.clear()
+        for block in checkpointed_blocks(tower, "vision", True):
+            inner = next(layer for layer in tower.get_submodule(block).modules() if not list(layer.children()))
+            inner.register_forward_hook(lambda *_, block=block: calls.append(block))
+        assert all(torch.equal(a, b) for a, b in zip(wanted, gradients(tower, inputs), strict=True))
+        statistics = [{k: v for k, v in one.named_buffers() if "running" in k} for one in (plain, tower)]
+        assert all(torch.equal(value, statistics[1][key]) for key, value in statistics[0].items())
+        blocks = checkpointed_blocks(tower, "vision", True)
+        assert len(blocks) == count
+        again = blocks if checkpointed is True else blocks[:checkpointed]
+        assert calls == blocks + again[::-1], "the first blocks run once more in the backward pass"
+        assert not [parameter for parameter in original.parameters() if parameter.grad is not None]
+
+
+def test_channels_last_pixels_change_the_layout_alone() -> None:
+    """Gradients are contiguous, as ZeRO takes them."""
+    tower, image = vision_tower(RESNET).double(), torch.randn(4, 3, 64, 64, dtype=torch.float64)
+    found = []
+    for pixels in (image, image.contiguous(memory_format=torch.channels_last)):
+        tower.zero_grad()
+        feature = tower.projection(tower.trunk(pixels))
+        feature.square().sum().backward()
+        found.append([feature, *(parameter.grad for parameter in tower.parameters())])
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
+        assert b.is_contiguous()
+
+
+def test_a_model_without_blocks_cannot_checkpoint() -> None:
     tower = vision_tower(VIT)
     tower.trunk = nn.Flatten()
-    with pytest.raises(UserError, match="activation_checkpointing=false"):
-        tower.checkpoint_activations()
+    with pytest.raises(UserError, match=r"The vision tower has no list of blocks .*activation_checkpointing=false"):
+        checkpoint_activations(tower, "vision", True)
+    checkpoint_activations(tower, "vision", False)
 
 
 @pytest.mark.parametrize(
@@ -154,7 +184,7 @@ def test_a_model_that_cannot_checkpoint_is_a_user_error() -> None:
 )
 def test_mistakes_in_the_vision_config_are_user_errors(config: VisionConfig, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        VisionTower(config, 16)
+        new_vision_tower(config, 16)
 
 
 @pytest.mark.parametrize("eos", [1, 2, 7])

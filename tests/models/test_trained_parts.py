@@ -100,6 +100,7 @@ def test_gradients_reach_what_trains_and_nothing_else(checkpointing: bool) -> No
     [
         (["model.vision.trainable=frozen", "model.text.trainable=frozen"], "vision.trainable and text.trainable are"),
         (["model.vision.trainable=some"], "model.vision.trainable: 'some' is neither all nor frozen"),
+        (["model.activation_checkpointing=-1"], "'-1' is neither true nor false, nor a number of blocks"),
         (["model.vision.trainable=-1"], "model.vision.trainable: '-1' is neither all nor frozen"),
         (["model.lora.rank=4", "model.vision.trainable=all", "model.text.trainable=all"], "no frozen weights for lora"),
         (["optimizer.lr=0", "optimizer.text_lr=1e-3"], "lr=0 leaves no schedule"),

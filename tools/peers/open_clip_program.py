@@ -26,7 +26,7 @@ from webdataset.tariterators import tar_file_expander
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.environment import read_environment
-from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.recipe import load_recipe, validate
 
 FACTS = "facts.json"
@@ -52,11 +52,11 @@ def main() -> None:
 
 def add_model(config: Config, folder: Path) -> None:
     """Tells open_clip of the model under the name `benchmark_dual_encoder`."""
-    tower = VisionTower(config.model.vision, config.model.embed_dim)
+    tower = new_vision_tower(config.model.vision, config.model.embed_dim)
 
     def benchmark_vision(pretrained: bool = False, **_: Any) -> nn.Module:
         torch.manual_seed(config.run.seed)
-        return VisionTower(config.model.vision, config.model.embed_dim).trunk
+        return new_vision_tower(config.model.vision, config.model.embed_dim).trunk
 
     timm.models.register_model(benchmark_vision)
     vision, text = config.model.vision, config.model.text

@@ -1,23 +1,20 @@
-"""The interface of pretrained checkpoints, and the wrapper of a library's towers in a `DualEncoder`.
+"""The interface of pretrained checkpoints.
 
-The towers are the library's modules, so features equal the library's. Logit scale and bias are kept outside: they
-belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
+The trunks of their towers are the library's modules, so features equal the library's. Logit scale and bias are kept
+outside: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import Tensor
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.models.towers import Encoder, normalize_pixels
 
 
 class CheckpointRef(NamedTuple):
@@ -81,48 +78,6 @@ class Checkpoint(Protocol):
 
     def save(self, folder: Path) -> None:
         """Save everything but the weights, so that the folder can be opened as a checkpoint without weights."""
-
-
-class LibraryTower(Encoder):
-    """A library's encoder, followed by a projection.
-
-    Image towers take uint8 pixels (b, 3, H, W), text towers int64 ids (b, T); both return (b, d) in the weights' dtype.
-
-    Args:
-        trunk: the encoder, of transformers or open_clip; returns the pooled feature, or an output with it as
-            `pooler_output`.
-        projection: projection to the joint space, if the trunk does not include it.
-        preprocessing: normalization of an image tower's pixels.
-        arguments: what else the trunk's forward takes.
-    """
-
-    def __init__(
-        self,
-        trunk: Any,
-        projection: nn.Module | None = None,
-        preprocessing: Preprocessing | None = None,
-        arguments: Mapping[str, Any] = MappingProxyType({}),
-    ) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.projection = nn.Identity() if projection is None else projection
-        self._preprocessing, self._arguments = preprocessing, dict(arguments)
-
-    def normalize(self, x: Tensor) -> Tensor:
-        preprocessing = self._preprocessing
-        return x if preprocessing is None else normalize_pixels(x, preprocessing.mean, preprocessing.std)
-
-    def encode(self, x: Tensor) -> Tensor:
-        if x.is_floating_point():
-            x = x.to(next(self.parameters()).dtype)
-        feature = self.trunk(x, **self._arguments)
-        return self.projection(getattr(feature, "pooler_output", feature))
-
-    def checkpoint_activations(self) -> None:
-        if isinstance(self.trunk, PreTrainedModel):
-            self.trunk.gradient_checkpointing_enable({"use_reentrant": False})
-        else:
-            self.trunk.set_grad_checkpointing(True)
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:

@@ -8,8 +8,8 @@ import timm
 
 from neuclip_ds.config import Channels, VisionConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.image_models import weights_name
 from neuclip_ds.models.pretrained.files import download, first_file, read_json
-from neuclip_ds.models.towers import weights_name
 
 _FILES = ("model.safetensors", "pytorch_model.bin")
 

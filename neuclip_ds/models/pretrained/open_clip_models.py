@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
+from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    LibraryTower,
     LoadedModel,
     LogitParameters,
     Package,
@@ -31,6 +32,7 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.towers import TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # the first with files in a repository is downloaded
@@ -187,7 +189,11 @@ class OpenClipCheckpoint:
         self.tokenizer().save(folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
-        return DualEncoder(LibraryTower(model.visual, preprocessing=self.preprocessing), LibraryTower(model.text))
+        encoder = getattr(model.text, "transformer", None)
+        if isinstance(encoder, PreTrainedModel):
+            use_static_masks(encoder)
+        _, mean, std, _ = self.preprocessing
+        return DualEncoder(VisionTower(model.visual, None, mean, std), TextTower(model.text, None))
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:

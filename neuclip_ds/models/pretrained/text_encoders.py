@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -17,6 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.positions import fit_context
+from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.files import (
     SMALL_FILES,
     download,
@@ -26,67 +27,10 @@ from neuclip_ds.models.pretrained.files import (
 )
 from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, read_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
-from neuclip_ds.models.towers import Encoder, new_projection
+from neuclip_ds.models.towers import TextTower, new_projection
 
 _OPTION = "model.text.pretrained"
 _POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute ones
-
-
-def pool(hidden: Tensor, mask: Tensor, is_eos: Tensor, pooling: str) -> Tensor:
-    """Return features (b, width) of hidden states (b, T, width).
-
-    Args:
-        hidden: the encoder's output.
-        mask, is_eos: which tokens are the caption's, and which are EOS, (b, T).
-        pooling: `cls` reads the first token, `last` the caption's last one, `eos` the first EOS, `mean` the caption's
-            mean.
-    """
-    if pooling == "mean":
-        weights = mask[:, :, None].float()
-        return ((hidden.float() * weights).sum(dim=1) / weights.sum(dim=1)).to(hidden.dtype)
-    if pooling == "cls":
-        return hidden[:, 0]
-    place = mask.int().sum(dim=1) - 1 if pooling == "last" else is_eos.int().argmax(dim=1)
-    return hidden[torch.arange(hidden.shape[0], device=hidden.device), place]
-
-
-class PooledTextTower(Encoder):
-    """A text encoder of transformers, pooled and projected: int64 (b, T) to (b, embed_dim) in the weights' dtype.
-
-    Args:
-        trunk: the encoder, without a pooler.
-        pooling: that of `pool`.
-        tokenizer: gives the ids of padding and EOS.
-        embed_dim: width of the joint space; the projection to it is new, linear and without bias.
-    """
-
-    def __init__(self, trunk: Any, pooling: str, tokenizer: CaptionTokenizer, embed_dim: int) -> None:
-        super().__init__()
-        self.trunk = trunk
-        self.projection = new_projection(trunk.config.hidden_size, embed_dim)
-        assert tokenizer.eos_id is not None  # as `TextEncoder.tokenizer` makes sure
-        self.pooling, self.eos_id = pooling, tokenizer.eos_id
-        self._pad_id: int = tokenizer.inner.pad_token_id
-
-    def encode(self, x: Tensor) -> Tensor:
-        mask = self._mask(x)
-        hidden = self.trunk(input_ids=x, attention_mask=mask.long()).last_hidden_state
-        return self.projection(pool(hidden, mask, x.eq(self.eos_id), self.pooling))
-
-    def _mask(self, tokens: Tensor) -> Tensor:
-        """Return which tokens are the caption's; with EOS, where padding is EOS, and with one token at least."""
-        padding = (tokens == self._pad_id).int().cumsum(dim=1)
-        first = torch.arange(tokens.shape[1], device=tokens.device) == 0
-        return padding.le(int(self._pad_id == self.eos_id)) | first
-
-    def checkpoint_activations(self) -> None:
-        try:
-            self.trunk.gradient_checkpointing_enable({"use_reentrant": False})
-        except ValueError as error:
-            raise UserError(
-                f"transformers' {type(self.trunk).__name__} has no activation checkpointing; set "
-                "model.activation_checkpointing=false."
-            ) from error
 
 
 def locate_text_encoder(name: str, weights: bool = True) -> str:
@@ -146,7 +90,7 @@ class TextEncoder:
             )
         return tokenizer
 
-    def tower(self, tokenizer: CaptionTokenizer, embed_dim: int, weights: bool) -> PooledTextTower:
+    def tower(self, tokenizer: CaptionTokenizer, embed_dim: int, weights: bool) -> TextTower:
         """Build the tower; its encoder has the weights of the folder, or random ones.
 
         Raises:
@@ -155,7 +99,11 @@ class TextEncoder:
         trunk = self._loaded() if weights else self._kind(self._config)
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # of next-sentence prediction; ZeRO would wait for its gradients
-        return PooledTextTower(trunk, self.pooling, tokenizer, embed_dim)
+        use_static_masks(trunk)
+        assert tokenizer.eos_id is not None  # as `tokenizer` makes sure
+        projection = new_projection(trunk.config.hidden_size, embed_dim)
+        pad_id = None if self.pooling == "eos" and _is_clip(trunk.config.model_type) else tokenizer.pad_id
+        return TextTower(trunk, projection, self.pooling, tokenizer.eos_id, pad_id)
 
     def save(self, folder: Path) -> None:
         """Save everything but the weights."""
@@ -186,8 +134,13 @@ class TextEncoder:
         return longer
 
 
+def _is_clip(model_type: str) -> bool:
+    """Whether an encoder is causal and was trained to be read at the EOS."""
+    return model_type in ("clip_text_model", "metaclip_2_text_model")
+
+
 def _usual_pooling(model_type: str) -> str:
-    if model_type in ("clip_text_model", "metaclip_2_text_model"):
+    if _is_clip(model_type):
         return "eos"
     causal = model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and model_type not in MODEL_FOR_MASKED_LM_MAPPING_NAMES
     return "last" if causal else "mean"

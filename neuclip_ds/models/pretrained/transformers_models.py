@@ -36,7 +36,6 @@ from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
-    LibraryTower,
     LoadedModel,
     LogitParameters,
     Package,
@@ -48,6 +47,7 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, save_small_files
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
+from neuclip_ds.models.towers import TextTower, VisionTower
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # of a repository; the first with files is downloaded
@@ -151,9 +151,9 @@ class TransformersCheckpoint:
         if self._kind.patches:
             model.vision_model.embeddings = SquarePatches(model.vision_model.embeddings)
             arguments = {"pixel_attention_mask": None, "spatial_shapes": None}
+        _, mean, std, _ = self.preprocessing
         return DualEncoder(
-            LibraryTower(model.vision_model, vision, self.preprocessing, arguments),
-            LibraryTower(model.text_model, text),
+            VisionTower(model.vision_model, vision, mean, std, arguments), TextTower(model.text_model, text)
         )
 
 

@@ -13,6 +13,7 @@ import huggingface_hub
 import open_clip
 import pytest
 import torch
+from host_reads import HostReads
 from miniatures import (
     CAPTIONS,
     OPEN_CLIP_CONFIG,
@@ -28,13 +29,15 @@ from miniatures import (
     xlm_roberta_tokenizer,
 )
 from safetensors.torch import load_file
+from test_text_encoders import xlm_roberta
 from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
 from neuclip_ds.models.pretrained.base import Checkpoint, LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
-from neuclip_ds.models.trained_parts import Trainable
+from neuclip_ds.models.recompute import checkpoint_activations
+from neuclip_ds.models.trained_parts import TOWERS, Trainable
 
 Encode = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -126,11 +129,27 @@ def test_features_are_the_librarys_own(saved: Saved) -> None:
     pixels = (images(32) / 255 - torch.tensor(saved.mean).reshape(shape)) / torch.tensor(saved.std).reshape(shape)
     ids = saved.ids(CAPTIONS)
     with torch.no_grad():
-        features, rounded = model(images(32), ids), model.bfloat16()(images(32), ids)
+        with HostReads() as reads:
+            features = model(images(32), ids)
+        assert reads.count == 0
+        rounded = model.bfloat16()(images(32), ids)
         for mine, near, wanted in zip(features, rounded, saved.encode(pixels, ids), strict=True):
             torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-6)
             assert near.dtype == torch.float32
             assert ((near * wanted).sum(dim=1) > 0.999).all()
+
+
+def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
+    """Its masks are made without reading the device."""
+    xlm_roberta(tmp_path / "text")
+    text = {"hf_model_name": str(tmp_path / "text"), "hf_pooler_type": "mean_pooler", "hf_proj_type": "linear"}
+    library = save_open_clip(tmp_path / "model", {**OPEN_CLIP_CONFIG, "custom_text": True, "text_cfg": text})
+    model, ids = opened(tmp_path / "model").load().model.eval(), padded(xlm_roberta_tokenizer())(CAPTIONS)
+    with torch.no_grad():
+        with HostReads() as reads:
+            features = model(images(32), ids)
+        assert reads.count == 0
+        assert torch.equal(features[1], library.encode_text(ids, normalize=True))
 
 
 def test_ids_are_the_librarys_own(saved: Saved) -> None:
@@ -177,7 +196,8 @@ def test_each_parameter_is_trained_and_checkpointing_keeps_the_gradients(saved: 
         model = opened(saved.folder).load().model.train()
         assert all(parameter.ndim > 0 for parameter in model.parameters())
         if checkpointing:
-            model.checkpoint_activations()
+            for name in TOWERS:
+                checkpoint_activations(model.get_submodule(name), name, True)
         image, text = model(images(32), saved.ids(CAPTIONS))
         (image * text).sum().backward()
         assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []

@@ -10,14 +10,17 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
+from host_reads import HostReads
 from miniatures import CAPTIONS, save_clip, siglip_tokenizer, small, xlm_roberta_tokenizer
 from torch import Tensor
+from torch.nn import functional
 from transformers import BertTokenizer, PreTrainedTokenizerFast
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.pretrained.text_encoders import PooledTextTower
+from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
+from neuclip_ds.models.towers import TextTower
 
 VISION = {"name": "test_vit", "image_size": 32}
 WORDS = ["a", "dog", "runs", "on", "grass", "##s", "two", "cats", "##leeping", "schlaf", "犬"]
@@ -102,6 +105,7 @@ ENCODERS: dict[str, tuple[Callable[[Path], Encoder], str]] = {  # with the pooli
     "qwen3": (qwen3, "last"),
     "clip_text": (clip_text, "eos"),
 }
+CAUSAL = ("gpt2", "qwen3", "clip_text")
 
 
 def config_of(folder: Path, **text: Any) -> ModelConfig:
@@ -115,10 +119,10 @@ def source_of(config: ModelConfig) -> FromConfig:
     return source
 
 
-def tower_of(source: FromConfig) -> tuple[PooledTextTower, Any]:
+def tower_of(source: FromConfig) -> tuple[TextTower, Any]:
     tokenizer = source.tokenizer(_no_training)
     tower = source.load(tokenizer).model.eval().text
-    assert isinstance(tower, PooledTextTower)
+    assert isinstance(tower, TextTower)
     return tower, tokenizer
 
 
@@ -151,6 +155,30 @@ def test_features_are_the_librarys_own(name: str, tmp_path: Path) -> None:
             torch.testing.assert_close(tower(rows), wanted, rtol=0, atol=2e-5)
 
 
+@pytest.mark.parametrize("name", ENCODERS)
+def test_masks_are_made_without_reading_the_device(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the bits of transformers' own masks; causal encoders have none, which flash attention requires."""
+    ENCODERS[name][0](tmp_path)
+    tower, tokenizer = tower_of(source_of(config_of(tmp_path)))
+    rows, attention, masks = tokenizer(CAPTIONS), functional.scaled_dot_product_attention, list[Tensor | None]()
+
+    def recorded(*args: Any, **kwargs: Any) -> Tensor:
+        masks.append(kwargs["attn_mask"])
+        return attention(*args, **kwargs)
+
+    monkeypatch.setattr(functional, "scaled_dot_product_attention", recorded)
+    with torch.no_grad(), HostReads() as reads:
+        features = tower(rows)
+    assert reads.count == 0
+    assert len(masks) == 2 and all((mask is None) == (name in CAUSAL) for mask in masks)
+    tower.trunk.set_attn_implementation("sdpa")
+    tower._pad_id = tokenizer.pad_id
+    masks.clear()
+    with torch.no_grad():
+        assert torch.equal(features, tower(rows))
+    assert None not in masks, "these captions are padded"
+
+
 def test_every_parameter_is_trained_and_recomputation_keeps_the_gradients(tmp_path: Path) -> None:
     for name in ("xlm_roberta", "mt5", "gpt2"):
         ENCODERS[name][0](tmp_path / name)
@@ -163,7 +191,7 @@ def test_every_parameter_is_trained_and_recomputation_keeps_the_gradients(tmp_pa
                 for module in tower.modules():
                     if isinstance(module, torch.nn.Dropout):
                         module.p = 0.0
-                tower.checkpoint_activations()
+                checkpoint_activations(tower, "text", True)
             tower(tokenizer(CAPTIONS)).square().sum().backward()
             assert [name for name, value in tower.named_parameters() if value.grad is None] == []
             gradients.append([value.grad for value in tower.parameters()])

@@ -1,0 +1,25 @@
+"""Batch normalization in passes that are run twice."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+
+def batch_norms(module: nn.Module) -> list[_BatchNorm]:
+    """Return the layers of batch normalization in a module."""
+    return [layer for layer in module.modules() if isinstance(layer, _BatchNorm)]
+
+
+@contextmanager
+def kept_statistics(layers: Sequence[_BatchNorm]) -> Iterator[None]:
+    """Freeze the running statistics of batch-norm layers, which normalize by the batch as in training."""
+    momenta = [layer.momentum for layer in layers]
+    for layer in layers:
+        layer.momentum = 0.0
+    try:
+        yield
+    finally:
+        for layer, momentum in zip(layers, momenta, strict=True):
+            layer.momentum = momentum

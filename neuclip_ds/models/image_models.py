@@ -1,0 +1,167 @@
+"""timm's image models as image towers: their creation, the weights that they start from, and what they refuse."""
+
+import difflib
+from collections.abc import Mapping
+from typing import Any
+
+import timm
+import torch
+from timm.layers import AttentionPool2d, PatchDropout, PatchDropoutWithIndices, PatchEmbed, RotAttentionPool2d
+from torch import Tensor, nn
+
+from neuclip_ds.config import VisionConfig
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.positions import check_patches
+from neuclip_ds.models.towers import VisionTower, new_projection
+
+
+def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str, Tensor] | None = None) -> VisionTower:
+    """Build the tower of a timm model, which ends in a linear projection without bias.
+
+    Models with attention pooling (CLIP's ResNets) end in their own projection, with bias, which replaces it (Radford et
+    al. 2021, sec. 2.4).
+
+    Args:
+        config: names the model.
+        embed_dim: width of the joint space.
+        weights: tensors that the model starts from, of any resolution; random ones by default.
+
+    Raises:
+        UserError: timm does not have the model or refuses the options, or the image size or the weights do not fit it.
+    """
+    width = _checked_width(config)
+    trunk = _create(config) if weights is None else _create_from(config, weights)
+    projection = None
+    if isinstance(getattr(trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
+        trunk.reset_classifier(embed_dim)
+        nn.init.zeros_(trunk.head.proj.bias)
+        nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)
+    else:
+        projection = new_projection(width, embed_dim)
+    return VisionTower(trunk, projection, *config.statistics())
+
+
+def set_patch_drop(model: nn.Module, share: float) -> None:
+    """Set the share of patches that a tower with `patch_drop` leaves out in training."""
+    for module in model.modules():
+        if isinstance(module, PatchDropout | PatchDropoutWithIndices):
+            module.prob = share
+
+
+def taking_other_sizes(config: VisionConfig) -> VisionConfig:
+    """Return the config of the same tower that takes smaller images too, to which it resamples position embeddings."""
+    if not _has_fixed_size(config):
+        return config
+    return config.model_copy(update={"options": {**config.options, "dynamic_img_size": True}})
+
+
+def check_image_size(config: VisionConfig, size: int) -> None:
+    """Raise `UserError` unless the tower can take images of another size."""
+    _checked_width(taking_other_sizes(config).model_copy(update={"image_size": size}))
+
+
+def _has_fixed_size(config: VisionConfig) -> bool:
+    _check_names(config)
+    return bool(timm.get_pretrained_cfg(config.name).fixed_input_size)
+
+
+def _create(config: VisionConfig, **options: Any) -> Any:
+    size = {"img_size": config.image_size} if _has_fixed_size(config) else {}
+    drop = {"patch_drop_rate": config.patch_drop} if config.patch_drop else {}
+    return timm.create_model(weights_name(config), num_classes=0, **size, **drop, **config.options, **options)
+
+
+def weights_name(config: VisionConfig) -> str:
+    """Return timm's name of the image model with the tag of its weights, if `pretrained` is one."""
+    tagged = f"{config.name}.{config.pretrained}"
+    return tagged if timm.models.is_model_pretrained(tagged) else config.name
+
+
+def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
+    """Create the image model with weights, without a classifier; timm resamples position embeddings.
+
+    timm loads what fits and keeps random values elsewhere, which is found out by comparing it with these.
+    """
+    with torch.random.fork_rng(devices=[]):  # the weights are made on the CPU
+        torch.manual_seed(0)
+        random = dict(_create(config).named_parameters())
+        torch.manual_seed(0)
+        try:
+            overlay = {"state_dict": dict(weights), "custom_load": False, "source": ""}
+            trunk = _create(config, pretrained=True, pretrained_cfg_overlay=overlay)
+        except (RuntimeError, KeyError, ValueError, TypeError, AttributeError) as error:  # of timm's converters
+            raise UserError(
+                f"The weights model.vision.pretrained={config.pretrained} do not fit timm's {config.name!r} "
+                f"({str(error).strip().splitlines()[-1].strip()}); name weights of this model."
+            ) from error
+    trunk.pretrained_cfg.pop("state_dict", None)  # a second copy of the weights
+    left = [
+        name
+        for name, value in trunk.named_parameters()
+        if value.requires_grad and value.equal(random[name]) and (value != value.flatten()[0]).any()
+    ]
+    if left:
+        raise UserError(
+            f"The weights model.vision.pretrained={config.pretrained} lack {len(left)} tensors of timm's "
+            f"{config.name!r} (first {left[0]}); name weights of this model."
+        )
+    return trunk
+
+
+def _checked_width(config: VisionConfig) -> int:
+    """Return the width of the pooled feature, from a trial run on the meta device."""
+    _check_names(config)
+    drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
+    attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
+    try:
+        with torch.device("meta"):
+            trial = _create(config).eval()
+            _check_image_size(config, trial)
+            feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
+    except UserError:
+        raise
+    except Exception as error:  # timm's constructors raise many types
+        raise UserError(
+            f"timm cannot build {attempt} ({type(error).__name__}: {error}); correct these options."
+        ) from error
+    if any(parameter.ndim == 0 for parameter in trial.parameters()):
+        raise UserError(
+            f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."
+        )
+    if not isinstance(feature, Tensor) or feature.ndim != 2:
+        raise UserError(
+            f"{attempt} gives no pooled feature (batch, width); omit the options that change pooling or output."
+        )
+    return feature.shape[1]
+
+
+def _check_names(config: VisionConfig) -> None:
+    architecture, _, tag = config.name.partition(".")
+    if not timm.is_model(architecture):
+        nearest = difflib.get_close_matches(architecture, timm.list_models(), n=3, cutoff=0.4)
+        hint = f"did you mean {', '.join(nearest)}?" if nearest else "see timm.list_models()."
+        raise UserError(f"timm has no model {config.name!r} (model.vision.name); {hint}")
+    if tag:
+        raise UserError(
+            f"model.vision.name={config.name!r} names pretrained weights ({tag!r}); set "
+            f"model.vision.name={architecture} and model.vision.pretrained={tag}."
+        )
+    taken = {"img_size", "num_classes", "pretrained", "checkpoint_path"} & set(config.options)
+    if taken:
+        raise UserError(
+            f"model.vision.options must not set {', '.join(sorted(taken))}: set the size with "
+            "model.vision.image_size and the weights with model.vision.pretrained; the tower has no classes."
+        )
+
+
+def _check_image_size(config: VisionConfig, model: Any) -> None:
+    """Raise UserError for image sizes that timm silently crops to whole patches or reduces below one position."""
+    size = config.image_size
+    reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
+    if size < reduction:
+        raise UserError(
+            f"model.vision.image_size={size} is smaller than the {reduction} pixels that {config.name!r} reduces to "
+            f"one position; use {reduction} or more."
+        )
+    if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
+        check_patches(size, model.patch_embed.patch_size[0], "model.vision.image_size")

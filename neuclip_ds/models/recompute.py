@@ -1,0 +1,52 @@
+"""Activation checkpointing: blocks whose activations are computed again in the backward pass instead of kept."""
+
+from contextlib import nullcontext
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
+from neuclip_ds.models.trained_parts import block_names
+
+
+def checkpointed_blocks(tower: nn.Module, name: str, wanted: bool | int) -> list[str]:
+    """Return the names of the blocks of a tower that `model.activation_checkpointing` checkpoints: the first ones.
+
+    The last blocks keep their activations, because the backward pass frees these before it recomputes others.
+
+    Args:
+        tower: of any library.
+        name: what messages call it.
+        wanted: the option's value: all blocks, none, or how many.
+
+    Raises:
+        UserError: the tower has no blocks.
+    """
+    blocks = list(block_names(tower)) if wanted else []
+    if wanted and not blocks:
+        raise UserError(
+            f"The {name} tower has no list of blocks to recompute; set model.activation_checkpointing=false."
+        )
+    return blocks if wanted is True else blocks[:wanted]
+
+
+def checkpoint_activations(tower: nn.Module, name: str, wanted: bool | int) -> None:
+    """Checkpoint the activations of `checkpointed_blocks`, in place; parameters keep their names."""
+    for block in map(tower.get_submodule, checkpointed_blocks(tower, name, wanted)):
+        block.forward = MethodType(_checkpointed_forward, block)
+
+
+def _checkpointed_forward(block: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return type(block).forward(block, *args, **kwargs)
+
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    norms = batch_norms(block)
+    if norms and not torch.compiler.is_compiling():  # which counts a batch in running statistics once by itself
+        kwargs["context_fn"] = lambda: (nullcontext(), kept_statistics(norms))
+    return checkpoint(forward, *args, use_reentrant=False, **kwargs)
