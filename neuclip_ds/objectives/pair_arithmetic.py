@@ -1,23 +1,29 @@
-"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, and the precision of float32 products.
+"""Arithmetic of pairs: the pair loss, exponentials that are never subnormal, precision of products, fused operations.
 
 Most pairs weigh too little to change a sum. Their exponentials would be subnormal numbers (below 1.2e-38 in float32),
 with which CPUs compute many times slower. Bounded exponents need no flushing of such numbers, which is a mode of each
 thread of the caller's process.
 
 A GPU multiplies float32 matrices several times faster where it may round them to TF32, which has 11 significant bits,
-and adds the products in float32. What has traveled as bf16 or float16 loses nothing by that. torch's switch for it
-holds for the whole process.
+and bf16 or float16 matrices faster again; both times it adds the products in float32. What has traveled as bf16 or
+float16 loses nothing by that. torch's switch for TF32 holds for the whole process.
 """
 
+import logging
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
+log = logging.getLogger(__name__)
+
 _LOG2_E = math.log2(math.e)
 _TF32_HOLDS = (torch.bfloat16, torch.float16)
+_MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # type: ignore[operator]  # a TorchVersion
 
 
 def lowest_exponent(dtype: torch.dtype) -> float:
@@ -60,6 +66,40 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
         yield
     finally:
         _allow_tf32(before)
+
+
+def pair_products(rows: Tensor, columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return rows @ columns.T of float32 features that are numbers of `dtype`, rounded in the sums alone.
+
+    A GPU multiplies 16-bit numbers as such and returns float32. Before torch 2.8, which cannot, and with ROCm it
+    multiplies them in TF32.
+    """
+    if _MM_WIDENS and rows.is_cuda and dtype in _TF32_HOLDS and rows.dtype == torch.float32:
+        return torch.mm(rows.to(dtype), columns.to(dtype).T, out_dtype=torch.float32)
+    with products_exact_for(dtype):
+        return rows @ columns.T
+
+
+@cache
+def fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function compiled by torch.compile, for tensors of any size; without a working compiler, as it is.
+
+    The function must leave its arguments unchanged.
+    """
+    present = torch.compile(function, dynamic=True)
+
+    def call(*arguments: Any) -> Any:
+        nonlocal present
+        try:
+            return present(*arguments)
+        except Exception as error:  # of the compiler, of which each version has others
+            if present is function:
+                raise
+            log.warning("The objective runs slower, since torch.compile fails: %s", str(error).partition("\n")[0])
+            present = function
+            return call(*arguments)
+
+    return call
 
 
 def _allows_tf32() -> bool:

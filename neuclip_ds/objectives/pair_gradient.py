@@ -24,7 +24,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.pair_arithmetic import PairLoss, exp_, log_sum_exp
+from neuclip_ds.objectives.pair_arithmetic import PairLoss, exp_, fused, log_sum_exp
 from neuclip_ds.objectives.pair_grid import Block, PairGrid
 
 
@@ -38,14 +38,6 @@ class PairGradient(NamedTuple):
     image: Tensor  # (local, d)
     text: Tensor  # (local, d)
     mean_logit: Tensor
-
-
-class BlockWeights(NamedTuple):
-    """What the gradient takes from a block of similarities; sums are over the negatives of each local anchor."""
-
-    total: Tensor  # (rows, columns), derivative by each similarity
-    pulls: list[Tensor]  # of the block's rows, then of its columns where they are local: sums of weights
-    products: list[Tensor]  # likewise of weights x similarities; empty where all anchors share one tau
 
 
 class PairSimilarities:
@@ -95,17 +87,21 @@ class GeneralPairs:
         self._shared = tau.ndim == 0
         self._scale = tau.pow(1 / pair_loss.power).expand(2, grid.size)  # that similarities are divided by
         self._origin = (grid.positive - pair_loss.margin) / self._scale
+        self._sample = torch.arange(grid.size, device=tau.device).to(tau.dtype).expand(2, -1)
         self._kept: deque[Tensor] = deque()
         self._buffers: list[Tensor] = []
 
     def log_sum_exp(self) -> Tensor:
         grid = self._grid
         result = grid.per_anchor(-math.inf)
+        log_sums = fused(_log_sums) if grid.fuses else _log_sums
+        numbers = torch.stack([self._sample, self._scale, self._origin])
         for block in grid.blocks():
             similarity = self._similarity(block)
             if grid.keeps:
                 self._kept.append(similarity)
-            for anchors, log_sum in zip(block.local_anchors, self._log_sums(similarity, block), strict=True):
+            found = log_sums(self._pair_loss, similarity, self._of_block(numbers, block), self._views(block, 1))
+            for anchors, log_sum in zip(block.local_anchors, found, strict=True):
                 sums = result[anchors.side, anchors.local]
                 torch.logaddexp(sums, log_sum, out=sums)
         self._buffers.clear()
@@ -116,15 +112,18 @@ class GeneralPairs:
         # of exp(l/tau) times the derivative of l/tau by the similarity
         log_factor = log_share + (pair_loss.power / self._scale).log()
         pull, products = grid.per_anchor(0.0), grid.per_anchor(0.0)  # sums of weights, of weights x similarities
+        weights = fused(_weights) if grid.fuses else _weights
+        numbers = torch.stack([self._sample, self._scale, self._origin, log_factor])
 
         def weight(block: Block) -> Tensor:
             similarity = self._kept.popleft() if self._kept else self._similarity(block)
-            found = self._weights(similarity, block, log_factor)
-            for anchors, by_anchor in zip(block.local_anchors, found.pulls, strict=True):
-                pull[anchors.side, anchors.local] += by_anchor
-            for anchors, by_anchor in zip(block.anchors, found.products, strict=False):
-                products[anchors.side, anchors.local] += by_anchor
-            return found.total
+            inputs = pair_loss, similarity, self._of_block(numbers, block), self._views(block, 3)
+            total, by_anchor, by_product = weights(*inputs, not self._shared)
+            for anchors, sums in zip(block.local_anchors, by_anchor, strict=True):
+                pull[anchors.side, anchors.local] += sums
+            for anchors, sums in zip(block.anchors, by_product, strict=False):
+                products[anchors.side, anchors.local] += sums
+            return total
 
         grads = grid.gradient(weight)
         # (x + margin) l'(x) = power l(x)
@@ -133,47 +132,85 @@ class GeneralPairs:
         grid.add_positives(grads, -pull.sum(dim=0))
         return PairGradient(*grads, mean_logit / pair_loss.power)
 
-    def _log_sums(self, similarity: Tensor, block: Block) -> list[Tensor]:
-        """Return logsumexp of the exponents over the negatives of the block's local anchors: its rows, its columns."""
-        grid = self._grid
-        (out,) = self._views(block, 1)
-        origins, scales = grid.of_anchors(self._origin, block), grid.of_anchors(self._scale, block)
-        found = []
-        for anchors, origin, scale in zip(block.local_anchors, origins, scales, strict=False):
-            exponent = self._pair_loss.exponent(self._scaled(similarity, scale, out), origin, out)
-            grid.positives(exponent, block).fill_(-math.inf)
-            found.append(log_sum_exp(exponent, anchors.partners, out))
-        return found
+    @property
+    def _divides(self) -> bool:
+        """Whether similarities are divided by the scale where they are computed: if all anchors share it."""
+        return self._shared and not self._grid.fuses
 
-    def _weights(self, similarity: Tensor, block: Block, log_factor: Tensor) -> BlockWeights:
-        """Return the derivative by the similarities of a block, both anchors of each pair taken together."""
-        grid = self._grid
-        *parts, other = self._views(block, 3)
-        by_block = [grid.of_anchors(values, block) for values in (self._origin, self._scale, log_factor)]
-        pulls, products = [], []
-        for anchors, part, origin, scale, factor in zip(block.anchors, parts, *by_block, strict=True):
-            self._pair_loss.weight(self._scaled(similarity, scale, part), origin, factor, part, other)
-            grid.positives(part, block).fill_(0.0)
-            if anchors in block.local_anchors:
-                pulls.append(part.sum(anchors.partners))
-                if not self._shared:
-                    products.append(torch.mul(part, similarity, out=other).sum(anchors.partners))
-        return BlockWeights(parts[0].add_(parts[1]), pulls, products)
+    def _similarity(self, block: Block) -> Tensor:
+        similarity = self._grid.similarity(block)
+        return similarity.div_(self._scale[0, 0]) if self._divides else similarity
+
+    def _of_block(self, numbers: Tensor, block: Block) -> BlockAnchors:
+        """Return the anchors of a block with their numbers out of (numbers, 2, B)."""
+        diagonal = None if self._grid.fuses or block.local is None else block.rows.start - block.local.start
+        return BlockAnchors(*self._grid.of_anchors(numbers, block), block.local is not None, diagonal, self._divides)
 
     def _views(self, block: Block, count: int) -> list[Tensor]:
-        """Return tensors in the shape of a block, the same memory for every block of a visit."""
-        if not self._buffers:
+        """Return tensors in the shape of a block, the same memory for every block of a visit; none to fuse."""
+        if not self._buffers and not self._grid.fuses:
             self._buffers.extend(self._grid.buffers(count))
         return [block.view(buffer) for buffer in self._buffers]
 
-    def _similarity(self, block: Block) -> Tensor:
-        """Return the similarities of a block, scaled if all anchors share the scale."""
-        similarity = self._grid.similarity(block)
-        return similarity.div_(self._scale[0, 0]) if self._shared else similarity
 
-    def _scaled(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
-        """Return what `_similarity` has returned, scaled for the anchors, as it is or in `out`."""
-        return similarity if self._shared else torch.div(similarity, scale, out=out)
+class BlockAnchors(NamedTuple):
+    """The anchors of a block, as the functions need them that a GPU fuses.
+
+    Numbers of an anchor are its sample, tau^(1/power), the origin as in `PairLoss.exponent`, and its log weight.
+    """
+
+    rows: Tensor  # (numbers, rows, 1)
+    columns: Tensor  # (numbers, 1, columns)
+    all_local: bool  # whether the columns' are this rank's too, as the rows' are
+    diagonal: int | None  # of pairs of one sample; None if none are, or samples are to be compared
+    divided: bool  # whether similarities are divided already
+
+    def exponents(self, similarity: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """Return similarities divided by tau^(1/power), in `out` or as they are."""
+        return similarity if self.divided else torch.div(similarity, scale, out=out)
+
+    def negatives(self, x: Tensor, value: float) -> Tensor:
+        """Return x with `value` for pairs of one sample; x itself is overwritten where their diagonal is known."""
+        if self.diagonal is not None:
+            x.diagonal(self.diagonal).fill_(value)
+        elif self.all_local:
+            return x.masked_fill(self.rows[0] == self.columns[0], value)
+        return x
+
+
+def _log_sums(pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor]) -> list[Tensor]:
+    """Return logsumexp of the exponents over the negatives of a block's local anchors: its rows, its columns.
+
+    `buffers` are overwritten: one tensor in the shape of the block, or none.
+    """
+    (out,) = buffers or [torch.empty_like(similarity)]
+    found = []
+    for dim, anchors in ((1, block.rows), (0, block.columns))[: 1 + block.all_local]:
+        _, scale, origin = anchors
+        exponent = pair_loss.exponent(block.exponents(similarity, scale, out), origin, out)
+        found.append(log_sum_exp(block.negatives(exponent, -math.inf), dim, out))
+    return found
+
+
+def _weights(
+    pair_loss: PairLoss, similarity: Tensor, block: BlockAnchors, buffers: list[Tensor], with_products: bool
+) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Return the derivative by a block's similarities, and for its local anchors sums over their negatives.
+
+    Sums are of weights and, `with_products`, of weights x similarities. `buffers` are overwritten: three tensors, or
+    none.
+    """
+    *parts, other = buffers or [torch.empty_like(similarity) for _ in range(3)]
+    pulls, products = [], []
+    for place, (dim, anchors) in enumerate(((1, block.rows), (0, block.columns))):
+        _, scale, origin, log_factor = anchors
+        y = block.exponents(similarity, scale, parts[place])
+        part = parts[place] = block.negatives(pair_loss.weight(y, origin, log_factor, parts[place], other), 0.0)
+        if dim or block.all_local:
+            pulls.append(part.sum(dim))
+            if with_products:
+                products.append(torch.mul(part, similarity, out=other).sum(dim))
+    return parts[0].add_(parts[1]), pulls, products
 
 
 class FactoredPairs:

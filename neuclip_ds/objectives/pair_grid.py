@@ -11,19 +11,29 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.pair_arithmetic import products_exact_for
+from neuclip_ds.objectives.pair_arithmetic import pair_products, products_exact_for
 
 IMAGE, TEXT = 0, 1
 
 _CPU_BLOCK = 1 << 20  # for each thread: what follows the product finds it in the core's cache
-_GPU_BLOCK = 1 << 26  # 4096 x 4096 float32 keep a GPU busy for longer than it takes to launch the next kernel
+# 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch what is fused into a few kernels
+_FUSED_BLOCK = 1 << 26
+_LEAST_GPU_BLOCK = 1 << 24  # likewise, for one kernel
+# B^2/K from which compiling saves more than 1 ms a step, as estimated for an H100 (docs/reference/benchmarks.md)
+_FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
 """Memory per rank for keeping similarities between the two visits to the pairs; larger ones are computed again."""
 
 
 def block_bytes(device_type: str) -> int:
     """Return the size of the largest block of similarities on a device, whatever the batch."""
-    return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _GPU_BLOCK
+    return _CPU_BLOCK * torch.get_num_threads() if device_type == "cpu" else _FUSED_BLOCK
+
+
+def _cached_block_bytes(device: torch.device) -> int:
+    """Return the size of blocks of which a GPU's L2 cache holds three: 16 MiB on an H100."""
+    third = torch.cuda.get_device_properties(device).L2_cache_size // 3
+    return min(max(1 << third.bit_length() - 1, _LEAST_GPU_BLOCK), _FUSED_BLOCK)
 
 
 class Anchors(NamedTuple):
@@ -66,6 +76,7 @@ class PairGrid:
         size: B.
         positive: (B,) s_ii.
         keeps: whether the similarities of all blocks fit into the budget.
+        fuses: whether a block's elementwise operations should be compiled into one: on a GPU, where there are many.
     """
 
     def __init__(self, batch: GatheredFeatures, columns: int | None, budget: float) -> None:
@@ -77,8 +88,13 @@ class PairGrid:
         self._count = self.local.stop - self.local.start
         itemsize = batch.image.element_size()
         self.keeps = self._count * (2 * self.size - self._count) * itemsize <= budget
-        elements = block_bytes(batch.image.device.type) // itemsize
+        device = batch.image.device
+        self.fuses = device.type == "cuda" and self._count * self.size >= _FUSED_PAIRS
+        at_once = block_bytes(device.type) if self.fuses or device.type == "cpu" else _cached_block_bytes(device)
+        elements = at_once // itemsize
         square = 1 << (elements.bit_length() - 1) // 2  # columns of a block of at least as many rows
+        if self.fuses:
+            square *= 2  # what is compiled for as many columns as rows is for such blocks alone
         self._columns = min(columns or max(square, elements // max(1, self._count)), self.size)
         self._rows = max(1, elements // self._columns)
 
@@ -98,13 +114,14 @@ class PairGrid:
     def similarity(self, block: Block) -> Tensor:
         """Return the (rows, columns) similarities of a block."""
         rows = self._features[block.side][self.local][block.rows]
-        with products_exact_for(self._dtype):
-            return rows @ self._features[1 - block.side][block.columns].T
+        return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
-        """Return values of a block's row anchors (rows, 1) and column anchors (1, columns), out of (2, B)."""
-        of_rows = values[block.side, self.local][block.rows]
-        return of_rows.unsqueeze(1), values[1 - block.side, block.columns].unsqueeze(0)
+        """Return values of a block's anchors, (..., rows, 1) and (..., 1, columns), out of (..., 2, B)."""
+        rows = values[..., block.side, self.local][..., block.rows].unsqueeze(-1)
+        columns = values[..., 1 - block.side, block.columns].unsqueeze(-2)
+        # a view elsewhere in the same memory would be compiled again
+        return (rows.clone(), columns.clone()) if self.fuses else (rows, columns)
 
     def per_anchor(self, value: float) -> Tensor:
         """Return a (2, local) tensor filled with `value`."""

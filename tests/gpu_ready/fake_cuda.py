@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
 
@@ -256,6 +257,9 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
         stack.enter_context(patch.object(torch.cuda, "Stream", lambda device: stream))
         stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
         stack.enter_context(patch.object(torch.cuda, "current_stream", lambda device: stream))
+        cache = SimpleNamespace(L2_cache_size=50 << 20)  # of an H100
+        stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: cache))
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_fake_backward))

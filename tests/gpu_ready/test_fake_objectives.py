@@ -22,7 +22,7 @@ from neuclip_ds.objectives.pair_grid import block_bytes
 
 ROWS, DIM = 12, 6
 WARM_UP = 2  # steps: NeuCLIP has drawn its prototypes, AmorLIP its nets; the next step restarts neither, and fits
-MANY, BLOCKED = 20_000, ("openclip", "isogclr", "tuneclip", "siglip")
+BLOCKED = ("openclip", "isogclr", "tuneclip", "siglip")
 WHOLE = torch.ones(ROWS, dtype=torch.bool)
 
 
@@ -90,20 +90,24 @@ class LargestResult(TorchDispatchMode):
         return result
 
 
-@pytest.mark.parametrize(("world_size", "chunk"), [(1, None), (2, 100_000)])
+@pytest.mark.parametrize(
+    ("batch", "world_size", "chunk", "limit"),
+    [(20_000, 1, None, block_bytes("cuda")), (20_000, 2, 100_000, block_bytes("cuda")), (5_000, 1, None, 16 << 20)],
+    ids=["fused", "fused wide blocks", "in the cache"],
+)
 @pytest.mark.parametrize("method", BLOCKED)
 def test_no_tensor_exceeds_a_block(
-    method: str, world_size: int, chunk: int | None, monkeypatch: pytest.MonkeyPatch
+    method: str, batch: int, world_size: int, chunk: int | None, limit: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(contrastive, "KEPT_BYTES", 0)
     options = {**VARIANTS[method][1], "method": method, "chunk_size": chunk}
-    rows = MANY // world_size
+    rows = batch // world_size
     with fake_cuda():
-        context = Context(DIM, MANY, GpuRank(world_size))
+        context = Context(DIM, batch, GpuRank(world_size))
         objective = build_objective(Config.model_validate({"objective": options}), context, torch.float32)
         image, text = torch.empty(2, rows, DIM, device=DEVICE)
         valid = torch.ones(rows, dtype=torch.bool).to(DEVICE, non_blocking=True)
         index = torch.arange(rows).to(DEVICE, non_blocking=True)
         with LargestResult() as largest:
             objective(Features(image, text, index, valid), Step(0, 0, 1e-3, 1e-3))
-    assert 0.4 * block_bytes("cuda") < largest.bytes <= block_bytes("cuda")
+    assert 0.4 * limit < largest.bytes <= limit
