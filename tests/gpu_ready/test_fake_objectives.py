@@ -106,8 +106,7 @@ def test_no_tensor_exceeds_a_block(
         context = Context(DIM, batch, GpuRank(world_size))
         objective = build_objective(Config.model_validate({"objective": options}), context, torch.float32)
         image, text = torch.empty(2, rows, DIM, device=DEVICE)
-        valid = torch.ones(rows, dtype=torch.bool).to(DEVICE, non_blocking=True)
-        index = torch.arange(rows).to(DEVICE, non_blocking=True)
+        features = Features(image, text, torch.arange(rows), torch.ones(rows, dtype=torch.bool))
         with LargestResult() as largest:
-            objective(Features(image, text, index, valid), Step(0, 0, 1e-3, 1e-3))
+            objective(features, Step(0, 0, 1e-3, 1e-3))
     assert 0.4 * limit < largest.bytes <= limit
