@@ -31,17 +31,17 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
 
     Args:
         recipe: a recipe's name, the path of a YAML file, or a config.
-        hooks: what else happens around training steps.
-        overrides: options over those of the recipe, nested or dotted: `optimizer={"lr": 1e-3}`, or
-            `**{"optimizer.lr": 1e-3}`. Not with a config.
+        hooks: objects that act around the training steps.
+        overrides: options that override the recipe's, nested or dotted: `optimizer={"lr": 1e-3}` or
+            `**{"optimizer.lr": 1e-3}`. They cannot be combined with a config.
 
     Returns:
-        The finished run, or the part of it that a hook's stop has left.
+        The run: finished, or stopped by a hook after a checkpoint.
 
     Raises:
-        UserError: a mistake in config or data.
-        TrainingDiverged: a loss or gradient is not finite.
-        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if there were steps.
+        UserError: the config or the data cannot be used.
+        TrainingDiverged: losses or gradients stay non-finite.
+        Interrupted: Ctrl-C, SIGTERM or SIGUSR1 stopped the run, after a checkpoint if it had taken steps.
 
     Example:
         run = neuclip_ds.train("demo", max_steps=30, run={"name": "look"})
@@ -58,11 +58,11 @@ def train(recipe: str | Config, *, hooks: Sequence[Hook] = (), **overrides: Any)
 
 
 def load(model: str | PathLike[str], device: torch.device | str | None = None, *, ema: bool = False) -> Model:
-    """Load a model to encode images and texts with.
+    """Load a model that encodes images and texts.
 
     Args:
-        model: a run's folder (its newest checkpoint), a checkpoint, or what `model.pretrained` takes.
-        device: where to run it; by default a GPU if there is one.
+        model: the folder of a run (its newest checkpoint), a checkpoint, or any value of `model.pretrained`.
+        device: device of the model; by default a GPU if there is one.
         ema: load the moving average of a run's weights (`ema.decay`).
 
     Raises:
@@ -73,10 +73,10 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
 
 
 class Run:
-    """A run's folder.
+    """A run on disk.
 
     Attributes:
-        folder: holds config, log, metrics, checkpoints and report.
+        folder: folder with config, log, metrics, checkpoints and report.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -84,7 +84,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, float]:
-        """Last value of each metric by name, those of training and of evaluation."""
+        """Last value of each training and evaluation metric, by name."""
         return {name: values[-1] for name, (_, values) in read_series(self.folder).items()}
 
     def model(self, device: torch.device | str | None = None) -> Model:
@@ -96,8 +96,8 @@ class Model:
     """A dual encoder with its preprocessing.
 
     Attributes:
-        module: the torch module, which takes (images uint8 (b, 3, H, W) or None, tokens (b, T) or None).
-        device: where it runs.
+        module: the torch module; its inputs are images (b, 3, H, W) in uint8 or None, and tokens (b, T) or None.
+        device: device of the module.
     """
 
     def __init__(self, saved: SavedModel, device: torch.device) -> None:
@@ -111,7 +111,7 @@ class Model:
         """Encode images to (n, d) float32 features of norm 1.
 
         Args:
-            images: paths, encoded bytes, or uint8 tensors (3, H, W) of the model's size; a tensor (n, 3, H, W) is n.
+            images: paths, encoded bytes, or uint8 tensors (3, H, W) of the model's size; a tensor (n, 3, H, W) holds n.
 
         Raises:
             ValueError: a tensor has another size or dtype.

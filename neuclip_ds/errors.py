@@ -1,4 +1,4 @@
-"""The exceptions that end a run with a sentence, or its steps; the removal of secrets from text."""
+"""Exceptions that end a run with one clear message or roll it back, and the redaction of secrets."""
 
 import re
 import signal
@@ -19,18 +19,18 @@ def redact(text: str) -> str:
 
 
 class UserError(Exception):
-    """A mistake in the input; the message names it and the fix. It is printed once, and all ranks exit with 2."""
+    """The input cannot be used; the message names the problem and the fix. All ranks exit with code 2."""
 
     def __init__(self, message: str) -> None:
         super().__init__(redact(message))
 
 
 class TrainingDiverged(Exception):
-    """Loss or gradient stay not finite, or ranks differ; the message names the step and the cause. Exit code 1."""
+    """Losses or gradients stay non-finite, or ranks differ; the message names step and cause. The exit code is 1."""
 
 
 class RollBack(Exception):
-    """Ends the steps of a loop, which then resumes from a checkpoint; leaves no loop."""
+    """Ends the steps of a loop, which then resumes from a checkpoint."""
 
     def __init__(self, message: str, checkpoint: Path) -> None:
         super().__init__(message)
@@ -38,7 +38,7 @@ class RollBack(Exception):
 
 
 class Interrupted(KeyboardInterrupt):
-    """A signal stopped the program; the message names it. Exit code 128 + its number, as of a shell."""
+    """A signal stopped the program; the message names it. The exit code is 128 plus its number."""
 
     def __init__(self, number: int, where: str = "") -> None:
         """

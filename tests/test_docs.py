@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import python_page
 from braceexpand import braceexpand
 from markdown_it import MarkdownIt
 from miniatures import save_clip
@@ -115,7 +116,6 @@ def named_options(text: str) -> Iterator[str]:
 
 def test_the_site_builds_without_a_dead_link_or_anchor(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     commands = pytest.importorskip("mkdocs.commands.build")
-    pytest.importorskip("mkdocstrings_handlers.python")
     config = pytest.importorskip("mkdocs.config").load_config(str(ROOT / "mkdocs.yml"), site_dir=str(tmp_path / "site"))
     commands.build(config)
     assert [record.getMessage() for record in caplog.records if record.levelname == "WARNING"] == []
@@ -286,6 +286,11 @@ def test_python_that_is_shown_runs(block: Block, readers_folder: Path, monkeypat
 def test_recipes_that_are_shown_are_valid(block: Block, tmp_path: Path) -> None:
     (tmp_path / "mine.yaml").write_text(block.text, encoding="utf-8")
     validate(load_recipe(str(tmp_path / "mine.yaml")))
+
+
+def test_the_api_page_is_that_of_the_docstrings() -> None:
+    """`python tests/python_page.py` writes it."""
+    assert python_page.PAGE.read_text(encoding="utf-8") == python_page.written()
 
 
 def test_code_that_runs_is_found() -> None:

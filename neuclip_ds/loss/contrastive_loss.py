@@ -30,13 +30,13 @@ _META, _REPLICATED = "loss.json", "loss.safetensors"
 class ContrastiveLoss(nn.Module):
     """Contrastive loss over the global batch of all ranks, with the exact gradient of its method.
 
-    The temperature and the method's networks (NPN, amortization nets) are trained by their own optimizers inside each
-    call, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module, and
-    `loss.backward()` sets their gradients, of the whole batch: do not average them over ranks, nor wrap this module in
-    DDP or FSDP. A network then takes one update per step, and the prototypes of an NPN are this rank's columns only.
-    Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
+    Each call also trains the temperature and the method's networks (NPN, amortization networks) with their own
+    optimizers, as the papers' algorithms do. With `own_optimizer=False` they are `parameters()` of this module instead,
+    and `loss.backward()` sets their gradients for the global batch: do not average these over ranks, and do not wrap
+    this module in DDP or FSDP. A network then takes one update per step, and a rank holds its own share of the NPN's
+    prototypes. Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
 
-    Under `eval()` or `torch.no_grad()` it learns nothing; `index=None` then stands for samples of no training set.
+    Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be None.
 
     Example:
         ```python
@@ -46,9 +46,9 @@ class ContrastiveLoss(nn.Module):
         ```
 
     Attributes:
-        lr: present learning rate of the encoders, which that of the temperature follows; set it after each step of
-            your scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
-        metrics: name -> value of the last call: `tau`, `batch_loss` (OpenCLIP's loss of the same batch), ...
+        lr: current learning rate of the encoders; the temperature's follows it. Set it after each step of your
+            scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """
 
     def __init__(
@@ -71,27 +71,28 @@ class ContrastiveLoss(nn.Module):
     ) -> None:
         """
         Args:
-            method: a name in the table of methods.
+            method: name of a loss, such as `openclip` or `fastclip_v3`.
             dim: width d of the features.
-            samples: size n of the training set; needed by methods that keep statistics of each sample, and by
+            samples: size n of the training set. Methods that keep statistics per sample need it, and so does
                 `temperature={"rule": "learned"}`.
             epochs: length of the run, for schedules.
-            steps_per_epoch: calls in training that count as an epoch, for schedules.
+            steps_per_epoch: training calls per epoch, for schedules.
             lr: peak learning rate of the encoders.
-            betas: decays of the moments of the temperature's Adam.
-            adam_eps: its epsilon.
-            reduction: `ddp_mean` if the encoders' gradients will be averaged over ranks (DDP, FSDP, DeepSpeed): the
-                features' gradients then hold the factor K; `sum` if they will be summed.
-            group: ranks of the global batch; None is the default process group, or this process alone.
-            own_optimizer: whether temperature and networks are trained inside; see above.
-            validate: check the arguments of each call on all ranks, for one small collective and, on a GPU, a wait of
-                the host. Without it, ranks must have equally many rows.
-            device: of the state before the first call, then that of the features; the same with `own_optimizer=False`.
-            options: of the method, as below `objective:` in a recipe, such as `temperature={"rho": 6.5}` or
+            betas: decay rates of the temperature's Adam.
+            adam_eps: epsilon of the temperature's Adam.
+            reduction: `ddp_mean` if the encoders' gradients are averaged over ranks (DDP, FSDP, DeepSpeed), which
+                multiplies the gradients of the features by the world size; `sum` if they are summed.
+            group: process group of the global batch. By default the default group, or this process alone.
+            own_optimizer: whether a call trains the temperature and the networks; see above.
+            validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
+                host wait. Without it, all ranks must pass the same number of rows.
+            device: device of the state until the first call moves it to that of the features. With
+                `own_optimizer=False` the two must be equal.
+            options: options of the method, as below `objective:` in a recipe: `temperature={"rho": 6.5}` or
                 `npn={"lr": 0.05}`.
 
         Raises:
-            UserError: unknown method or option, or a value out of range.
+            UserError: the method or an option is unknown, or a value is out of range.
         """
         super().__init__()
         try:
@@ -122,16 +123,16 @@ class ContrastiveLoss(nn.Module):
         """Return the loss of the global batch, the same on all ranks.
 
         Args:
-            image_features: (b, d) rows of norm 1, of any floating dtype; b may differ between ranks.
-            text_features: likewise.
-            index: (b,) places of the samples in the training set, in [0, samples); a repeated one keeps the statistics
-                of its last row. Only methods with statistics of each sample need it. Keep it in host memory, as
-                `valid`: from a GPU it is copied there, for which the host waits.
-            valid: (b,) bool, False for rows that do not count.
+            image_features: (b, d) normalized rows of any floating dtype; b may differ between ranks.
+            text_features: (b, d) normalized rows.
+            index: (b,) positions of the samples in the training set, in [0, samples). Methods that keep statistics per
+                sample need it; if an index occurs twice, its last row counts. Keep it in host memory: the host waits
+                for a copy from a GPU.
+            valid: (b,) bool in host memory, False for rows to ignore.
 
         Raises:
-            ValueError: on all ranks, if the arguments of any rank cannot be used.
-            UserError: fewer than two rows of the global batch count.
+            ValueError: the arguments of any rank are invalid; all ranks raise.
+            UserError: fewer than two rows of the global batch are valid.
         """
         learns = self.training and torch.is_grad_enabled()
         inputs = (image_features, text_features)
@@ -161,18 +162,18 @@ class ContrastiveLoss(nn.Module):
 
     @property
     def temperature(self) -> float:
-        """Present temperature tau; the mean of the last batch where samples have their own."""
+        """Current temperature tau; with individual temperatures, their mean over the last batch."""
         tau = trained_temperature(self._objective.replicated_state())
         return float(self._metrics.get("tau", self._config.temperature.initial or 0.07) if tau is None else tau)
 
     @contextmanager
     def accumulate(self, model: nn.Module | None = None, scale: float = 1.0) -> Iterator[TwoPass]:
-        """Compute the exact gradient of a batch whose micro-batches go through the model one after the other.
+        """Compute the exact gradient of a batch in micro-batches, in two passes as GradCache does.
 
         Args:
-            model: the encoders, in DDP or FSDP2 or by themselves; gradients are reduced over ranks in the last
-                micro-batch only, and running statistics of batch normalization change in the second pass only.
-            scale: factor of all gradients, such as that of a `GradScaler`.
+            model: the encoders, plain or in DDP or FSDP2. Gradients are reduced over ranks in the last micro-batch
+                only, and running statistics of batch normalization change in the second pass only.
+            scale: factor of all gradients, such as the scale of a `GradScaler`.
 
         Example:
             ```python
@@ -189,7 +190,7 @@ class ContrastiveLoss(nn.Module):
         yield TwoPass(self, model, scale)
 
     def save(self, folder: Path | str) -> None:
-        """Write the state of all ranks to a folder, on all ranks together; `load` reads it with any number of ranks."""
+        """Write the state of all ranks to a folder. All ranks call it; `load` works with any number of ranks."""
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         for name, table in self._objective.row_tables().items():
@@ -201,10 +202,10 @@ class ContrastiveLoss(nn.Module):
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
-        """Read the state that any number of ranks have saved.
+        """Read the state that `save` wrote, with any number of ranks.
 
         Raises:
-            UserError: the folder is incomplete, or of another method, width or data set.
+            UserError: the folder is incomplete, or belongs to another method, width or data set.
         """
         folder = Path(folder)
         if not (folder / _META).is_file():

@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 class IndexedDataset(Dataset[Any]):
     """A map-style dataset whose samples carry their index.
 
-    A mapping gets the key `index`, a tuple or list gets the index as its last element.
+    A sample that is a mapping gets the key `index`; a tuple or list gets the index as its last element.
 
     Example:
         ```python
@@ -32,14 +32,14 @@ class IndexedDataset(Dataset[Any]):
 
 
 def add_index(samples: Iterable[dict[str, Any]], starts: Mapping[str, int]) -> Iterator[dict[str, Any]]:
-    """Add `__index__` to webdataset samples: the shard's first index plus the sample's place in the shard.
+    """Add `__index__` to webdataset samples: the shard's first index plus the sample's position in the shard.
 
-    Use it as the stage after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed. `wds.decode`
-    leaves keys with two underscores alone; `wds.to_tuple("image", "text", "__index__")` hands them on.
+    Put it right after `wds.tarfile_to_samples()`, before samples are shuffled, dropped or renamed. `wds.decode`
+    ignores keys with two underscores; `wds.to_tuple("image", "text", "__index__")` selects the index.
 
     Args:
-        samples: webdataset's, with `__url__` and `__key__`, in the order of their tars.
-        starts: shard URL -> index of its first sample; shards must not overlap.
+        samples: webdataset samples with `__url__` and `__key__`, in the order of their tars.
+        starts: index of the first sample of each shard, by URL; shards must not overlap.
 
     Raises:
         KeyError: a shard is not in `starts`.

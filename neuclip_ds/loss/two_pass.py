@@ -112,7 +112,7 @@ class MicroBatches:
 class TwoPass(MicroBatches):
     """Collect features without a graph, compute the loss of the whole batch, then back-propagate each micro-batch.
 
-    Made by `ContrastiveLoss.accumulate`. Both passes draw the same random numbers, so dropout agrees.
+    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout agrees.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
@@ -123,12 +123,12 @@ class TwoPass(MicroBatches):
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
     ) -> None:
-        """Keep the features of a micro-batch; arguments as those of the loss."""
+        """Keep the features of a micro-batch; the arguments are those of the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
 
     def loss(self) -> Tensor:
-        """Return the loss of the whole batch, and compute its gradients; without a graph."""
+        """Compute the gradients of the whole batch's loss, and return the loss without a graph."""
         if not self._others:
             raise RuntimeError("Add the features of all micro-batches before the loss.")
         columns = zip(*self._others, strict=True)
@@ -144,7 +144,7 @@ class TwoPass(MicroBatches):
 
     @contextmanager
     def gradients(self) -> Iterator[None]:
-        """Run a micro-batch of the second pass within this context, in the order of the first; end with `backward`.
+        """Run a micro-batch of the second pass within this context, in the order of the first; end it with `backward`.
 
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).
@@ -153,7 +153,7 @@ class TwoPass(MicroBatches):
             yield
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
-        """Back-propagate the gradient of this micro-batch's rows; the features of a frozen tower have no graph."""
+        """Back-propagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
         torch.autograd.backward(*self.learning(image_features, text_features))
 
 

@@ -14,14 +14,13 @@ if TYPE_CHECKING:
 
 
 class Hook:
-    """Do something around the steps of a loop: override the methods that you need.
+    """Act around the steps of a training loop: override the methods you need.
 
-    All ranks have the same hooks and call them in the same order, so a hook may use collectives. `Loop` says what a
-    hook can read and ask for. Those that are passed to `train` come before those of every run (health, metrics,
-    signals, checkpoints, evaluation) and are closed after them.
+    All ranks have the same hooks and call them in the same order, so a hook may use collectives. Hooks that you pass to
+    `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
 
     Attributes:
-        in_recovery: whether the hook also runs around the steps that recover statistics (`recovery.*`).
+        in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
 
     Example:
         class StopBelow(Hook):
@@ -33,33 +32,33 @@ class Hook:
     in_recovery = False
 
     def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
-        """Run before data and model are opened; the run's folder need not exist yet."""
+        """Called before data and model are opened; the folder of the run may not exist yet."""
 
     def start(self, loop: Loop) -> None:
-        """Run before the first step of this start, and of a rollback; `loop.done` steps are behind it."""
+        """Called before the first step after a launch, a resume or a rollback, when `loop.done` steps are done."""
 
     def before_step(self, loop: Loop) -> None:
-        """Run before the next batch is waited for."""
+        """Called before the loop waits for the next batch."""
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
-        """Run when the batch has come, before it is trained on."""
+        """Called with the batch, before the step trains on it."""
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """Run after a step."""
+        """Called after a step."""
 
     def finish(self, loop: Loop) -> None:
-        """Run after the last step; not if the loop was stopped before."""
+        """Called after the last step, unless the loop was stopped earlier."""
 
     def state(self, loop: Loop) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the hook: JSON, equal on all ranks; they call it together."""
+        """Return the state to save in a checkpoint, as JSON that is equal on all ranks; called on all ranks."""
         return {}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Take back what `state` returned, before `start`; not if the checkpoint holds nothing of the hook."""
+        """Called before `start` with the state in the checkpoint, if it has any of this hook."""
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Release what `start` took; runs in every case, with the exception that ended the loop, if any: a `RollBack`
-        before the run returns to its newest checkpoint."""
+        """Release the resources of `start`. Always called, with the exception that ended the loop, if any; a `RollBack`
+        means that the run returns to its newest checkpoint."""
 
     def after_run(self, loop: Loop) -> None:
-        """Run when the run has ended without an error and is marked complete, also by an earlier start of it."""
+        """Called when the run is complete, also if an earlier launch completed it."""

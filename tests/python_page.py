@@ -1,0 +1,91 @@
+"""Write docs/reference/python.md from signatures and docstrings: `python tests/python_page.py`."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import neuclip_ds
+from neuclip_ds import errors
+from neuclip_ds.loss.two_pass import TwoPass
+
+PAGE = Path(__file__).parents[1] / "docs" / "reference" / "python.md"
+PARTS: dict[str, list[Any]] = {
+    "Loss": [neuclip_ds.ContrastiveLoss, neuclip_ds.IndexedDataset, neuclip_ds.add_index, TwoPass],
+    "Training": [neuclip_ds.train, neuclip_ds.load, neuclip_ds.Run, neuclip_ds.Model, neuclip_ds.Hook],
+    "Exceptions": [neuclip_ds.UserError, neuclip_ds.TrainingDiverged, errors.Interrupted],
+}
+SECTION = re.compile(r"^(Args|Returns|Raises|Attributes|Example):$", re.MULTILINE)
+NOT_RUN = "<!-- not run: an excerpt -->\n```python\n{}\n```"
+
+
+def written() -> str:
+    """Return the page, whose introduction is kept."""
+    page = PAGE.read_text(encoding="utf-8").split("\n## Loss\n")[0]
+    for title, objects in PARTS.items():
+        page += f"\n## {title}\n" + "".join(f"\n{block}\n" for one in objects for block in described(one))
+    return page
+
+
+def described(one: Any) -> Iterator[str]:
+    """Yield the blocks that describe a function, or a class with its public methods."""
+    yield f"### {one.__name__}"
+    if isinstance(one, type) and issubclass(one, BaseException):
+        yield inspect.cleandoc(one.__doc__ or "")
+        return
+    yield NOT_RUN.format(signature(one, one.__name__))
+    yield from sections(one.__doc__)
+    if isinstance(one, type):
+        yield from sections(vars(one)["__init__"].__doc__ if "__init__" in vars(one) else None)
+        for name, member in vars(one).items():
+            is_public = not name.startswith("_") and "extra_state" not in name
+            if is_public and (isinstance(member, property) or inspect.isfunction(member)):
+                yield f"#### `{name}`"
+                if isinstance(member, property):
+                    yield inspect.cleandoc(member.__doc__ or "")
+                else:
+                    yield NOT_RUN.format(signature(member, name))
+                    yield from sections(member.__doc__)
+
+
+def signature(function: Any, name: str) -> str:
+    """Return a call with its parameters and defaults as the source has them, broken into lines where it is long."""
+    source = vars(function).get("__init__") if isinstance(function, type) else inspect.unwrap(function)
+    if source is None:
+        return f"{name}()"
+    tree = ast.parse(textwrap.dedent(inspect.getsource(source))).body[0]
+    assert isinstance(tree, ast.FunctionDef)
+    tree.args.args = [argument for argument in tree.args.args if argument.arg != "self"]
+    returns = "" if tree.returns is None or ast.unparse(tree.returns) == "None" else f" -> {ast.unparse(tree.returns)}"
+    parameters = ast.unparse(tree.args).replace("=", " = ")
+    line = f"{name}({parameters}){returns}"
+    if len(line) <= 100:
+        return line
+    parts = re.split(r", (?=\*{0,2}\w+: |\*,)", parameters)
+    return f"{name}(\n" + "".join(f"    {part},\n" for part in parts) + f"){returns}"
+
+
+def sections(docstring: str | None) -> Iterator[str]:
+    """Yield the Markdown of a docstring in Google's style."""
+    first, *rest = SECTION.split(inspect.cleandoc(docstring or ""))
+    if first.strip():
+        yield first.strip()
+    for title, body in zip(rest[::2], rest[1::2], strict=True):
+        text = inspect.cleandoc(body)
+        if title == "Example":
+            yield NOT_RUN.format(text.replace("```python\n", "").replace("\n```", ""))
+        elif title == "Returns":
+            yield f"Returns: {text}"
+        else:
+            items = re.findall(r"^([\w., ]+): (.*(?:\n +.*)*)", text, re.MULTILINE)
+            heading = "Arguments" if title == "Args" else title
+            yield f"{heading}:\n\n" + "\n".join(f"- `{name}`: {' '.join(text.split())}" for name, text in items)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(written(), encoding="utf-8")
