@@ -23,7 +23,6 @@ from typing import cast
 from neuclip_ds.cli.program import Parser, progress_bar
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
-from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.shards import is_local, resolve_shards
 
 log = logging.getLogger(__name__)
@@ -38,26 +37,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
     )
-    parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
-    parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
-    parser.add_argument(
-        "--no-checksum",
-        action="store_true",
-        help="no CRC-32 and offsets; of local shards headers alone are read, remote ones whole",
-    )
-    parser.add_argument(
-        "--from-side-files",
-        action="store_true",
-        help="read no shard, only NAME_stats.json or NAME.parquet, which img2dataset wrote next to it",
-    )
-    parser.add_argument(
-        "--skip-unreadable",
-        action="store_true",
-        help="omit shards that cannot be used; unreadable_shards.jsonl lists them",
-    )
-    parser.add_argument(
-        "--allow-commands", action="store_true", help="run pipe:COMMANDs also where a .txt list has them"
-    )
+    flags = {
+        "update": "append new shards and mark removed ones",
+        "verify": "decode all images; failures go to bad_samples.jsonl",
+        "no-checksum": "compute no CRC-32 and keep no offsets; only the headers of local shards are then read",
+        "from-side-files": "read no shard, only NAME_stats.json or NAME.parquet, which img2dataset wrote next to it",
+        "skip-unreadable": "omit shards that cannot be used; unreadable_shards.jsonl lists them",
+        "allow-commands": "also run the pipe:COMMANDs of .txt lists",
+    }
+    for flag, meaning in flags.items():
+        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
@@ -90,39 +79,24 @@ def _build(options: argparse.Namespace, executor: Executor) -> None:
     Captions(options.captions)
     paths = [path for source in options.sources for path in resolve_shards(source, options.allow_commands)]
     scan = ScanOptions(
-        tuple(options.captions),
-        not (options.no_checksum or options.from_side_files),
-        options.verify,
-        tuple(options.uids),
-        options.uid_key,
-        options.from_side_files,
+        captions=tuple(options.captions),
+        checksum=not (options.no_checksum or options.from_side_files),
+        verify=options.verify,
+        uids=tuple(options.uids),
+        uid_key=options.uid_key,
+        side_files=options.from_side_files,
     )
     remote = sum(not is_local(path) for path in paths)
     if remote >= _MANY_SHARDS and not options.from_side_files:
-        log.warning(
-            "%d remote shards are downloaded once, to be scanned; with --from-side-files, only img2dataset's counts",
-            remote,
-        )
+        log.warning("%d remote shards are downloaded to be scanned; --from-side-files reads only their counts", remote)
+    how = {"update": options.update, "skip_unreadable": options.skip_unreadable}
     with progress_bar("shards") as on_progress:
-        manifest = write_manifest(
-            options.folder,
-            paths,
-            executor,
-            scan,
-            update=options.update,
-            skip_unreadable=options.skip_unreadable,
-            on_progress=on_progress,
-        )
-    print(_summary(options.folder, manifest, time.monotonic() - began))
-
-
-def _summary(folder: Path, manifest: Manifest, seconds: float) -> str:
-    removed = sum(shard.removed for shard in manifest.shards)
-    size = sum(shard.bytes for shard in manifest.shards if not shard.removed)
+        manifest = write_manifest(options.folder, paths, executor, scan, on_progress=on_progress, **how)
+    used = [shard for shard in manifest.shards if not shard.removed]
     parts = [
-        f"{manifest.n_used:,} samples ({manifest.n_bad:,} known to be bad)",
-        f"{manifest.n_shards - removed:,} shards of {size / 1e9:,.2f} GB in all",
+        f"{options.folder}: {manifest.n_used:,} samples ({manifest.n_bad:,} known to be bad)",
+        f"{len(used):,} shards of {sum(shard.bytes for shard in used) / 1e9:,.2f} GB in all",
     ]
-    if removed:
+    if removed := len(manifest.removed):
         parts.append(f"{removed:,} removed shards with {manifest.n - manifest.n_used:,} indices")
-    return f"{folder}: {', '.join(parts)}; {seconds:.1f} s."
+    print(f"{', '.join(parts)}; {time.monotonic() - began:.1f} s.")

@@ -82,7 +82,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     identity = {"model": saved.name, "precision": options.precision}
 
     def unscored() -> list[str]:
-        """Return the keys of tasks to score; the score of a set of one's own is one of the same files."""
+        """Return the keys of tasks to score; a set of your own may have a score of other files."""
         known = Results(folder, identity)
         keys = []
         for task, place in found:

@@ -5,7 +5,6 @@ import os
 import re
 import sys
 from collections.abc import Sequence
-from types import ModuleType
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.errors import UserError
@@ -32,22 +31,15 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]
     if not arguments or arguments[0] in ("-h", "--help"):
-        print(_help())
+        print(
+            "usage: neuclip-ds COMMAND [arguments]\n\nTrain, evaluate and export CLIP models on DeepSpeed.\n\nCommands:"
+        )
+        print(*(f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()), sep="\n")
+        print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace where a store's server ends
     with exit_on_mistake():
-        _command(arguments[0]).main(arguments[1:])
-
-
-def _command(name: str) -> ModuleType:
-    if name not in COMMANDS:
-        raise UserError(f"Unknown command {name}{nearest(name, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}.")
-    return importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}")
-
-
-def _help() -> str:
-    lines = [f"  {name:<18}{meaning}" for name, meaning in COMMANDS.items()]
-    usage = "usage: neuclip-ds COMMAND [arguments]\n\nTrain, evaluate and export CLIP models on DeepSpeed."
-    return "\n".join(
-        [usage, "", "Commands:", *lines, "", "`neuclip-ds COMMAND --help` lists the options of a command."]
-    )
+        name = arguments[0]
+        if name not in COMMANDS:
+            raise UserError(f"Unknown command {name}{nearest(name, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}.")
+        importlib.import_module(f"neuclip_ds.cli.{name.replace('-', '_')}").main(arguments[1:])

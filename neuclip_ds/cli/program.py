@@ -2,7 +2,6 @@
 
 import argparse
 import logging
-import re
 import socket
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -51,8 +50,8 @@ class Parser(argparse.ArgumentParser):
         """
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
-            known = re.findall(r"--[\w-]+", self.format_help())
-            raise UserError(f"Unknown option {unknown[0]}{nearest(unknown[0].split('=')[0], known) or '.'} See --help.")
+            hint = nearest(unknown[0].split("=")[0], self._option_string_actions) or "."
+            raise UserError(f"Unknown option {unknown[0]}{hint} See --help.")
         return options
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

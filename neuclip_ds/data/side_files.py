@@ -9,6 +9,7 @@ import random
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeVar
 
@@ -17,7 +18,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from neuclip_ds.data.fetch import explain
+from neuclip_ds.data.fetch import AttemptFailed, explain
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.manifest_file import MIN_SAMPLE_BYTES
 from neuclip_ds.data.scan import Scan, Scans
@@ -31,14 +32,6 @@ _TAR = ".tar"
 _BLOCK = 1 << 16  # bytes of a parquet file that are read at once
 
 
-class _Failed(Exception):
-    """A request failed, for the reason in the message; `absent` if there is no such file."""
-
-    def __init__(self, reason: str, absent: bool = False) -> None:
-        super().__init__(reason)
-        self.absent = absent
-
-
 def check_names(paths: Sequence[str]) -> None:
     """Raise UserError unless all paths are those of tars, next to which side files may be."""
     if other := next((path for path in paths if path.startswith("pipe:") or not path.endswith(_TAR)), None):
@@ -46,43 +39,39 @@ def check_names(paths: Sequence[str]) -> None:
 
 
 def find_sizes(paths: Sequence[str]) -> dict[str, int | None]:
-    """Return the bytes of shards, None where they cannot be had: counting the shard's samples reports why."""
-    found = _on_threads(_size, paths)
-    return {path: size if isinstance(size, int) else None for path, size in found.items()}
+    """Return the bytes of shards, None where they are unknown: `count_shards` gives the reason."""
+
+    def size(path: str, store: Any) -> int | None:
+        with suppress(AttemptFailed):
+            return _size(path, store)
+        return None
+
+    return _on_threads(size, paths)
 
 
 def count_shards(sizes: Mapping[str, int | None]) -> Scans:
     """Count the samples of shards, with their bytes where known."""
+    failures: dict[str, str] = {}
 
-    def count(path: str, store: Any) -> Scan:
-        n, size = _samples(path.removesuffix(_TAR), store), sizes[path] or _size(path, store)
-        if n * MIN_SAMPLE_BYTES > size:
-            raise _Failed(f"its side file has {n} samples, but the shard only {size} bytes")
+    def count(path: str, store: Any) -> Scan | None:
+        try:
+            n, size = _samples(path.removesuffix(_TAR), store), sizes[path] or _size(path, store)
+            if n * MIN_SAMPLE_BYTES > size:
+                raise AttemptFailed(f"its side file has {n} samples, but the shard only {size} bytes")
+        except AttemptFailed as failure:
+            failures[path] = f"Shard {path} cannot be counted: {failure}."
+            return None
         return Scan(Shard(path, 0, n, size), n_images=n, n_captions=n)
 
-    found = _on_threads(count, sizes)
-    failures = {
-        path: f"Shard {path} cannot be counted: {one}." for path, one in found.items() if isinstance(one, _Failed)
-    }
-    return [one for one in found.values() if isinstance(one, Scan)], failures
+    return [scan for scan in _on_threads(count, sizes).values() if scan is not None], failures
 
 
-def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value | _Failed]:
-    """Return what `work` returns, or how it fails, for each path and the fsspec file system of its folder."""
-    stores = {folder: _store(folder) for folder in {_folder(path) for path in paths}}  # each thread would make others
-
-    def attempt(path: str) -> Value | _Failed:
-        try:
-            return work(path, stores[_folder(path)])
-        except _Failed as failure:
-            return failure
-
+def _on_threads(work: Callable[[str, Any], Value], paths: Collection[str]) -> dict[str, Value]:
+    """Return what `work` returns for each path and the fsspec file system of its folder."""
+    folders = {path: path.rpartition("/")[0] for path in paths}
+    stores = {folder: _store(folder) for folder in set(folders.values())}  # each thread would make others
     with ThreadPoolExecutor(_REQUESTS) as pool:
-        return dict(zip(paths, pool.map(attempt, paths), strict=True))
-
-
-def _folder(path: str) -> str:
-    return path.rpartition("/")[0]
+        return dict(zip(paths, pool.map(lambda path: work(path, stores[folders[path]]), paths), strict=True))
 
 
 def _store(folder: str) -> Any:
@@ -100,7 +89,7 @@ def _store(folder: str) -> Any:
 def _size(path: str, store: Any) -> int:
     size = _request(partial(store.size, path))
     if not isinstance(size, int):
-        raise _Failed("the server does not report its size; omit --from-side-files")
+        raise AttemptFailed("the server does not report its size; omit --from-side-files")
     return size
 
 
@@ -109,11 +98,11 @@ def _samples(stem: str, store: Any) -> int:
     for side, read in ((f"{stem}_stats.json", _successes), (f"{stem}.parquet", _rows)):
         try:
             return _request(partial(read, store, side))
-        except _Failed as failure:
-            if not failure.absent:
-                raise _Failed(f"{side}: {failure}") from failure
+        except AttemptFailed as failure:
+            if failure.kind != "missing":
+                raise AttemptFailed(f"{side}: {failure}") from failure
     name = stem.rpartition("/")[2]
-    raise _Failed(
+    raise AttemptFailed(
         f"no {name}_stats.json or {name}.parquet is next to it, which img2dataset writes when a shard is complete"
     )
 
@@ -123,9 +112,9 @@ def _successes(store: Any, path: str) -> int:
     try:
         found = json.loads(data)["successes"]
     except (ValueError, LookupError, TypeError, RecursionError) as error:
-        raise _Failed('it is not JSON with "successes"') from error
+        raise AttemptFailed('it is not JSON with "successes"') from error
     if type(found) is not int or found < 0:
-        raise _Failed(f'"successes" is {found!r}')
+        raise AttemptFailed(f'"successes" is {found!r}')
     return found
 
 
@@ -135,19 +124,19 @@ def _rows(store: Any, path: str) -> int:
             status = pq.read_table(file, columns=["status"]).column("status")
             return int(pc.sum(pc.equal(status, "success")).as_py() or 0)
         except (KeyError, pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-            raise _Failed('it is not a parquet file with a column "status"') from error
+            raise AttemptFailed('it is not a parquet file with a column "status"') from error
 
 
 def _request(work: Callable[[], Value]) -> Value:
-    """Return what `work` returns, repeated after errors that may pass; raise _Failed."""
-    for pause in (*(2**attempt * random.uniform(0.5, 1) for attempt in range(_ATTEMPTS - 1)), None):  # seconds
+    """Return what `work` returns, repeated after errors that may pass; raise AttemptFailed."""
+    for attempt in range(_ATTEMPTS):
         try:
             return work()
-        except _Failed:
+        except AttemptFailed:
             raise
         except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
             failure = explain(error)
-            if failure.kind != "outage" or pause is None:
-                raise _Failed(str(failure), failure.kind == "missing") from error
-        time.sleep(pause)
+            if failure.kind != "outage" or attempt == _ATTEMPTS - 1:
+                raise failure from error
+        time.sleep(2**attempt * random.uniform(0.5, 1))
     raise AssertionError("unreachable")

@@ -68,12 +68,6 @@ def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     return parse_uid(json_object(data).get(key))
 
 
-def uid_text(data: bytes, key: str) -> str | None:
-    """Return the uid in a sample's JSON member as 32 lower-case hex digits, or None if it has none."""
-    found = json_object(data).get(key)
-    return None if parse_uid(found) is None else str(found).lower()
-
-
 def _map(path: Path) -> UidArray:
     try:
         listed = np.lib.format.open_memmap(path, mode="r")

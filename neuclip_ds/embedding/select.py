@@ -5,7 +5,7 @@ a program of yours has written. Only the two columns are read.
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -42,27 +42,25 @@ class Selection(NamedTuple):
 
 
 def select(
-    sources: Sequence[Path],
-    column: str,
-    rule: Rule,
-    out: Path,
-    uid_column: str = "uid",
-    within: Sequence[Path] = (),
+    sources: Sequence[Path], column: str, rule: Rule, out: Path, uid_column: str = "uid", within: Sequence[Path] = ()
 ) -> Selection:
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
     With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept.
 
     Args:
-        sources: parquet files, or folders whose parquet files are taken, also those in their subfolders.
-        column: column of numbers.
+        sources: parquet files, or folders with parquet files in any depth.
         out: .npy file of pairs of 64-bit words (dtype `u8,u8`).
         within: such files; uids that one of them lacks are not kept.
 
     Raises:
         UserError: the files cannot be read, nothing is kept, or no row has a uid.
     """
-    data = _open(sources, {column: "--column", uid_column: "--uid-column"})
+    files = [file for source in sources for file in _files(source)]
+    data = ds.dataset([str(file) for file in files], format="parquet")
+    for name, option in ((column, "--column"), (uid_column, "--uid-column")):
+        if name not in data.schema.names:
+            raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
     lists = [UidFiles([path]) for path in within]
     minimum = rule.minimum if rule.top is None else max(rule.minimum, _threshold(data, column, rule.top))
     samples = without_value = without_uid = 0
@@ -76,7 +74,9 @@ def select(
         for listed in lists:
             uids = uids[listed.count(uids) > 0]
         chosen.append(uids)
-    found = _sorted(np.concatenate(chosen) if chosen else np.empty(0, UID))
+    found = np.concatenate(chosen) if chosen else np.empty(0, UID)
+    found = found[np.lexsort((found["low"], found["high"]))]  # numpy's sort of pairs takes far longer
+    found = found[np.append(True, found[1:] != found[:-1])[: len(found)]]
     if not len(found) and without_uid:
         raise UserError(
             f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column, or the key "
@@ -88,16 +88,6 @@ def select(
     with atomic_write(out) as temporary, temporary.open("wb") as file:
         np.save(file, found.view(np.dtype("u8,u8")))  # the names of DataComp's files
     return Selection(len(found), samples, without_value, without_uid, minimum)
-
-
-def _open(sources: Sequence[Path], columns: Mapping[str, str]) -> ds.Dataset:
-    """Open parquet files; raise UserError if there are none, or they lack a column, which an option names."""
-    files = [file for source in sources for file in _files(source)]
-    data = ds.dataset([str(file) for file in files], format="parquet")
-    for name, option in columns.items():
-        if name not in data.schema.names:
-            raise UserError(f"{files[0]} has no column {name}: choose {option} from {', '.join(data.schema.names)}.")
-    return data
 
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
@@ -122,14 +112,6 @@ def _threshold(data: ds.Dataset, column: str, share: float) -> float:
         return math.inf
     values.partition(len(values) - count)
     return float(values[len(values) - count])
-
-
-def _sorted(uids: UidArray) -> UidArray:
-    ordered = uids[np.lexsort((uids["low"], uids["high"]))]  # numpy's sort of pairs takes far longer
-    if len(ordered) < 2:
-        return ordered
-    is_new = (ordered["high"][1:] != ordered["high"][:-1]) | (ordered["low"][1:] != ordered["low"][:-1])
-    return ordered[np.concatenate([[True], is_new])]
 
 
 def feature_tables(folder: Path) -> list[Path]:

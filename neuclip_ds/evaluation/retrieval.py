@@ -53,10 +53,7 @@ def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
 
 @torch.no_grad()
 def retrieval(
-    pairs: EncodedPairs,
-    communicator: Communicator,
-    ks: Sequence[int] = (1, 5, 10),
-    chunk: int = 1024,
+    pairs: EncodedPairs, communicator: Communicator, ks: Sequence[int] = (1, 5, 10), chunk: int = 1024
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks, which have equally many.
 

@@ -63,11 +63,7 @@ def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "
 
 
 def _prepared(
-    folder: EvaluationSet,
-    prepare: Callable[[Sample], T],
-    communicator: Communicator,
-    size: int,
-    loader: Loader,
+    folder: EvaluationSet, prepare: Callable[[Sample], T], communicator: Communicator, size: int, loader: Loader
 ) -> Generator[ShardedBatch[T], None, None]:
     under_way: deque[ShardedBatch[Sample]] = deque()  # batches whose samples the loader has taken
 

@@ -27,11 +27,7 @@ Metrics = dict[str, float | None]
 
 
 def measure(
-    task: Task,
-    folder: Path,
-    encoder: BatchEncoder,
-    transform: Callable[[bytes], Tensor],
-    loader: Loader = IN_PROCESS,
+    task: Task, folder: Path, encoder: BatchEncoder, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
 ) -> Metrics:
     """Return the metrics of a task from its folder, equal on all ranks.
 

@@ -38,10 +38,7 @@ class Instance(NamedTuple):
 
 @torch.no_grad()
 def winogavil(
-    encoder: BatchEncoder,
-    folder: EvaluationSet,
-    transform: Callable[[bytes], Tensor],
-    loader: Loader = IN_PROCESS,
+    encoder: BatchEncoder, folder: EvaluationSet, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
 ) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 

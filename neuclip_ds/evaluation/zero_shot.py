@@ -68,10 +68,7 @@ def classify(
 
 
 def zero_shot(
-    encoder: BatchEncoder,
-    image_set: EvaluationSet,
-    transform: Callable[[bytes], Tensor],
-    loader: Loader = IN_PROCESS,
+    encoder: BatchEncoder, image_set: EvaluationSet, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
 ) -> dict[str, float]:
     """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
 
