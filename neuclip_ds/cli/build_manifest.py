@@ -37,16 +37,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument(
         "sources", nargs="+", help="tars, folders, globs, brace patterns, URLs, pipe:COMMANDs or .txt lists of them"
     )
-    flags = {
-        "update": "append new shards and mark removed ones",
-        "verify": "decode all images; failures go to bad_samples.jsonl",
-        "no-checksum": "compute no CRC-32 and keep no offsets; only the headers of local shards are then read",
-        "from-side-files": "read no shard, only NAME_stats.json or NAME.parquet, which img2dataset wrote next to it",
-        "skip-unreadable": "omit shards that cannot be used; unreadable_shards.jsonl lists them",
-        "allow-commands": "also run the pipe:COMMANDs of .txt lists",
-    }
-    for flag, meaning in flags.items():
-        parser.add_argument(f"--{flag}", action="store_true", help=meaning)
+    parser.add_argument("--update", action="store_true", help="append new shards and mark removed ones")
+    parser.add_argument("--verify", action="store_true", help="decode all images; failures go to bad_samples.jsonl")
+    parser.add_argument("--no-checksum", action="store_true", help="read only the headers of local shards: no CRC-32")
+    parser.add_argument("--from-side-files", action="store_true", help="read no shard, only img2dataset's counts")
+    parser.add_argument("--skip-unreadable", action="store_true", help="omit unusable shards, and list them in a file")
+    parser.add_argument("--allow-commands", action="store_true", help="also run the pipe:COMMANDs of .txt lists")
     parser.add_argument("--captions", nargs="+", default=["txt"], help="where captions are, as in data.captions")
     parser.add_argument("--uids", nargs="+", default=[], help=".npy files of sorted 128-bit uids to keep")
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")

@@ -6,9 +6,7 @@
 
 A pair is a pure function of (seed, split, index): the number of processes does not matter, a smaller set is the
 beginning of a larger one, and equal versions of Pillow give equal files. One pair in twenty is a near-duplicate: the
-scene of an earlier pair, drawn again and captioned by another template, like the false negatives of scraped data.
-
-A scene is one to three groups of equal objects in a row or a column; every attribute stays visible at 48 pixels. A
+scene of an earlier pair, drawn again and captioned by another template, like the false negatives of scraped data. A
 scene of `val` may by chance have the description of one in `train`, but never the same pixels.
 """
 
@@ -179,7 +177,6 @@ def make_demo_data(
         pairs, held_out: number of image-caption pairs in `train` and in `val`.
         zero_shot: number of labeled images; class counts differ by one at most.
         size: side of the images in pixels.
-        seed: seed of all random choices.
         processes: by default the number of cores; 1 renders in this process.
         on_progress: called with (images done, total images) after each shard.
 
@@ -195,8 +192,8 @@ def make_demo_data(
     with new_folder(folder) as temporary:
         labels = temporary / "zero_shot"
         (labels / "test").mkdir(parents=True)
-        class_names = [f"{color} {shape}" for color, shape in CLASSES]
-        (labels / "classnames.txt").write_text("\n".join(class_names) + "\n")
+        class_names = "".join(f"{color} {shape}\n" for color, shape in CLASSES)
+        (labels / "classnames.txt").write_text(class_names)
         (labels / "zeroshot_classification_templates.txt").write_text("\n".join(CLASS_TEMPLATES) + "\n")
         (labels / "test" / "nshards.txt").write_text("1\n")
         shards: list[tuple[Path, range, _Sampler]]
@@ -217,10 +214,8 @@ def make_demo_data(
 def demo_split(source: str, cache: Path) -> Path:
     """Return the folder of `demo:train`, `demo:val` or `demo:zero_shot`; render the data set if `cache` lacks it.
 
-    Processes may race: each renders separately, and all use the files of the first one to finish.
-
-    Raises:
-        UserError: no split has that name, or `cache` cannot be written.
+    Of several processes that render it at the same time, all use the files of the first one to finish. Raises UserError
+    if no split has that name, or `cache` cannot be written.
     """
     _, _, split = source.partition(":")
     if split not in SPLITS or source != f"demo:{split}":

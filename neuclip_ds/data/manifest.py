@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.data.sample_table import SampleParts
+from neuclip_ds.data.sample_table import Place, SampleParts
 from neuclip_ds.errors import UserError
 
 
@@ -101,13 +101,17 @@ class Manifest:
 
     def to_json(self) -> dict[str, Any]:
         """Return a description for `from_json` on other ranks, whose sample tables lie under the same path."""
-        samples = None if self.samples is None else self.samples.to_json()
-        return {"shards": [list(shard) for shard in self.shards], "samples": samples}
+        found: dict[str, Any] = {"shards": [list(shard) for shard in self.shards]}
+        if self.samples is not None:  # other ranks then need not open the tables' files
+            found["places"] = [[str(part), group] for part, group in self.samples.places]
+            found["members"] = sorted(self.samples.members)
+        return found
 
     @classmethod
     def from_json(cls, found: Mapping[str, Any]) -> "Manifest":
         """Return the manifest that `to_json` describes."""
-        samples = None if found["samples"] is None else SampleParts.from_json(found["samples"])
+        places = [Place(Path(part), group) for part, group in found.get("places", [])]
+        samples = SampleParts(places, frozenset(found["members"])) if "members" in found else None
         return cls([Shard(*shard) for shard in found["shards"]], samples)
 
     def locate(self, index: int) -> tuple[int, int]:

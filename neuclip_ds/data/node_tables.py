@@ -1,13 +1,12 @@
 """Sample tables shared by all processes of a node: each is made once, as a file that they map into memory.
 
-A worker's own tables would take 50 bytes and more a sample in every worker. Files are named by the shard and by what
-the table was made from; the least recently used ones make room. Where no file can be written, a table is private to its
+Private tables would take 50 bytes and more per sample in every worker. Files are named after the shard and what the
+table was made from; the least recently used ones make room. Where no file can be written, a table is private to its
 process.
 
 A file has a header of 32 bytes (magic, CRC-32 of all that follows, flags, n, bytes of the keys), and the arrays of
 `SampleTable`: extents, ordinals, checksums or none, keys, and at the end the names of the members that are not in
-`MEMBERS`. Of the flags, the lowest bit tells whether there are checksums, and the others are the number of those
-members.
+`MEMBERS`. The lowest bit of the flags says whether there are checksums, the others hold the number of those members.
 """
 
 import hashlib
@@ -30,18 +29,16 @@ from neuclip_ds.data.sample_table import MEMBERS, SampleTable
 log = logging.getLogger(__name__)
 
 _LOCKS = 64  # lock files, which tables share
-_TURNS = 64  # tables of which one looks for room, unless they are large: there may be thousands of files
+_TURNS = 64  # one small table in so many looks for room: there may be thousands of files
 _MAGIC = b"NDStable"
 _HEADER = struct.Struct("<8sIIqq")
 _SIGNED = 12  # bytes before those that the CRC-32 covers
 
 
 class NodeTables:
-    """A folder of sample tables, at most `capacity_bytes` in all.
+    """A folder of sample tables, at most `capacity_bytes` in all; private to this node, created with the first table.
 
-    Args:
-        folder: created with the first table; private to this node. Whoever can write to it must be trusted with the
-            data.
+    Whoever can write to it must be trusted with the data.
     """
 
     def __init__(self, folder: Path, capacity_bytes: int = 8 * 10**9) -> None:
@@ -51,11 +48,8 @@ class NodeTables:
     def get(self, shard: str, source: Hashable, make: Callable[[], SampleTable]) -> SampleTable:
         """Return the table of a shard, mapped from its file; the first process to need it makes it.
 
-        Args:
-            shard: path or URL.
-            source: what decides the table, with a `repr` that other processes agree on; one made from another source
-                is not used.
-            make: makes the table; what it raises is raised.
+        `source` identifies what the table is made from, by a `repr` that is the same in all processes: a table of
+        another source is not used.
         """
         path = self._folder / f"{_hash(shard)}.{_hash(repr(source))}"
         with suppress(OSError, ValueError):
@@ -82,23 +76,20 @@ class NodeTables:
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
+        """Write a table, after removing the least recently used ones where there is no room."""
         if len(data) * _TURNS > self._capacity_bytes or secrets.randbelow(_TURNS) == 0:
-            self._make_room(len(data))
+            files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
+            excess = sum(size for _, size, _ in files) + len(data) - self._capacity_bytes
+            for _, size, other in files:
+                if excess > 0 and size:  # lock files are empty
+                    other.unlink(missing_ok=True)
+                    excess -= size
         temporary = path.with_suffix(f"{path.suffix}.{os.getpid()}")
         try:
             temporary.write_bytes(data)
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-
-    def _make_room(self, size: int) -> None:
-        """Remove the least recently used tables until one of `size` bytes fits."""
-        files = sorted((status.st_mtime_ns, status.st_size, path) for path, status in files_in(self._folder))
-        excess = sum(length for _, length, _ in files) + size - self._capacity_bytes
-        for _, length, path in files:
-            if excess > 0 and length:  # lock files are empty
-                path.unlink(missing_ok=True)
-                excess -= length
 
 
 def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:

@@ -6,8 +6,9 @@
 A cell of the image column holds a path (relative to the table's folder), a URL that fsspec knows, the encoded image, or
 both as `datasets` stores them, {bytes, path}. A cell of a caption column holds a text or a list of texts.
 
-A sample's uid is that of a column `uid`, or a hash of image and captions. Images keep their bytes; GIF and BMP, which
-shards do not hold, become PNG. Every row is in a shard or in the list of broken ones, and OUT is complete or absent.
+A sample's uid comes from a column `uid`, or is a hash of image and captions. Images keep their bytes, but GIF and BMP
+become PNG, as shards do not hold them. Every row is in a shard or in the list of broken ones, and OUT is complete or
+absent.
 """
 
 from __future__ import annotations
@@ -44,9 +45,7 @@ _DELIMITERS = {".csv": ",", ".tsv": "\t"}
 _HUB = "hf:"
 _MAGIC = {"jpg": re.compile(rb"\xff\xd8"), "png": re.compile(rb"\x89PNG"), "webp": re.compile(rb"RIFF....WEBP", re.S)}
 _MEMBER = re.compile(rf"([^.:/]+\.)*{TEXT}")
-_BATCH = (
-    256  # rows read at once, which may hold images; threads encode them, as decoding leaves Python's lock to others
-)
+_BATCH = 256  # rows read at once, which may hold images
 
 
 class PairTable(NamedTuple):
@@ -93,15 +92,10 @@ class Packed(NamedTuple):
 
 
 def open_table(source: str, split: str | None = None) -> PairTable:
-    """Open a table of pairs.
+    """Open a table of pairs; raise UserError if there is none, it has several splits, or it cannot be read.
 
-    Args:
-        source: a CSV, TSV, JSON lines or parquet file, a folder or a glob of files of one kind; or `hf:NAME` or
-            `hf:NAME:CONFIG`, where `datasets.load_dataset` takes NAME.
-        split: split of a data set with several.
-
-    Raises:
-        UserError: there is nothing of that name, it has several splits, or it cannot be read.
+    `source` is a CSV, TSV, JSON lines or parquet file, a folder or a glob of files of one kind; or `hf:NAME` or
+    `hf:NAME:CONFIG`, where `datasets.load_dataset` takes NAME.
     """
     if source.startswith(_HUB):
         return _open_dataset(source, split)
@@ -192,14 +186,10 @@ def captions_of(value: Any) -> list[str]:
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack.
+    """Return the columns to pack, by default the first with usual names.
 
-    Args:
-        image: column of images, by default the first with a usual name.
-        captions: MEMBER=COLUMN, or COLUMN for the member txt; by default the first column with a usual name.
-
-    Raises:
-        UserError: a column does not exist, or a member is no text or named twice.
+    `captions` are MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist, or a member
+    is no text or named twice.
     """
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
@@ -219,13 +209,9 @@ def pack(
     shard_size: int = 10_000,
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> Packed:
-    """Write the samples of a table to `out`, `shard_size` to a shard.
+    """Write the samples of a table to `out`, `shard_size` to a shard; `on_progress` takes the rows done and in all.
 
-    Args:
-        on_progress: called with the rows done and their number.
-
-    Raises:
-        UserError: `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
+    Raises UserError if `out` is not empty or cannot be written, the table cannot be read, or no row can be used.
     """
     import webdataset  # imports torch, which takes seconds
 
@@ -287,7 +273,7 @@ def _image(data: bytes) -> tuple[str, bytes]:
 
 
 def _uid(members: Mapping[str, bytes]) -> str:
-    """Return 32 hex digits that belong to these contents, by which `filter` and `build-manifest --uids` select."""
+    """Return a hash of these contents in 32 hex digits, by which `filter` and `build-manifest --uids` select."""
     digest = hashlib.blake2b(digest_size=16)
     for part in (part for name, data in members.items() for part in (name.encode(), data)):
         digest.update(len(part).to_bytes(8, "little"))

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import itertools
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -133,18 +133,6 @@ class SampleParts:
 
     def __init__(self, places: Sequence[Place], members: frozenset[str]) -> None:
         self.places, self.members = tuple(places), members
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a description for `from_json`, with which other ranks need not open all files."""
-        parts = {part: number for number, part in enumerate(dict.fromkeys(place.part for place in self.places))}
-        places = [[parts[part], group] for part, group in self.places]
-        return {"parts": [str(part) for part in parts], "places": places, "members": sorted(self.members)}
-
-    @classmethod
-    def from_json(cls, found: Mapping[str, Any]) -> SampleParts:
-        """Return the tables that `to_json` describes."""
-        parts = [Path(part) for part in found["parts"]]
-        return cls([Place(parts[part], group) for part, group in found["places"]], frozenset(found["members"]))
 
     @classmethod
     def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:

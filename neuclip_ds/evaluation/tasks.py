@@ -37,7 +37,7 @@ class GroupRule(BaseModel):
 
 
 class Task(BaseModel):
-    """Entry of datacomp.yaml, which explains the fields, or a set of one's own, without source and size."""
+    """Entry of datacomp.yaml, which explains the fields, or a set of your own, without source and size."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -60,7 +60,7 @@ class Task(BaseModel):
         )
 
     def find(self, places: Sequence[Path]) -> Path | None:
-        """Return the first of the folders that has the name of its set, None where there is none."""
+        """Return the first folder with the name of its set, None if there is none."""
         names = (self.folder, self.folder.removesuffix("_test"))
         return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
 
@@ -74,10 +74,9 @@ class TaskList(BaseModel):
     tasks: tuple[Task, ...]
 
     def choose(self, names: Sequence[str]) -> list[Task]:
-        """Return the tasks with these names, keys or patterns such as imagenet*, in the list's order; of none, all.
+        """Return the tasks with these names, keys or patterns such as imagenet*, by default all, in the list's order.
 
-        Raises:
-            UserError: a name matches no task.
+        Raises UserError if a name matches no task.
         """
         for name in names:
             if not any(_fits(task, name) for task in self.tasks):
@@ -90,7 +89,7 @@ class TaskList(BaseModel):
         return self.model_copy(update={"tasks": (*self.tasks, *others)})
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
-        """Return the list with the sets of one's own that have metrics, by key."""
+        """Return the list with the sets of your own that have metrics, by key."""
         return self.with_own(
             [
                 Task.own(key.removeprefix(_OWN), "retrieval" if _RECALL in found else "classification")
@@ -100,16 +99,10 @@ class TaskList(BaseModel):
         )
 
     def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
-        """Return the tasks with these names and where they are; of none, all on disk.
+        """Return the tasks with these names, keys or patterns, by default all on disk, and where they are.
 
-        DataComp's that are not there are logged where some of them are.
-
-        Args:
-            places: sets, of any form and name, or folders of sets.
-            names: names, keys or patterns.
-
-        Raises:
-            UserError: there is no set, or none of a name, or two have the same one.
+        `places` are sets, of any form and name, or folders of sets. If some of DataComp's are there, the others are
+        logged as missing. Raises UserError if there is no set, or none of a name, or two have the same one.
         """
         found = [path for place in places for path in _sets(place)]
         known = {task.key: task.find(found) for task in self.tasks}

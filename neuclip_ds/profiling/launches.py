@@ -10,13 +10,12 @@ import math
 from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuclip_ds.profiling.intervals import Interval, Timeline
 
 log = logging.getLogger(__name__)
 
-Event = Mapping[str, Any]
 Thread = tuple[Any, Any]
 
 # begin of the operator's name -> operation (as in `ring_bytes`), and which of its arguments is the rank's input
@@ -31,6 +30,24 @@ _OPERATORS: dict[str, tuple[str, int]] = {
 _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs a reduce-scatter as an all-reduce
 
 
+class Event(NamedTuple):
+    """A complete event of a trace; times in the trace's unit."""
+
+    category: str
+    name: str
+    span: Interval
+    thread: Thread
+    arguments: Mapping[str, Any]
+
+    @property
+    def is_nccl(self) -> bool:
+        return self.category == "kernel" and self.name.startswith("nccl")
+
+    @property
+    def is_gloo(self) -> bool:
+        return self.name.startswith("gloo:")
+
+
 @dataclass
 class Launch:
     """Collective of one rank; times in the trace's unit."""
@@ -43,51 +60,42 @@ class Launch:
     executed: list[Interval] = field(default_factory=list)
 
 
+def read_events(trace: Mapping[str, Any]) -> list[Event]:
+    """Return the complete events of a chrome trace in the order of their starts."""
+    found = []
+    for event in trace["traceEvents"]:
+        if event.get("ph") == "X":
+            start, thread = float(event["ts"]), (event.get("pid"), event.get("tid"))
+            span = start, start + float(event.get("dur", 0))
+            found.append(Event(event.get("cat", ""), event["name"], span, thread, event.get("args", {})))
+    return sorted(found, key=lambda event: event.span[0])
+
+
 def find_launches(events: Sequence[Event]) -> list[Launch]:
     """Return all collectives in the order of their launch, with the intervals of their execution.
 
     An execution without a launch is not counted, and a warning says so.
     """
-    operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"].startswith("c10d::")]
-    launches = [_launch(event) for event in sorted(operators, key=lambda event: event["ts"])]
+    launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     lost = _match_gloo(launches, events) + _match_nccl(launches, events)
     if lost:
         log.warning("the profile does not count %d collectives whose launch it does not show", lost)
     return launches
 
 
-def span_of(event: Event) -> Interval:
-    return float(event["ts"]), float(event["ts"]) + float(event.get("dur", 0))
-
-
-def thread_of(event: Event) -> Thread:
-    return event.get("pid"), event.get("tid")
-
-
 def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
     """Return the host's calls that have started work of a GPU, by their correlation number."""
-    return {
-        event["args"]["correlation"]: event
-        for event in events
-        if event.get("cat") in ("cuda_runtime", "cuda_driver") and "correlation" in event.get("args", {})
-    }
-
-
-def is_nccl_kernel(event: Event) -> bool:
-    return event.get("cat") == "kernel" and event["name"].startswith("nccl")
-
-
-def is_gloo(event: Event) -> bool:
-    return bool(event["name"].startswith("gloo:"))
+    calls = [event for event in events if event.category in ("cuda_runtime", "cuda_driver")]
+    return {event.arguments["correlation"]: event for event in calls if "correlation" in event.arguments}
 
 
 def _launch(event: Event) -> Launch:
-    name = event["name"].removeprefix("c10d::").strip("_")
+    name = event.name.removeprefix("c10d::").strip("_")
     op, argument = next((found for begin, found in _OPERATORS.items() if name.startswith(begin)), (name, 0))
-    shapes, types = (event["args"].get(key, []) for key in ("Input Dims", "Input type"))
+    shapes, types = (event.arguments.get(key, []) for key in ("Input Dims", "Input type"))
     elements = _elements(shapes[argument]) if len(shapes) > argument and op != "barrier" else 0
     dtype = types[argument] if len(types) > argument and types[argument] not in ("TensorList", "GenericList") else ""
-    return Launch(op, elements, dtype, thread_of(event), span_of(event))
+    return Launch(op, elements, dtype, event.thread, event.span)
 
 
 def _elements(shape: Sequence[Any]) -> int:
@@ -103,14 +111,16 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
     lost = 0
-    for event in sorted(filter(is_gloo, events), key=lambda event: event["ts"]):
-        op, arguments = event["name"].removeprefix("gloo:"), event.get("args", {})
-        elements = _elements(arguments.get("Input Dims", [[0]])[:1]) if op != "barrier" else 0
+    for event in events:
+        if not event.is_gloo:
+            continue
+        op = event.name.removeprefix("gloo:")
+        elements = _elements(event.arguments.get("Input Dims", [[0]])[:1]) if op != "barrier" else 0
         queue = waiting[_GLOO_FAMILY.get(op, op), elements]
-        if queue and queue[0].span[0] <= event["ts"]:
+        if queue and queue[0].span[0] <= event.span[0]:
             launch = queue.popleft()
-            launch.dtype = launch.dtype or next(iter(arguments.get("Input type", [])), "")
-            launch.executed.append(span_of(event))
+            launch.dtype = launch.dtype or next(iter(event.arguments.get("Input type", [])), "")
+            launch.executed.append(event.span)
         else:
             lost += 1
     return lost
@@ -124,18 +134,18 @@ def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
     timelines = {thread: Timeline((item.span, item) for item in items) for thread, items in by_thread.items()}
 
     def launched_at(call: Event) -> Launch | None:
-        return timelines[thread_of(call)].at(call["ts"]) if thread_of(call) in timelines else None
+        return timelines[call.thread].at(call.span[0]) if call.thread in timelines else None
 
     for event in events:
-        if event["name"] == "record_param_comms" and (described := launched_at(event)) is not None:
-            described.dtype = described.dtype or event["args"].get("dtype", "")
+        if event.name == "record_param_comms" and (described := launched_at(event)) is not None:
+            described.dtype = described.dtype or event.arguments.get("dtype", "")
     started, lost = launching_calls(events), 0
-    for kernel in sorted(filter(is_nccl_kernel, events), key=lambda event: event["ts"]):
-        call = started.get(kernel.get("args", {}).get("correlation"), kernel)
-        earlier = [item for item in by_thread[thread_of(call)] if item.span[1] <= call["ts"] and not item.executed]
+    for kernel in (event for event in events if event.is_nccl):
+        call = started.get(kernel.arguments.get("correlation"), kernel)
+        earlier = [item for item in by_thread[call.thread] if item.span[1] <= call.span[0] and not item.executed]
         found = launched_at(call) or (earlier[-1] if earlier else None)
         if found is None:
             lost += 1
         else:
-            found.executed.append(span_of(kernel))
+            found.executed.append(kernel.span)
     return lost

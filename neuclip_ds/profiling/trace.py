@@ -16,17 +16,7 @@ from typing import Any, NamedTuple
 
 from neuclip_ds.distributed.communicator import PHASE, PURPOSE, STEP, ring_bytes
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
-from neuclip_ds.profiling.launches import (
-    Event,
-    Launch,
-    Thread,
-    find_launches,
-    is_gloo,
-    is_nccl_kernel,
-    launching_calls,
-    span_of,
-    thread_of,
-)
+from neuclip_ds.profiling.launches import Event, Launch, Thread, find_launches, launching_calls, read_events
 
 log = logging.getLogger(__name__)
 
@@ -72,8 +62,8 @@ def read_trace(path: Path) -> list[StepTrace]:
 
 def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     """Return the training steps of a trace, as `torch.profiler.profile.export_chrome_trace` writes it."""
-    events = [event for event in trace["traceEvents"] if event.get("ph") == "X"]
-    annotations = [event for event in events if event.get("cat") == "user_annotation"]
+    events = read_events(trace)
+    annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
     host = _annotated(events, "user_annotation")
     timeline, purposes = Timeline(host), _timelines(annotations)  # a launch is a moment of the host
@@ -90,7 +80,7 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     launches, phases = find_launches(events), _executed(host, events)
     computation = union(map(_seconds, _computing(events)))
     steps = []
-    for window in sorted(span_of(event) for event in annotations if event["name"] == STEP):
+    for window in (event.span for event in annotations if event.name == STEP):
         inside = [describe(launch) for launch in launches if window[0] <= launch.span[0] <= window[1]]
         spans: defaultdict[str, list[Interval]] = defaultdict(list)
         for span, name in phases:
@@ -114,8 +104,8 @@ def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
 
 
 def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
-    ranges = (e for e in events if e.get("cat") == category and e["name"].startswith(PHASE))
-    return [(span_of(event), event["name"].removeprefix(PHASE)) for event in ranges]
+    ranges = (event for event in events if event.category == category and event.name.startswith(PHASE))
+    return [(event.span, event.name.removeprefix(PHASE)) for event in ranges]
 
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
@@ -123,10 +113,10 @@ def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
     calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:
-        call = calls.get(event.get("args", {}).get("correlation")) if event.get("cat") in _WORK else None
-        phase = timeline.at(call["ts"]) if call is not None else None
+        call = calls.get(event.arguments.get("correlation")) if event.category in _WORK else None
+        phase = timeline.at(call.span[0]) if call is not None else None
         if phase is not None:
-            start, end = span_of(event)
+            start, end = event.span
             first, last = spans.get(phase, (start, end))
             spans[phase] = min(first, start), max(last, end)
     return [(span, name) for (_, name), span in spans.items()]
@@ -136,8 +126,8 @@ def _timelines(annotations: Sequence[Event]) -> dict[Thread, Timeline[str]]:
     """Return the purposes that `Communicator` names, by thread."""
     named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
     for event in annotations:
-        if event["name"].startswith(PURPOSE):
-            named[thread_of(event)].append((span_of(event), event["name"].removeprefix(PURPOSE)))
+        if event.name.startswith(PURPOSE):
+            named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
     return {thread: Timeline(entries) for thread, entries in named.items()}
 
 
@@ -161,18 +151,13 @@ def _item_size(dtype: str) -> int:
 
 
 def _computing(events: Sequence[Event]) -> list[Interval]:
-    device = [e for e in events if e.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
-    if any(event["cat"] == "kernel" for event in device):
-        return [span_of(e) for e in device if not (is_nccl_kernel(e) or e["name"].startswith(_TRANSFERS))]
-    gloo_threads = {thread_of(event) for event in events if is_gloo(event)}  # whose copies are part of a collective
-    return [
-        span_of(event)
-        for event in events
-        if event.get("cat") == "cpu_op"
-        and "::" in event["name"]
-        and event["name"].split("::")[0] not in _WRAPPERS
-        and thread_of(event) not in gloo_threads
-    ]
+    device = [event for event in events if event.category in ("kernel", "gpu_memcpy", "gpu_memset")]
+    if any(event.category == "kernel" for event in device):
+        return [event.span for event in device if not (event.is_nccl or event.name.startswith(_TRANSFERS))]
+    gloo_threads = {event.thread for event in events if event.is_gloo}  # whose copies are part of a collective
+    operators = [event for event in events if event.category == "cpu_op" and event.thread not in gloo_threads]
+    names = ((event, event.name.split("::")) for event in operators)
+    return [event.span for event, parts in names if len(parts) > 1 and parts[0] not in _WRAPPERS]
 
 
 def _seconds(interval: Interval) -> Interval:
