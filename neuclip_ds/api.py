@@ -105,7 +105,8 @@ class Model:
         self._transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
         self._size = saved.preprocessing.size
         communicator = Communicator(device)
-        self._encoder = BatchEncoder(encoder_of(self.module, device), saved.tokenizer, communicator, 64)
+        encode = encoder_of(self.module, device)
+        self._encoder = BatchEncoder(encode, saved.tokenizer, communicator, 64, self._transform)
 
     def encode_images(self, images: Sequence[str | PathLike[str] | bytes | Tensor] | Tensor) -> Tensor:
         """Encode images to (n, d) float32 features of norm 1.

@@ -96,14 +96,14 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     wanted = communicator.on_rank_zero(unscored)
     results = Results(folder, identity) if communicator.rank == 0 else None
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
-    encoder = BatchEncoder(encode, saved.tokenizer, communicator, max(1, options.batch_size))
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
     with closing(Loader(LoaderOptions(options.workers, pin_memory=device.type == "cuda"))) as loader:
+        encoder = BatchEncoder(encode, saved.tokenizer, communicator, max(1, options.batch_size), transform, loader)
         for task, place in found:
             if task.key not in wanted:
                 continue
             began = time.perf_counter()
-            metrics = measure(task, place, encoder, transform, loader)
+            metrics = measure(task, place, encoder)
             if results is not None:
                 results.add(task, metrics, _data(task, place))
                 seconds = time.perf_counter() - began

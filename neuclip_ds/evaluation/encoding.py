@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.host_copies import to_device
 
@@ -37,6 +38,8 @@ class BatchEncoder:
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
     communicator: Communicator  # the ranks, which call `encode_images` and `encode_texts` together
     size: int  # rows of every call
+    transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
+    loader: Loader = IN_PROCESS  # of evaluation sets
 
     def encode_images(self, rows: Sequence[Tensor]) -> Tensor:
         """Encode n >= 1 images (3, H, W) to (n, d) features; n may differ between ranks."""

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.data.dataset import PADDING, Batch
-from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder, Encode
@@ -94,16 +93,8 @@ class _Queries(NamedTuple):
 
 
 @torch.no_grad()
-def caption_retrieval(
-    encoder: BatchEncoder,
-    folder: EvaluationSet,
-    transform: Callable[[bytes], Tensor],
-    ks: Sequence[int] = (1, 5, 10),
-    loader: Loader = IN_PROCESS,
-) -> dict[str, float]:
+def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence[int] = (1, 5, 10)) -> dict[str, float]:
     """Return recall@k in both directions, each image and each caption counted once.
-
-    `transform` turns an encoded image into (3, H, W) uint8 pixels.
 
     Returns:
         `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),
@@ -113,7 +104,7 @@ def caption_retrieval(
         UserError: the set is empty, or a sample is broken or has no caption.
     """
     communicator = encoder.communicator
-    images, captions, image_of = _encode_all(encoder, folder, transform, loader)
+    images, captions, image_of = _encode_all(encoder, folder)
     rows = torch.arange(len(images), device=images.device)
     score = inner_products(images[image_of], captions)  # of each caption with its image
     best = torch.full((len(images),), -torch.inf, device=images.device).scatter_reduce(0, image_of, score, "amax")
@@ -155,13 +146,11 @@ def _recalls(
     return [hit / total for hit in hits]
 
 
-def _encode_all(
-    encoder: BatchEncoder, folder: EvaluationSet, transform: Callable[[bytes], Tensor], loader: Loader
-) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
     """Return this rank's (n, d) images, (m, d) captions, and (m,) int64 row of each caption's image."""
-    prepare = partial(_prepare, transform=transform)
+    prepare = partial(_prepare, transform=encoder.transform)
     images, captions, image_of, seen = [], [], [], 0
-    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, loader):
+    for batch in sharded_batches(folder, prepare, encoder.communicator, encoder.size, encoder.loader):
         images.append(encoder.encode_images([pixels for pixels, _ in batch.rows])[: batch.n_valid])
         lines = [(seen + row, line) for row, (_, found) in enumerate(batch.rows) for line in found]
         n_valid = sum(row - seen < batch.n_valid for row, _ in lines)

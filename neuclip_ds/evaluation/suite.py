@@ -1,11 +1,8 @@
 """Measurement of a task, whose metrics are named as in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from torch import Tensor
-
-from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import (
     ClassAccumulator,
@@ -26,28 +23,21 @@ from neuclip_ds.evaluation.zero_shot import classify
 Metrics = dict[str, float | None]
 
 
-def measure(
-    task: Task, folder: Path, encoder: BatchEncoder, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
-) -> Metrics:
+def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     """Return the metrics of a task from its folder, equal on all ranks.
 
-    `main_metric` is its score, `chance` what a random choice scores, where that is known.
-
-    Args:
-        transform: encoded image -> (3, H, W) uint8.
-
-    Raises:
-        UserError: on all ranks; the data are incomplete or broken.
+    `main_metric` is its score, `chance` what a random choice scores, where that is known. Raises UserError on all ranks
+    if the data are incomplete or broken.
     """
     openers = {"classification": open_labeled, "retrieval": open_captioned, "winogavil": open_shards}
     data = encoder.communicator.on_every_rank(lambda: openers[task.kind](folder))
     metrics: Metrics
     if task.kind == "classification":
-        metrics = _classification(task, *classify(encoder, data, transform, task.groups, loader))
+        metrics = _classification(task, *classify(encoder, data, task.groups))
     elif task.kind == "retrieval":
-        metrics = {**caption_retrieval(encoder, data, transform, loader=loader)}
+        metrics = {**caption_retrieval(encoder, data)}
     else:
-        metrics = winogavil(encoder, data, transform, loader)
+        metrics = winogavil(encoder, data)
     return {**metrics, "main_metric": metrics[task.metric]}
 
 

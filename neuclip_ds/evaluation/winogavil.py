@@ -17,7 +17,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import GroupAccumulator, chance_jaccard, jaccard
@@ -37,9 +36,7 @@ class Instance(NamedTuple):
 
 
 @torch.no_grad()
-def winogavil(
-    encoder: BatchEncoder, folder: EvaluationSet, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
-) -> dict[str, float | None]:
+def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float | None]:
     """Return the mean Jaccard index over all instances, and by the number of images to choose from.
 
     Returns:
@@ -52,7 +49,8 @@ def winogavil(
     communicator, device = encoder.communicator, encoder.communicator.device
     by_size, by_chance = GroupAccumulator(device), GroupAccumulator(device)
     size = max(1, encoder.size // 8)  # an instance has about eight images
-    for batch in sharded_batches(folder, partial(_instance, transform=transform), communicator, size, loader):
+    prepare = partial(_instance, transform=encoder.transform)
+    for batch in sharded_batches(folder, prepare, communicator, size, encoder.loader):
         cues = encoder.encode_texts([prompt(instance.cue) for instance in batch.rows])
         images = encoder.encode_images([pixels for instance in batch.rows for pixels in instance.images])
         sizes = [len(instance.images) for instance in batch.rows]

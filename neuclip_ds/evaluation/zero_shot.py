@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import ClassAccumulator, GroupAccumulator, ratio
@@ -28,30 +27,19 @@ from neuclip_ds.evaluation.tasks import GroupRule
 
 @torch.no_grad()
 def classify(
-    encoder: BatchEncoder,
-    image_set: EvaluationSet,
-    transform: Callable[[bytes], Tensor],
-    rules: Sequence[GroupRule] = (),
-    loader: Loader = IN_PROCESS,
+    encoder: BatchEncoder, image_set: EvaluationSet, rules: Sequence[GroupRule] = ()
 ) -> tuple[ClassAccumulator, list[GroupAccumulator]]:
     """Classify every image of a set once.
 
-    Args:
-        transform: encoded image -> (3, H, W) uint8.
-        rules: groupings of the samples, as in DataComp's WILDS and fairness sets.
-
-    Returns:
-        Counts over the whole set by class, and by group for each of the rules; equal on all ranks.
-
-    Raises:
-        UserError: on all ranks; the set is empty, or one of its samples is unreadable.
+    Return counts over the whole set by class, and by group for each of the rules, as in DataComp's WILDS and fairness
+    sets. Raise UserError on all ranks if the set is empty, or one of its samples is unreadable.
     """
     classes = class_embeddings(encoder, image_set)
     counts = ClassAccumulator(len(classes), classes.device)
     by_group = [GroupAccumulator(classes.device) for _ in rules]
     columns = [rule.column for rule in rules]
-    prepare = partial(_prepare, classes=len(classes), transform=transform, columns=columns)
-    for batch in sharded_batches(image_set, prepare, encoder.communicator, encoder.size, loader):
+    prepare = partial(_prepare, classes=len(classes), transform=encoder.transform, columns=columns)
+    for batch in sharded_batches(image_set, prepare, encoder.communicator, encoder.size, encoder.loader):
         pixels, numbers = zip(*batch.rows, strict=True)
         scores = score_matrix(encoder.encode_images(pixels), classes)[: batch.n_valid]
         table = torch.tensor(numbers[: batch.n_valid], dtype=torch.int64)
@@ -67,15 +55,9 @@ def classify(
     return counts, by_group
 
 
-def zero_shot(
-    encoder: BatchEncoder, image_set: EvaluationSet, transform: Callable[[bytes], Tensor], loader: Loader = IN_PROCESS
-) -> dict[str, float]:
-    """Return top-1 and top-5 accuracy over the whole set, each image counted once; arguments as for `classify`.
-
-    Returns:
-        `zero_shot_top1`, `zero_shot_top5` in [0, 1] and `zero_shot_images`, equal on all ranks.
-    """
-    counts, _ = classify(encoder, image_set, transform, loader=loader)
+def zero_shot(encoder: BatchEncoder, image_set: EvaluationSet) -> dict[str, float]:
+    """Return top-1 and top-5 accuracy over the whole set, and the number of images; equal on all ranks."""
+    counts, _ = classify(encoder, image_set)
     return {
         "zero_shot_top1": ratio(counts.top1, counts.support),
         "zero_shot_top5": ratio(counts.top5, counts.support),

@@ -80,13 +80,13 @@ class Evaluator:
         """Return results by name, equal on all ranks, and as `chance/NAME` what a random choice scores."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
-        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows)
+        encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows, self._transform, self._loader)
         if self._val is not None:
             pairs = encode_pairs(encode, self._every_sample(_VAL, self._val))
             results.update(retrieval(pairs, self._communicator))
             results.update(_chance(results, int(results["retrieval_pairs"])))
         if self._zero_shot is not None:
-            found = zero_shot(encoder, self._zero_shot, self._transform, self._loader)
+            found = zero_shot(encoder, self._zero_shot)
             results.update({**found, **_chance(found, len(self._zero_shot.class_names))})
         if self._on_disk:
             results.update(self._scores(encoder))
@@ -100,8 +100,7 @@ class Evaluator:
 
     def _scores(self, encoder: BatchEncoder) -> dict[str, float]:
         """Return `task/KEY` of every evaluation set, `average/NAME` where none of its tasks is missing, and chance."""
-        sources = encoder, self._transform, self._loader
-        metrics = {task.key: measure(task, place, *sources) for task, place in self._on_disk}
+        metrics = {task.key: measure(task, place, encoder) for task, place in self._on_disk}
         random = {key: {"main_metric": found["chance"]} for key, found in metrics.items()}
         scores: dict[str, float | None] = {}
         for prefix, measured in (("", metrics), (CHANCE, random)):

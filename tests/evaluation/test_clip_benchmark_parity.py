@@ -44,10 +44,10 @@ def ours(model: Path, key: str, data: Path) -> dict[str, float | None]:
         with torch.no_grad():
             return saved.model.eval()(image, tokens)
 
-    encoder = BatchEncoder(encode, saved.tokenizer, communicator, 16)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
+    encoder = BatchEncoder(encode, saved.tokenizer, communicator, 16, transform)
     (task,) = load_tasks().choose([key])
-    return measure(task, data, encoder, transform)
+    return measure(task, data, encoder)
 
 
 def theirs(model: Path, data: Path, collate: Any = None) -> tuple[Any, Any, Any, Any]:

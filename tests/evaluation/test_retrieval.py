@@ -174,8 +174,8 @@ def measure_captions(run_ranks: Any, path: Path, world_size: int = 1, size: int 
     models = [Model() for _ in range(world_size)]
 
     def work(rank: Any) -> dict[str, float]:
-        encoder = BatchEncoder(models[rank.rank], tokenize, rank, size)
-        found = caption_retrieval(encoder, open_shards(path), transform)
+        encoder = BatchEncoder(models[rank.rank], tokenize, rank, size, transform)
+        found = caption_retrieval(encoder, open_shards(path))
         assert rank.purposes <= {"evaluation"}, "whose bytes are counted"
         return found
 

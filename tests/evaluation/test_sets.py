@@ -108,7 +108,7 @@ def test_scores_equal_those_of_the_same_images_in_shards(tmp_path: Path, run_ran
     def score(path: Path, world_size: int) -> dict[str, float]:
         image_set = open_labeled(path)
         return run_ranks(
-            world_size, lambda rank: zero_shot(BatchEncoder(Model(), tokenize, rank, 4), image_set, transform)
+            world_size, lambda rank: zero_shot(BatchEncoder(Model(), tokenize, rank, 4, transform), image_set)
         )[0]
 
     expected = score(tmp_path / "shards", 1)
@@ -166,7 +166,7 @@ def test_scores_equal_those_of_the_same_pairs_in_shards(tmp_path: Path, run_rank
     def score(path: Path, world_size: int) -> dict[str, float]:
         captioned = open_captioned(path)
         return run_ranks(
-            world_size, lambda rank: caption_retrieval(BatchEncoder(Model(), tokenize, rank, 2), captioned, transform)
+            world_size, lambda rank: caption_retrieval(BatchEncoder(Model(), tokenize, rank, 2, transform), captioned)
         )[0]
 
     shards, *tables = write_tables(tmp_path)

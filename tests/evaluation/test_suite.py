@@ -36,8 +36,8 @@ def task(key: str) -> Task:
 
 
 def score(communicator: Any, key: str, folder: Path, size: int = 4) -> dict[str, float | None]:
-    encoder = BatchEncoder(Model(), tokenize, communicator, size)
-    return measure(task(key), folder, encoder, transform)
+    encoder = BatchEncoder(Model(), tokenize, communicator, size, transform)
+    return measure(task(key), folder, encoder)
 
 
 def on_ranks(run_ranks: Any, key: str, folder: Path, world_size: int) -> dict[str, float | None]:

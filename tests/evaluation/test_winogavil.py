@@ -27,7 +27,7 @@ def bare_cues(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def measure(run_ranks: Any, path: Path, world_size: int = 1, size: int = 16) -> dict[str, float | None]:
     def work(rank: Any) -> dict[str, float | None]:
-        return winogavil(BatchEncoder(Model(), tokenize, rank, size), open_shards(path), transform)
+        return winogavil(BatchEncoder(Model(), tokenize, rank, size, transform), open_shards(path))
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)

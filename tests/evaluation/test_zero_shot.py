@@ -50,7 +50,7 @@ def measure(run_ranks, image_set: EvaluationSet, world_size: int = 1, batch_size
     models = [Model() for _ in range(world_size)]
 
     def work(rank):
-        return zero_shot(BatchEncoder(models[rank.rank], tokenize, rank, batch_size), image_set, transform)
+        return zero_shot(BatchEncoder(models[rank.rank], tokenize, rank, batch_size, transform), image_set)
 
     results = run_ranks(world_size, work)
     assert all(result == results[0] for result in results)
@@ -103,7 +103,9 @@ def test_class_embedding_is_the_normalized_mean_over_templates(tmp_path, run_ran
         assert image is None and tokens is not None and len(tokens) == 3
         return None, table[tokens[:, 0]]
 
-    found = run_ranks(world_size, lambda rank: class_embeddings(BatchEncoder(encode, place, rank, 3), image_set))
+    found = run_ranks(
+        world_size, lambda rank: class_embeddings(BatchEncoder(encode, place, rank, 3, transform), image_set)
+    )
     expected = functional.normalize((table[:CLASSES] + table[CLASSES:]) / 2)
     for embeddings in found:
         torch.testing.assert_close(embeddings, expected)

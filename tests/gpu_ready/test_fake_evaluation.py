@@ -48,7 +48,7 @@ def test_classification(world_size: int, tmp_path: Path) -> None:
     image_set = open_labeled(tmp_path)
     rules = [GroupRule(field="group", column=column, worst="worst") for column in (0, 1)]
     with fake_cuda(integer=SIZE) as gpu:
-        encoder = BatchEncoder(encoder_of(Pixels(), DEVICE), tokenize, GpuRank(world_size), SIZE)
-        counts, groups = classify(encoder, image_set, transform, rules)
+        encoder = BatchEncoder(encoder_of(Pixels(), DEVICE), tokenize, GpuRank(world_size), SIZE, transform)
+        counts, groups = classify(encoder, image_set, rules)
     assert gpu.syncs == {"evaluation/zero_shot.py": 1}
     assert counts.support.shape == (CLASSES,) and len(groups) == 2
