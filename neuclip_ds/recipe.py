@@ -56,8 +56,7 @@ class Invocation(NamedTuple):
 def parse(argv: Sequence[str]) -> Invocation:
     """Return what a command line requests; dashes and underscores in options are equivalent.
 
-    Raises:
-        UserError: unknown recipe, unknown key (names the nearest), value of a wrong type or out of range.
+    Raises UserError for an unknown recipe or key (names the nearest), or a value of a wrong type or out of range.
     """
     given = _command_line(argv)
     switches = {key: given.pop(key) for key in list(given) if key not in Config.model_fields}
@@ -69,11 +68,7 @@ def parse(argv: Sequence[str]) -> Invocation:
 
 
 def recipe_config(recipe: str, options: Mapping[str, Any]) -> Config:
-    """Return the config of a recipe with options over it, nested or with dotted names.
-
-    Raises:
-        UserError: as `parse`.
-    """
+    """Return the config of a recipe with options over it, nested or with dotted names; raises as `parse` does."""
     tree = merge({"run": {"name": Path(recipe).stem}}, load_recipe(recipe))
     given: dict[str, Any] = {}
     for name, value in options.items():

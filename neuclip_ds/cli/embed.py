@@ -59,11 +59,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def write_features(options: argparse.Namespace) -> Summary:
-    """Write the features of a data set on all ranks of the launch.
-
-    Raises:
-        UserError: the model, the data or the folder cannot be used.
-    """
+    """Write the features on all ranks of the launch; raise UserError if model, data or folder cannot be used."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

@@ -56,11 +56,7 @@ def main(arguments: Sequence[str]) -> None:
 
 
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
-    """Score a model on the tasks that are on disk and have no score yet; return the summary on rank 0.
-
-    Raises:
-        UserError: the model, the data or the results folder cannot be used.
-    """
+    """Score a model on tasks without a score; return the summary on rank 0. Raise UserError for unusable inputs."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model

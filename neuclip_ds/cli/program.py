@@ -43,11 +43,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(prog, formatter_class=_Formatter, **options)
 
     def parse(self, arguments: Sequence[str]) -> argparse.Namespace:
-        """Return the values of all options.
-
-        Raises:
-            UserError: an option is unknown (names the nearest), missing or has a wrong value.
-        """
+        """Return the values of all options; raise UserError if one is unknown (names the nearest), missing or wrong."""
         options, unknown = self.parse_with_overrides(arguments)
         if unknown:
             hint = nearest(unknown[0].split("=")[0], self._option_string_actions) or "."

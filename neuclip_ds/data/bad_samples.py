@@ -28,12 +28,7 @@ class BadSampleLog:
 
     Too many stop the run: more than `max_fraction` of all samples, or more than ten times that share of the samples
     that one rank has read in its last 1,000 steps since the run was resumed, as when its node has lost its data. Fewer
-    than 1,000 samples count as 1,000.
-
-    Args:
-        folder: created when the first bad sample is listed.
-        max_fraction: largest share of bad samples, in [0, 1] (`data.max_bad_fraction`).
-        writes: whether this rank writes the file; true on rank 0 only.
+    than 1,000 samples count as 1,000. Only rank 0 writes the file, once there is a bad sample.
 
     Attributes:
         seen: samples seen by all ranks together, as of the last `merge`.

@@ -76,13 +76,10 @@ def open_manifest(
 ) -> Manifest:
     """Open the manifest that `source` names: a manifest folder, or local shards as `resolve_shards` takes them.
 
-    A manifest of local shards is built and kept in `cache` under a hash of the shards' paths, sizes and times, and
-    reused until one of them changes. Several processes may do this at once. With `allow_commands` a manifest may hold
-    `pipe:` commands, which its readers run.
-
-    Raises:
-        UserError: there is nothing usable, a shard is named twice, the shards are remote and need a manifest built in
-            advance, or they are commands that nobody has allowed.
+    A manifest of local shards is kept in `cache` under a hash of the shards' paths, sizes and times, and reused until
+    one of them changes. Several processes may do this at once. With `allow_commands` a manifest may hold `pipe:`
+    commands, which its readers run. Raises UserError if there is nothing usable, a shard is named twice, or the shards
+    are remote and need a manifest built in advance.
     """
     if source and is_manifest(source):
         manifest = load_manifest(source, allow_commands=allow_commands)

@@ -40,7 +40,7 @@ _POLL = 0.05  # seconds
 
 
 class ShardCache:
-    """A least-recently-used cache of complete shards.
+    """A least-recently-used cache of complete shards; raises UserError if the folder cannot be used as one.
 
     Args:
         folder: private to this node, on a disk that supports flock. Whoever can write to it must be trusted with the
@@ -51,9 +51,6 @@ class ShardCache:
         downloads: shards that the node fetches ahead at a time.
         copies_files: whether it also serves shards that are files, on a file system that nodes share.
         backoff: seconds between the first two attempts to fetch a shard.
-
-    Raises:
-        UserError: the folder cannot be created, or its disk is smaller than the capacity.
     """
 
     def __init__(

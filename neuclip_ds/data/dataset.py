@@ -56,10 +56,7 @@ class _Unusable(Exception):
 class PairDataset:
     """The pairs of a manifest: a batch depends on its (epoch, index) rows and nothing else.
 
-    Args:
-        seed: seed of augmentation and of the choice among several captions.
-        captions: caption sources, as `data.captions`.
-        cache: cache of remote shards.
+    `seed` is that of augmentation and of the choice among several captions.
     """
 
     def __init__(

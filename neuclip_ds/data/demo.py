@@ -170,14 +170,13 @@ def make_demo_data(
 ) -> None:
     """Write the three splits to a temporary folder and rename it, so that `folder` is complete or absent.
 
-    Processes are spawned, so a script must call this under `if __name__ == "__main__"`, or with one process.
+    Processes, by default one per core, are spawned, so a script must call this under `if __name__ == "__main__"`, or
+    with one process.
 
     Args:
-        folder: must be absent or empty.
         pairs, held_out: number of image-caption pairs in `train` and in `val`.
         zero_shot: number of labeled images; class counts differ by one at most.
         size: side of the images in pixels.
-        processes: by default the number of cores; 1 renders in this process.
         on_progress: called with (images done, total images) after each shard.
 
     Raises:

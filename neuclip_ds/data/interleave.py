@@ -59,15 +59,9 @@ def choose_interleave(
 ) -> Interleave:
     """Choose the interleave with the largest window for which the cache is large enough.
 
-    The window has up to 8 million samples, 16 million on 64 nodes, and so on. It is one that a single node can hold, so
-    that the run can move there; if there is none of at least 2 million, the largest up to that which each of the
-    `nodes` can.
-
-    Args:
-        batch_size: global batch.
-        nodes: of the run. Each reads other streams if their number allows.
-        cache_bytes: size of a node's cache; None if all shards are local.
-        streams, block: chosen by the user.
+    The window has up to 8 million samples, 16 million on 64 nodes, and so on. A single node can hold it, so that the
+    run can move there; if that allows less than 2 million, each of the `nodes` can. `cache_bytes` of a node is None if
+    all shards are local. The user may choose `streams` and `block`.
 
     Raises:
         UserError: `streams` does not divide the batch, or no interleave fits into the cache.

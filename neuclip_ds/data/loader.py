@@ -43,11 +43,8 @@ def train_jobs(
 ) -> Jobs:
     """Select a rank's B / world_size rows of `steps` global batches, each in `parts` jobs as `part_rows` cuts it.
 
-    Args:
-        epoch, step: where to start; `step` counts within the epoch and may be steps_per_epoch (the next epoch).
-
-    Raises:
-        UserError: the batch is not divisible by the ranks.
+    `step` counts within the epoch and may be steps_per_epoch (the next epoch). Raises UserError if the batch is not
+    divisible by the ranks.
     """
     if order.batch_size % world_size:
         raise UserError(
@@ -141,13 +138,7 @@ def part_rows(rows: int, count: int, number: int) -> slice:
 
 
 class RankBatch:
-    """A batch of b rows in consecutive parts.
-
-    Attributes:
-        index: int64 (b,), global indices.
-        valid: bool (b,).
-        bad: the samples that could not be used.
-    """
+    """A batch of b rows in consecutive parts; `index` (b,) and `valid` (b,) as in `Batch`, `bad` of all parts."""
 
     def __init__(self, parts: Sequence[Batch]) -> None:
         self._parts: list[Batch | None] = list(parts)

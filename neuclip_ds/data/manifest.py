@@ -36,11 +36,9 @@ class Shard(NamedTuple):
 
 
 class Manifest:
-    """The shards of a data set in the order of their indices.
+    """The shards of a data set in the order of their indices, with sample tables where the manifest has them.
 
-    Attributes:
-        n: number of indices, those of removed shards included: the size of per-sample tables.
-        samples: sample tables, where the manifest has them.
+    `n` is the number of indices, those of removed shards included: the size of per-sample tables.
     """
 
     def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
@@ -141,11 +139,7 @@ def extend(manifest: Manifest | None, found: Sequence[Shard]) -> Manifest:
 
 
 def join(manifests: Sequence[Manifest]) -> Manifest:
-    """Return the manifest of several data sets: the indices of each follow on those of the one before.
-
-    Raises:
-        UserError: some need sample tables, which others do not have.
-    """
+    """Return the manifest of data sets, whose indices follow each other; raise UserError if some lack tables."""
     shards: list[Shard] = []
     for manifest in manifests:
         start = shards[-1].start + shards[-1].n if shards else 0

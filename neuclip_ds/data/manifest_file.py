@@ -105,15 +105,12 @@ def write_shards(manifest: Manifest, folder: Path, places: Sequence[Place] = ())
 def load_manifest(
     folder: str | os.PathLike[str], *, check_shards: bool = True, allow_commands: bool = False
 ) -> Manifest:
-    """Read a manifest folder.
-
-    Args:
-        check_shards: whether to compare the first and the largest shard with the description.
-        allow_commands: whether shards may be `pipe:` commands, which readers run.
+    """Read a manifest folder, and with `check_shards` compare its first and its largest shard with the description.
 
     Raises:
-        UserError: it is none, is damaged or impossible, has commands that nobody has allowed, or its first or largest
-            shard is not what it describes.
+        UserError: it is none, is damaged or impossible, has `pipe:` commands without `allow_commands`, or a shard is
+        not
+            what it describes.
     """
     folder = Path(folder)
     if not is_manifest(folder):

@@ -41,7 +41,6 @@ class GlobalOrder:
         shard_starts: (n_shards,) global index of each shard's first sample.
         shard_sizes: (n_shards,) samples in each shard.
         batch_size: global batch size B.
-        seed: non-negative seed of all permutations.
         interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
         drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample comes exactly once per
             epoch, and the last batch is filled with -1.

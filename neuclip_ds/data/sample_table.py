@@ -136,11 +136,7 @@ class SampleParts:
 
     @classmethod
     def open(cls, places: Sequence[Place], sizes: Sequence[int]) -> SampleParts:
-        """Return the tables after comparing them with the shards' numbers of samples; reads the files' footers only.
-
-        Raises:
-            UserError: a table is missing or has another number of samples.
-        """
+        """Return the tables; raise UserError if one is missing or has another size. Only footers of files are read."""
         rows, members = dict[Path, list[int]](), list[set[str]]()
         for part in dict.fromkeys(place.part for place in places):
             with _opened(part) as file:

@@ -65,11 +65,7 @@ Scans = tuple[list[Scan], dict[str, str]]  # of several shards, and for others t
 
 
 def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
-    """Scan the tar at `path`, a file, a URL or a `pipe:` command.
-
-    Raises:
-        UserError: it cannot be read, or uids are requested and its samples have none.
-    """
+    """Scan the tar at `path`, a file, URL or `pipe:` command; raise UserError if it, or its uids, cannot be read."""
     try:
         path.encode()
     except UnicodeEncodeError as error:

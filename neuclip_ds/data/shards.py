@@ -35,18 +35,13 @@ def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
 
 
 def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
-    """Return the absolute paths or URLs of the tars that `source` names.
+    """Return the absolute paths or URLs of the tars that `source` names; raise UserError if there are none.
 
-    Args:
-        source: a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none);
-            a glob (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain
-            globs; a URL that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command that
-            outputs a tar (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one of these
-            per line; or several of these joined by `::`.
-        allow_commands: whether a text file may hold commands; in `source` itself they are allowed.
-
-    Raises:
-        UserError: nothing has that name, a folder holds no tars, or a text file holds commands or is no text.
+    A source is a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none); a glob
+    (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain globs; a URL
+    that fsspec supports, with globs or braces (`s3://bucket/{00000..00127}.tar`); a command that outputs a tar
+    (`pipe:aws s3 cp s3://bucket/{000..127}.tar -`); a text file (`shards.txt`) with one of these per line, commands
+    only with `allow_commands`; or several of these joined by `::`.
     """
     try:
         return _resolve(source, allow_commands)

@@ -137,11 +137,7 @@ class _Ended(NamedTuple):
 
 
 class _Worker:
-    """A worker process, and the thread that receives its results.
-
-    Attributes:
-        due: the jobs that it was given and whose results have not been taken.
-    """
+    """A worker process, and the thread that receives its results; `due` are its jobs whose results nobody has taken."""
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
         self.due: deque[Any] = deque()

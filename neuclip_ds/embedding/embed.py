@@ -115,11 +115,7 @@ class Parts:
         self._is_npy = identity["format"] == "npy"
 
     def create(self, manifest: Manifest) -> list[int]:
-        """Make the folder, or open it with the parts that it has; return their numbers.
-
-        Raises:
-            UserError: its features are those of another model, other options or other data. The data may have grown.
-        """
+        """Make or open the folder; return the numbers of its parts, or raise UserError if they are not of this job."""
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():
@@ -175,11 +171,8 @@ def embed(
 ) -> Summary:
     """Write the parts that are missing; all ranks call it together and receive the same summary.
 
-    `encode` must not run collectives, as ranks call it unequally often.
-
-    Raises:
-        UserError: the folder has other features, a shard differs from the manifest, the disk is full, or loader
-            processes die repeatedly.
+    `encode` must not run collectives, as ranks call it unequally often. Raises UserError if the folder has other
+    features, a shard differs from the manifest, the disk is full, or loader processes die repeatedly.
     """
     present = {*communicator.on_rank_zero(lambda: parts.create(manifest))}
     missing = [n for n, size in enumerate(manifest.sizes.tolist()) if size and n not in present]

@@ -102,14 +102,10 @@ class ClassAccumulator:
         self.top1, self.top5, self.support, self.predicted = sums.unbind()  # views
 
     def add(self, scores: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """Add a batch; ties count by expectation, and a sample with a NaN score is predicted as no class.
+        """Add a batch of (n, C) scores and (n,) int64 labels.
 
-        Args:
-            scores: (n, C) of each sample for each class; equal ones are ties.
-            labels: (n,) int64.
-
-        Returns:
-            (n,) and (n,) float64: probability that each sample's label is predicted first, and among the first five.
+        Ties count by expectation, and a sample with a NaN score is predicted as no class. Returns the (n,) float64
+        probabilities that each sample's label is predicted first, and among the first five.
         """
         label_score = scores.gather(1, labels[:, None])
         ahead = (~(scores <= label_score)).sum(dim=1)

@@ -27,14 +27,9 @@ class Average(NamedTuple):
 
 
 class Results:
-    """Scores of one model, in a folder that is created if absent; `model` identifies it.
+    """Scores of one model, which `model` identifies, in a folder; raises UserError if it has another model's scores.
 
-    Attributes:
-        metrics: the latest of each task, by key.
-        data: for sets of your own, which set they belong to, by key.
-
-    Raises:
-        UserError: the folder has another model's scores, or broken ones.
+    By the keys of tasks, `metrics` holds the latest ones, and `data` says which set of your own they belong to.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:

@@ -56,13 +56,8 @@ def retrieval(
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks, which have equally many.
 
-    Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d).
-
-    Returns:
-        `image_to_text_recall@k` and `text_to_image_recall@k` in [0, 1] and `retrieval_pairs`, equal on all ranks.
-
-    Raises:
-        UserError: no valid pair on any rank.
+    Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d). Raises UserError if no
+    rank has a valid pair.
     """
     image, text, _, valid = pairs
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
@@ -198,8 +193,7 @@ def count_negatives(
     A NaN score counts as higher. Scores are held for `chunk` candidates at a time.
 
     Args:
-        anchors: (n, d) float32 features.
-        score: (n,) of each anchor with its best match, from `inner_products`.
+        anchors: (n, d) float32 features, with the `score` (n,) of their best match, from `inner_products`.
         label: (n,) int64 of the anchors: candidates with the same label are no negatives.
         candidates: (m, d) float32 features.
         labels: (m,) int64 of the candidates; those labeled `PADDING` do not count.

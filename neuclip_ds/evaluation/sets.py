@@ -44,11 +44,7 @@ Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function tha
 
 
 class Sample:
-    """One sample of a set; its members are read on demand, also in another process that it is sent to.
-
-    Attributes:
-        name: where it is, for messages.
-    """
+    """One sample of a set, called `name` in messages; its members are read on demand, in any process that has it."""
 
     def __init__(self, name: str, members: Mapping[str, Member]) -> None:
         """`members` are named as in a tar: an image (`jpg`, `png` ...), `cls`, `txt`, `npy`."""

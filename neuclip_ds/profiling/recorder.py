@@ -25,23 +25,16 @@ TRACE, BREAKDOWN, REPORT = "trace.json.gz", "breakdown.json", "report.md"
 
 
 class Recorder:
-    """Profiler of `steps` steps after the first `after` ones; with steps = 0 it does nothing.
+    """Profiler of `steps` steps after the first `after` ones, the same on all ranks; with steps = 0 it does nothing.
 
-    The profiler starts one step early, as its start slows down that step. On a GPU each profiled step begins and
-    ends with a synchronization, so that its kernels, and no others, run within it.
+    Rank 0 writes breakdown.json (with `labels` such as method and ZeRO stage), report.md and its trace.json.gz to the
+    folder. The profiler starts one step early, as its start slows down that step. On a GPU each profiled step begins
+    and ends with a synchronization, so that its kernels, and no others, run within it.
     """
 
     def __init__(
         self, folder: Path, communicator: Communicator, steps: int, after: int, labels: dict[str, Any] | None = None
     ) -> None:
-        """
-        Args:
-            folder: of breakdown.json, report.md and rank 0's trace.json.gz; rank 0 creates it.
-            communicator: the ranks, all of which must profile the same steps.
-            steps: number of steps to profile.
-            after: number of steps before them.
-            labels: description of the run in breakdown.json, such as method and ZeRO stage.
-        """
         self._folder, self._communicator = folder, communicator
         self._first, self._end = after, after + steps if steps else 0
         self._on_gpu = communicator.device.type == "cuda"

@@ -11,14 +11,10 @@ _LAYOUT = "%(asctime)s %(levelname)s %(message)s"
 
 
 def configure_logging(rank: int, log_file: Path | None = None) -> None:
-    """Send log messages and Python warnings to stderr, and on rank 0 to `log_file` as well.
+    """Send log messages and Python warnings to stderr, and on rank 0 to `log_file`, which is appended to.
 
     Rank 0 logs INFO of this package and WARNING of all others; other ranks log WARNING only, as `[rank r] ...`.
     A second call replaces the handlers of the first. What rank 0 logs before a call with a file goes there too.
-
-    Args:
-        rank: of this process.
-        log_file: appended to, its folder created if absent; ignored on ranks other than 0.
     """
     root = logging.getLogger()
     former = [handler for handler in root.handlers if handler.name == __name__]

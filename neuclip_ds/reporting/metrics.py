@@ -36,12 +36,8 @@ Series = tuple[list[int], list[float]]
 class MetricsLog:
     """Writer of FOLDER/metrics.jsonl and FOLDER/tensorboard/.
 
-    What is written has reached the operating system once `write` returns, so a killed run loses at most the line it was
-    writing. Resuming at step s drops all later lines: the resumed run writes those of an uninterrupted one.
-
-    Args:
-        folder: the run's folder, created if absent.
-        resume_step: the last step to keep, that of the loaded checkpoint; None starts empty files.
+    Lines have reached the operating system once `write` returns, so a killed run loses at most the line that it was
+    writing. Steps after `resume_step` are dropped, as the resumed run writes them again; None starts empty files.
     """
 
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:

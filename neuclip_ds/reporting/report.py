@@ -107,11 +107,7 @@ class Histogram(NamedTuple):
 
 
 def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
-    """Write RUN/report.html on what is in a run's folder, and return its path.
-
-    Raises:
-        UserError: the folder has no metrics.
-    """
+    """Write RUN/report.html on what a run's folder holds, and return its path; raise UserError without metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
     figures = [*_plots(series), *(_element(one.draw(), one.meaning) for one in histograms)]
