@@ -14,7 +14,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -22,6 +22,7 @@ from random import Random
 from typing import Any, NamedTuple
 
 import numpy as np
+import yaml
 from PIL import Image, ImageDraw
 
 from neuclip_ds.data.children import process_pool
@@ -30,7 +31,7 @@ from neuclip_ds.files import new_folder
 
 Point = tuple[float, float]
 Rgb = tuple[int, int, int]
-Words = tuple[str, ...]  # the first is the canonical one
+Words = Sequence[str]  # the first is the canonical one
 
 
 class Group(NamedTuple):
@@ -83,59 +84,15 @@ SHAPES: dict[str, tuple[tuple[Point, ...], Words]] = {
     "diamond": (((0.0, -1.05), (0.7, 0.0), (0.0, 1.05), (-0.7, 0.0)), ("diamond", "rhombus")),
     "heart": (_heart(), ("heart", "heart shape")),
 }
-COLORS: dict[str, tuple[Rgb, Words]] = {
-    "red": ((215, 25, 30), ("red", "scarlet", "crimson")),
-    "orange": ((250, 135, 10), ("orange", "tangerine")),
-    "yellow": ((250, 220, 15), ("yellow", "lemon yellow")),
-    "green": ((40, 150, 45), ("green", "emerald")),
-    "turquoise": ((40, 205, 200), ("turquoise", "aqua")),
-    "blue": ((35, 65, 215), ("blue", "cobalt")),
-    "purple": ((130, 40, 170), ("purple", "violet")),
-    "pink": ((250, 130, 195), ("pink", "rose")),
-    "brown": ((120, 68, 28), ("brown", "chestnut")),
-    "black": ((20, 20, 20), ("black", "jet-black")),
-}
-SIZES = {"small": (0.23, ("small", "little", "tiny")), "large": (0.32, ("large", "big", "huge"))}  # image sides
-NUMBERS = {
-    1: ("a", "one", "a single"),
-    2: ("two", "a pair of"),
-    3: ("three", "a trio of"),
-    4: ("four", "a group of four"),
-}
-PLACES = {
-    "left": ("on the left", "at the left side", "on the left-hand side"),
-    "right": ("on the right", "at the right side", "on the right-hand side"),
-    "top": ("at the top", "in the upper part", "near the upper edge"),
-    "bottom": ("at the bottom", "in the lower part", "near the lower edge"),
-    "centre": ("in the middle", "in the centre", "at the center"),
-}
-BACKGROUNDS: dict[str, tuple[Rgb, Words]] = {
-    "white": ((250, 250, 250), ("a white background", "a plain white backdrop")),
-    "grey": ((175, 175, 175), ("a grey background", "a plain gray backdrop")),
-    "beige": ((238, 220, 180), ("a beige background", "a sand-coloured backdrop")),
-    "pale blue": ((185, 215, 245), ("a pale blue background", "a light blue backdrop")),
-    "pale green": ((190, 235, 190), ("a pale green background", "a light green backdrop")),
-    "striped": ((248, 248, 248), ("a striped background", "a backdrop of grey stripes")),
-    "dotted": ((248, 248, 248), ("a dotted background", "a backdrop of grey dots")),
-    "checkered": ((248, 248, 248), ("a checkered background", "a chequered backdrop")),
-}
+_VOCABULARY: Any = yaml.safe_load((Path(__file__).parent / "demo_words.yaml").read_text(encoding="utf-8"))
+COLORS: dict[str, tuple[Rgb, Words]] = _VOCABULARY["colors"]
+SIZES: dict[str, tuple[float, Words]] = _VOCABULARY["sizes"]  # in image sides
+NUMBERS: dict[int, Words] = _VOCABULARY["numbers"]
+PLACES: dict[str, Words] = _VOCABULARY["places"]
+BACKGROUNDS: dict[str, tuple[Rgb, Words]] = _VOCABULARY["backgrounds"]
+TEMPLATES: list[tuple[str, str]] = _VOCABULARY["templates"]  # with and without the background
+CLASS_TEMPLATES: list[str] = _VOCABULARY["class_templates"]
 _INK = (195, 195, 195)  # color of the patterns
-
-# forms with and without the background
-TEMPLATES = (
-    ("{objects} on {background}", "{objects}"),
-    ("a picture of {objects} on {background}", "a picture of {objects}"),
-    ("an image of {objects} against {background}", "an image of {objects}"),
-    ("on {background}: {objects}", "there: {objects}"),
-    ("against {background} you can see {objects}", "you can see {objects}"),
-    ("{background} with {objects}", "a picture with {objects}"),
-    ("this drawing shows {objects} over {background}", "this drawing shows {objects}"),
-    ("on {background} somebody drew {objects}", "somebody drew {objects}"),
-    ("a simple drawing of {objects}, made on {background}", "a simple drawing of {objects}"),
-    ("{objects} in front of {background}", "just {objects}"),
-    ("the picture has {background} and {objects}", "the picture has {objects}"),
-    ("{objects}; behind, {background}", "{objects}, nothing else"),
-)
 
 _POSITIONS = {"left": 1 / 6, "top": 1 / 6, "centre": 1 / 2, "right": 5 / 6, "bottom": 5 / 6}
 _ROWS = (("left", "centre", "right"), ("top", "centre", "bottom"))
@@ -144,15 +101,6 @@ _SUPERSAMPLING = 4
 
 SPLITS = ("train", "val", "zero_shot")
 CLASSES = tuple((color, shape) for color in COLORS for shape in SHAPES)
-CLASS_TEMPLATES = (
-    "one {c}",
-    "a single {c}",
-    "a picture of one {c}",
-    "an image of a single {c}",
-    "a small {c}",
-    "a large {c}",
-    "this drawing shows one {c}",
-)
 PAIRS_PER_SHARD = 1000
 _DUPLICATES = 0.05  # probability that a pair is a near-duplicate
 
