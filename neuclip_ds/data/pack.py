@@ -11,8 +11,6 @@ become PNG, as shards do not hold them. Every row is in a shard or in the list o
 absent.
 """
 
-from __future__ import annotations
-
 import glob
 import hashlib
 import io

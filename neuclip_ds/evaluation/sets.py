@@ -13,8 +13,6 @@ A shard is indexed when it is read, and bytes are read on demand. A damaged shar
 incomplete set are not the set's.
 """
 
-from __future__ import annotations
-
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass

@@ -5,8 +5,6 @@ share. Ties between classes, such as two classes with the same name, count by ex
 `neuclip_ds.evaluation.retrieval`.
 """
 
-from __future__ import annotations
-
 import io
 from collections.abc import Callable, Sequence
 from functools import partial

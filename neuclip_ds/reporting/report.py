@@ -1,7 +1,5 @@
 """report.html of a run: scores, plots, events, last values, config and environment in one file."""
 
-from __future__ import annotations
-
 import base64
 import fnmatch
 import html
