@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from braceexpand import braceexpand
 
 from neuclip_ds.config import CLIP_BPE, Config
 from neuclip_ds.distributed.communicator import Communicator
@@ -43,6 +45,7 @@ PUBLISHED = [name for name in recipe_names() if name.split("_")[0] in ENCODERS] 
 EXCEPTIONS: dict[str, dict[str, Any]] = {
     "cc3m_amorlip": {"budget": 30},
     "cc12m_amorlip": {"weight_decay": 0.2},
+    "cc12m_amorlip_released_code": {"weight_decay": 0.2},
     "cc3m_fastclip_v3_lamb": {"name": "lamb", "lr": 2e-3, "weight_decay": 0.1},
     "cc12m_fastclip_v3_lamb": {"name": "lamb", "lr": 2e-3, "weight_decay": 0.1},
     "cc3m_fastclip_v3_lion": {"name": "lion", "lr": 2e-4, "weight_decay": 0.3},
@@ -80,6 +83,7 @@ TEMPERATURES: dict[str, tuple[float, float | None, Any]] = {
     "dfn1b_neuclip": (0.07, 3.9e-5, 11.0),
     "cc3m_amorlip": (0.07, 2e-4, [6.5, 6.5, 6.5, -8.0]),
     "cc12m_amorlip": (0.07, 1e-4, [8.5, 8.5, -8.5]),
+    "cc12m_amorlip_released_code": (0.07, 1e-4, [8.5, -8.5, -8.5]),
     # not published: NeuCLIP's rho, AmorLIP's large scale, and a quarter of the encoders' lr
     "dfn14m_fastclip_v3": (0.07, 1.25e-4, 11.0),
     "dfn192m_fastclip_v3": (0.07, 7.8e-5, 11.0),
@@ -321,3 +325,23 @@ def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], 
         print_dry_run(config, RankEnvironment(0, 0, 8), None)
     said = capsys.readouterr().out
     assert "632,076,800 + text 354,032,640 = 986,109,440 parameters, 24 + text 24 blocks checkpointed" in said
+
+
+PAGE = (ROOT / "docs" / "how-to" / "run_the_papers.md").read_text(encoding="utf-8")
+EXPERIMENTS = re.findall(r"^\| .* \| `(.*)` \|$", PAGE, re.MULTILINE)  # second column
+COMMANDS = [shlex.split(cell)[1:] for cell in EXPERIMENTS if cell.startswith("train.py ")]
+
+
+def test_the_page_of_experiments_has_every_published_recipe() -> None:
+    listed = {name for cell in EXPERIMENTS if not cell.startswith("train.py ") for name in braceexpand(cell)}
+    papers = {name for name in recipe_names() if re.match("cc|dfn|laion|vit|siglip", name)}
+    assert listed == papers - {"vitb32_gcl"}  # which no paper has
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
+def test_an_experiment_of_the_page_changes_its_recipe(command: list[str]) -> None:
+    """Each of its options does."""
+    recipe, *options = command
+    whole = parse(command).config
+    for option in options:
+        assert parse([recipe, *(other for other in options if other != option)]).config != whole
