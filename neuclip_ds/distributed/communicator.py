@@ -112,10 +112,13 @@ class Communicator:
 
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
-        """A process group of this rank alone; all ranks may ask for theirs at any time."""
+        """A process group of this rank alone, which no other rank needs to know of.
+
+        It is of gloo on GPUs too: NCCL's would be split from that of all ranks, which would have to take part.
+        """
         if self.world_size == 1:
             return self.group
-        return cast(ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        return cast(ProcessGroup, dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
