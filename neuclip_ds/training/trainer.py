@@ -44,7 +44,7 @@ from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext, StepResult
-from neuclip_ds.training.plan import Budget, DataPosition, model_for_phases, plan_phases
+from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
 from neuclip_ds.training.recovery import RECOVERY, epochs_behind, find_reused, recover, recovery_loop, take_over
 from neuclip_ds.training.run_folder import (
     MODEL,
@@ -195,8 +195,8 @@ def build(
     data = open_training_data(config, source, communicator, staged, resumed)
     chosen = config.data.model_copy(update=order_facts(data.order.interleave))
     config = config.model_copy(update={"data": chosen})
-    start, budget = DataPosition.start(data.order, data.manifest), Budget(config.epochs, config.max_steps)
-    phases = plan_phases(config, start, start.end(budget))
+    start = DataPosition.start(data.order, data.manifest)
+    phases = plan_phases(config, start, start.end(config.epochs, config.max_steps))
     for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluation = open_evaluation(config, data, source.preprocessing, communicator, staged) if open_evaluation else None
@@ -215,8 +215,7 @@ def build(
         trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
-    plan = partial(plan_phases, config)
-    loop = Loop(context, objective, folder, budget, plan, context.fingerprint, epochs_behind(config))
+    loop = Loop(context, config, objective, folder, context.fingerprint, epochs_behind(config))
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
         loop.resume(resumed)
