@@ -29,7 +29,7 @@ def count_activations(model: DualEncoder, rows: int, image_size: int, context_le
         model = model.to_empty(device="cpu")
         image = torch.empty(rows, 3, image_size, image_size, dtype=torch.uint8)
         tokens = torch.empty(rows, context_length, dtype=torch.int64)
-        live = _LiveBytes()
+        live = LiveBytes()
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(_free_gradient)
@@ -43,12 +43,18 @@ def _free_gradient(parameter: Tensor) -> None:
     parameter.grad = None
 
 
-class _LiveBytes(TorchDispatchMode):
-    """Counts the storages that operations allocate, until they are freed."""
+class LiveBytes(TorchDispatchMode):
+    """Count the storages that operations allocate on one kind of device, until they are freed.
 
-    def __init__(self) -> None:
+    Attributes:
+        now: bytes of those that are there.
+        peak: the most that have been there at once.
+    """
+
+    def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
-        self.peak = self._now = 0
+        self._device_type = device_type
+        self.peak = self.now = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -59,16 +65,17 @@ class _LiveBytes(TorchDispatchMode):
                 self._known.add(leaf.untyped_storage())  # weights and inputs: from outside where they are new here
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.untyped_storage() not in self._known:
+            is_here = isinstance(leaf, Tensor) and leaf.device.type == self._device_type
+            if is_here and leaf.untyped_storage() not in self._known:
                 self._count(leaf.untyped_storage())
         return result
 
     def _count(self, storage: torch.UntypedStorage) -> None:
         self._known.add(storage)
         size = storage.nbytes()
-        self._now += size
-        self.peak = max(self.peak, self._now)
+        self.now += size
+        self.peak = max(self.peak, self.now)
         weakref.finalize(storage, self._free, size)
 
     def _free(self, size: int) -> None:
-        self._now -= size
+        self.now -= size

@@ -14,8 +14,7 @@ by then, so its state, and the statistics of batch norm, are restored.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +34,7 @@ from neuclip_ds.objectives.gather import FeatureGather, Features
 from neuclip_ds.training.batches import DeviceBatch, DeviceBatches
 
 
-@dataclass(frozen=True)
-class StepOutcome:
+class StepOutcome(NamedTuple):
     """What one global batch gave; equal on all ranks but for the gradients."""
 
     gradients: FeatureGradients

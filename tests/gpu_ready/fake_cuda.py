@@ -1,22 +1,22 @@
 """A GPU without hardware: operations on `cuda` tensors run on shapes alone, tensors of the host keep their values.
 
-Tensors of both devices in one operation raise, as on a GPU. What waits for a GPU is counted by the file of the package
-that asks for it:
+Tensors of both devices in one operation raise, as on a GPU. What waits for a GPU is counted by the file of this package
+or of DeepSpeed that asks for it:
 
 - a number read from the device (`item`, `bool`, `float`, `tolist`), and a copy to the host;
 - an operation whose result has a shape that the device must tell (`nonzero`, boolean masks, `bincount`);
-- a copy from the host that is not `non_blocking`, such as those of `new_tensor` and `torch.tensor(..., device="cuda")`;
-- an event, unless the device has been given work after it: then the host waits while the device has something to do.
+- a copy from the host that is not `non_blocking`, such as those of `new_tensor` and `torch.tensor(..., device="cuda")`,
+  or one of more than 64 KB from memory that is not pinned, which CUDA copies piece by piece through memory that is;
+- a synchronization with the device or a stream, and with an event unless the device has been given work after it: then
+  the host waits while the device has something to do.
 
-Where the result depends on data, the wait is counted and a given value returned: masks are true everywhere.
-
-Waits that remain are meant: a training step reads the gradient's norm to decide whether it is skipped
-(engine/update.py; DeepSpeed's wrappers around the optimizer read it themselves), an evaluation reads its counts once at
-its end, and the loss with `validate=True` its features' norms.
+Where the result depends on data, the wait is counted and a given value returned: masks are true everywhere, and no
+gradient overflows in DeepSpeed. Within `fake_ranks`, DeepSpeed's engine runs on the device too.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,23 +25,31 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from unittest.mock import patch
+from weakref import WeakSet
 
+import deepspeed
 import torch
+import torch.distributed as dist
+from deepspeed.accelerator import real_accelerator
+from deepspeed.accelerator.cuda_accelerator import CUDA_Accelerator
+from deepspeed.runtime.zero import partitioned_param_coordinator
 from step_costs import Call, SimulatedRank
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import neuclip_ds
 from neuclip_ds.distributed.communicator import Pending
+from neuclip_ds.distributed.launch import leave
 
 T = TypeVar("T")
 
 DEVICE = torch.device("cuda", 0)
 RANKS = (1, 8)
 
-_PACKAGE = Path(neuclip_ds.__file__).parent
+_PACKAGES = [Path(package.__file__).parent for package in (neuclip_ds, deepspeed)]
 _HOST = "outside the package"
 _WITHOUT_STREAMS = torch.device("meta")  # where autograd believes fake tensors to be: a GPU's streams need hardware
 _ATEN = torch.ops.aten
@@ -51,6 +59,8 @@ _ALLOCATIONS = {
 }  # fmt: skip
 _INDEXED = {_ATEN.index, _ATEN.index_put, _ATEN.index_put_, _ATEN._unsafe_index, _ATEN._index_put_impl_}
 _PINNING = {_ATEN._pin_memory, _ATEN.pin_memory}
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_STAGED = 65_536  # bytes that CUDA copies at once from memory that is not pinned
 
 
 class FakeGpu(TorchDispatchMode):
@@ -58,7 +68,7 @@ class FakeGpu(TorchDispatchMode):
 
     Attributes:
         launches: operations on tensors of the device; views and allocations launch nothing.
-        syncs: waits of the host for the device, by the file of the package that asks for them.
+        syncs: waits of the host for the device, by the file of this package, or of DeepSpeed, that asks for them.
         integer: what an integer that is read from the device is.
         differentiates: whether a backward pass runs.
     """
@@ -69,6 +79,7 @@ class FakeGpu(TorchDispatchMode):
         self.launches = 0
         self.differentiates = False
         self.syncs: Counter[str] = Counter()
+        self._pinned: WeakSet[torch.UntypedStorage] = WeakSet()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -82,11 +93,17 @@ class FakeGpu(TorchDispatchMode):
             kwargs["device"] = DEVICE
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         target = torch.device(kwargs.get("device") or "cpu")
-        if kwargs.pop("pin_memory", None) and target.type != "cpu":
+        pins = kwargs.pop("pin_memory", None) or func.overloadpacket in _PINNING
+        if pins and (target.type != "cpu" or any(map(_is_cuda, tensors))):
             raise AssertionError(f"{func} pins memory of the device")
+        if func.overloadpacket is _ATEN.is_pinned:
+            return args[0].untyped_storage() in self._pinned
         if target.type == "cpu" and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
             with unset_fake_temporarily():
-                return args[0] if func.overloadpacket in _PINNING else func(*args, **kwargs)
+                result = args[0].clone() if func.overloadpacket in _PINNING else func(*args, **kwargs)
+            if pins:
+                self._pinned.add(result.untyped_storage())
+            return result
         return self._on_device(func, args, kwargs, tensors)
 
     def _on_device(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], tensors: list[Tensor]) -> Any:
@@ -117,9 +134,12 @@ class FakeGpu(TorchDispatchMode):
         if _is_cuda(source) == _is_cuda(result):
             return
         non_blocking = kwargs.get("non_blocking", op is _ATEN.copy_ and len(args) > 2 and args[2])
-        # to the host only into memory that is there: a new tensor would be read before it is filled
-        if not non_blocking or (_is_cuda(source) and op is not _ATEN.copy_):
-            self._wait([source])
+        if _is_cuda(source):  # only into memory that is there: a new tensor would be read before it is filled
+            waits = op is not _ATEN.copy_
+        else:
+            waits = source.nbytes > _STAGED and source.untyped_storage() not in self._pinned
+        if waits or not non_blocking:
+            self.wait()
 
     def _plain_indices(self, args: Sequence[Any]) -> list[Tensor | None]:
         """Return indices of an indexed tensor with masks written out, all true."""
@@ -143,21 +163,20 @@ class FakeGpu(TorchDispatchMode):
         """Raise where a 0-dim tensor of the host meets one of the device: not every kernel takes it."""
         copies = (_ATEN._to_copy, _ATEN.copy_, *_INDEXED)
         if on_gpu and len(on_gpu) < len(tensors) and func.overloadpacket not in copies:
-            raise AssertionError(f"{func} of {[(str(x.device), tuple(x.shape)) for x in tensors]} in {_asking_file()}")
+            raise AssertionError(f"{func} of {[(str(x.device), tuple(x.shape)) for x in tensors]} in {asking_file()}")
 
     def _value(self, tensor: Tensor) -> bool | int | float:
-        if tensor.dtype == torch.bool:
-            return True
+        if tensor.dtype in (torch.bool, torch.uint8):
+            return not asking_file().startswith("deepspeed")  # which asks whether a gradient overflows
         return 1.0 if tensor.is_floating_point() else self.integer
 
     def _wait(self, on_gpu: Sequence[Tensor]) -> None:
         if on_gpu:
-            self.syncs[_asking_file()] += 1
+            self.wait()
 
-    def wait_for_event(self, recorded: int) -> None:
-        """Count a wait for an event that was recorded when so many operations had been launched."""
-        if recorded == self.launches:
-            self.syncs[_asking_file()] += 1
+    def wait(self, *_: Any) -> None:
+        """Count a wait for the device."""
+        self.syncs[asking_file()] += 1
 
     def listed(self, tensor: Tensor) -> Any:
         """Return what `tolist` gives, of one copy to the host."""
@@ -170,31 +189,67 @@ class FakeGpu(TorchDispatchMode):
 
 
 class _Event:
-    """A CUDA event, as far as the package uses it."""
+    """A CUDA event, as far as this package and DeepSpeed use it."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+        self._gpu, self._recorded = gpu, gpu.launches
 
-    def record(self) -> None:
+    def record(self, stream: Any = None) -> None:
         self._recorded = self._gpu.launches
 
+    def query(self) -> bool:
+        return True
+
     def synchronize(self) -> None:
-        self._gpu.wait_for_event(self._recorded)
+        if self._recorded == self._gpu.launches:
+            self._gpu.wait()
 
 
 class _Stream:
     """A CUDA stream, likewise."""
 
     def __init__(self, gpu: FakeGpu) -> None:
-        self._gpu = gpu
+        self._gpu, self.synchronize = gpu, gpu.wait
 
-    def record_event(self) -> _Event:
-        event = _Event(self._gpu)
-        event.record()
-        return event
+    def record_event(self, event: _Event | None = None) -> _Event:
+        return _Event(self._gpu)
 
     def wait_event(self, event: _Event) -> None:
         pass
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+
+class _Accelerator(CUDA_Accelerator):
+    """The fake device as DeepSpeed sees it."""
+
+    def is_available(self) -> bool:
+        return True
+
+    def device_count(self) -> int:
+        return 1
+
+    def current_device_name(self) -> str:
+        return str(DEVICE)
+
+    def current_device(self) -> int:
+        return 0
+
+    def set_device(self, device_index: int) -> None:
+        pass
+
+    def empty_cache(self) -> None:
+        pass
+
+    def reset_peak_memory_stats(self, device_index: int | None = None) -> None:
+        pass
+
+    def total_memory(self, device_index: int | None = None) -> int:
+        return 80 * 10**9
+
+    def memory_allocated(self, device_index: int | None = None) -> int:
+        return 0
 
 
 def _is_cuda(tensor: Tensor) -> bool:
@@ -226,15 +281,28 @@ _DATA_DEPENDENT = {
 }
 
 
-def _asking_file() -> str:
-    """Return the innermost file of the package on the stack, as seen from the package."""
+def asking_file() -> str:
+    """Return the innermost file of either package on the stack: this one's as seen from it, `deepspeed/...`."""
     frame = sys._getframe()
     while frame is not None:
         path = Path(frame.f_code.co_filename)
-        if path.is_relative_to(_PACKAGE):
-            return path.relative_to(_PACKAGE).as_posix()
+        for package, shown_from in zip(_PACKAGES, (_PACKAGES[0], _PACKAGES[1].parent), strict=True):
+            if (
+                path.is_relative_to(package) and frame.f_code.co_name != "__torch_dispatch__"
+            ):  # a mode's, above this one
+                return path.relative_to(shown_from).as_posix()
         frame = frame.f_back  # type: ignore[assignment]
     return _HOST
+
+
+def _flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+) -> Tensor:
+    """Return the result of the kernel that a GPU takes in 16 bits where there is no mask."""
+    if not _is_cuda(query) or query.element_size() != 2 or attn_mask is not None:
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, **options)
+    causal, scale = options.get("is_causal", False), options.get("scale")
+    return _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, causal, scale=scale)[0]  # type: ignore[no-any-return]
 
 
 @contextmanager
@@ -254,17 +322,35 @@ def fake_cuda(integer: int = 1) -> Iterator[FakeGpu]:
         stack.enter_context(patch.object(FakeTensor, "tolist", lambda tensor: gpu.listed(tensor)))
         stream = _Stream(gpu)
         stack.enter_context(patch.object(torch.cuda, "Event", lambda **_: _Event(gpu)))
-        stack.enter_context(patch.object(torch.cuda, "Stream", lambda device: stream))
+        for name in ("Stream", "current_stream", "default_stream"):
+            stack.enter_context(patch.object(torch.cuda, name, lambda device=None: stream))
         stack.enter_context(patch.object(torch.cuda, "stream", nullcontext))
-        stack.enter_context(patch.object(torch.cuda, "current_stream", lambda device: stream))
         cache = SimpleNamespace(L2_cache_size=50 << 20)  # of an H100
         stack.enter_context(patch.object(torch.cuda, "get_device_properties", lambda device: cache))
+        stack.enter_context(patch.object(torch.cuda, "synchronize", gpu.wait))
+        stack.enter_context(patch.object(torch.cuda, "manual_seed", lambda seed: None))
+        stack.enter_context(patch.object(torch.nn.functional, _ATTENTION.__name__, _flash_attention))
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         stack.enter_context(patch.object(Tensor, "record_stream", lambda tensor, stream: None))
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(patch.object(torch.autograd, "_engine_run_backward", run_fake_backward))
         stack.enter_context(gpu)
         yield gpu
+
+
+@contextmanager
+def fake_ranks(rank: int, world_size: int, on_gpu: bool = True) -> Iterator[None]:
+    """Run as one of several ranks that all hold the same values: collectives communicate nothing."""
+    coordinator = patch.object(partitioned_param_coordinator, "assert_ints_same_as_other_ranks", lambda ints: None)
+    accelerator = patch.object(real_accelerator, "ds_accelerator", _Accelerator())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    gc.freeze()  # DeepSpeed collects garbage, which takes a second where everything is looked at
+    try:
+        with coordinator, patch.dict("os.environ", LOCAL_RANK="0"), accelerator if on_gpu else nullcontext():
+            yield
+    finally:
+        gc.unfreeze()
+        leave()
 
 
 class GpuRank(SimulatedRank):

@@ -51,6 +51,7 @@ def test_a_program_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.Monke
 
 def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     open_clip = pytest.importorskip("open_clip")
+    params = pytest.importorskip("open_clip_train.params")
     pytest.importorskip("pandas")  # which open_clip_train imports
     monkeypatch.setattr(sys, "path", [str(ROOT / "tools" / "peers"), str(ROOT / "tools"), *sys.path])
     import open_clip_program
@@ -68,8 +69,8 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     assert open_clip.get_tokenizer("benchmark_dual_encoder")(captions).tolist() == tokenizer(captions).tolist()
     arguments = argparse.Namespace(out=tmp_path / "run", random=True, bf16=False)
     given = open_clip_program.command_line(config, arguments, 2)
-    assert given[given.index("--batch-size") + 1] == "32"
-    assert given[given.index("--train-num-samples") + 1] == "192"
+    read = params.parse_args(given)
+    assert (read.batch_size, read.train_num_samples, read.grad_clip_norm) == (32, 192, config.optimizer.max_grad_norm)
 
 
 def test_the_peers_start_at_the_configs_temperature(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ def command_line(config: Config, arguments: argparse.Namespace, world_size: int)
         "aug-cfg": f"scale=({data.crop_scale},1.0)",
     }
     if optimizer.max_grad_norm:
-        options["grad-max-grad-norm"] = optimizer.max_grad_norm
+        options["grad-clip-norm"] = optimizer.max_grad_norm
     flags = ["--local-loss", "--gather-with-grad", "--dataset-resampled"]
     flags += ["--torchcompile"] if config.model.compile else []
     return [*flags, *(part for name, value in options.items() for part in (f"--{name}", str(value)))]

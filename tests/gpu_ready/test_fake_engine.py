@@ -1,0 +1,126 @@
+"""Steps of DeepSpeed's engine as one of many ranks: what waits for the GPU, and the order of collectives.
+
+The host waits for the device once in a step of ours, to read the gradient's norm. DeepSpeed waits in its own files to
+find an overflow, to clip, and under ZeRO 3 for its side streams; no option turns these off.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from fake_cuda import DEVICE, asking_file, fake_cuda, fake_ranks
+from test_step import TOKENS, config_of, data
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from neuclip_ds.data.dataset import Batch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.engine.config import FOLDER, load_engine_config
+from neuclip_ds.engine.start import start_engine
+from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.objectives import build_objective
+from neuclip_ds.objectives.base import Context, Step
+from neuclip_ds.training.step import TrainStep
+
+RANK, RANKS, ROWS, STEPS = 3, 8, 4, 3  # in the third step NeuCLIP's network predicts
+METHODS = ("openclip", "siglip", "fastclip_v3", "isogclr", "amorlip", "neuclip")  # one of each kind
+SMALL = {"vision": {"options": {"depth": 1}}}
+SAMPLES = 1024
+WEIGHT = 0.1  # all weights, so that ranks may hold whichever shard of them
+DEEPSPEED_WAITS = {
+    "zero0_fp32": 2,  # two constants of the clipping
+    "zero0_bf16": 48,  # whether the gradient of a parameter overflows, for each of 40, and their norm
+    "zero1_fp32": 5,  # for each of two groups a constant and whether its norm is finite, then of all
+    "zero2_fp32": 5,
+    "zero1_bf16": 3,  # a constant, whether the norm is finite, whether to clip
+    "zero2_bf16": 6,  # those of fp32, and an overflow
+    "zero3_fp32": 5,  # the reductions' stream, two constants, whether the norm is finite, and the whole device
+    "zero3_bf16": 5,
+}
+
+
+def run_steps(file: str, cases: Sequence[tuple[str, int]], device: str | torch.device = "cpu") -> Iterator[Any]:
+    """Run steps of methods, in so many passes, on one engine, and yield what comes before each of them."""
+    communicator = Communicator(device)
+    options: dict[str, Any] = {"data": {"batch_size": ROWS * communicator.world_size}, "model": SMALL}
+    config = config_of("openclip", file, **options)
+    model = build_dual_encoder(config.model, TOKENS)  # type: ignore[arg-type]
+    for weight in model.parameters():
+        nn.init.constant_(weight, WEIGHT)
+    model.to(device).to = lambda *_: model  # type: ignore[method-assign]  # what others refer to cannot move again
+    engine = start_engine(model, config.optimizer, load_engine_config(config, communicator.world_size), communicator)
+    first = communicator.rank * SAMPLES // communicator.world_size
+    index = torch.arange(first, first + ROWS)  # whose statistics this rank keeps
+    steps = []
+    for method, passes in cases:
+        context = Context(16, SAMPLES, communicator)
+        objective = build_objective(config_of(method, file, **options), context, torch.float32)
+        steps.append(TrainStep(engine, objective, communicator, ROWS // passes, seed=0))
+    for case, step in zip(cases, steps, strict=True):
+        for number in range(STEPS):
+            yield case
+            image, tokens, _, valid = (x[:ROWS] for x in data(number)[:4])
+            assert step(Batch(image, tokens, index, valid), Step(number, 0, 0.0, 0.0)).applied, case
+
+
+@pytest.mark.parametrize("file", DEEPSPEED_WAITS)
+def test_a_step_waits_once(file: str) -> None:
+    last: dict[int, Counter[str]] = {}
+    with fake_cuda() as gpu, fake_ranks(RANK, RANKS):
+        for _, passes in run_steps(file, [("fastclip_v3", 1), ("fastclip_v3", 2)], DEVICE):
+            last[passes] = gpu.syncs = Counter()
+    for passes, waits in last.items():
+        theirs = Counter({name: count for name, count in waits.items() if name.startswith("deepspeed")})
+        streams = passes - 1 if file.startswith("zero3") else 0  # one more for each backward pass
+        assert theirs.total() == DEEPSPEED_WAITS[file] + streams, theirs
+        # without ZeRO, DeepSpeed gives the norm of a bf16 gradient as a number
+        assert waits - theirs == ({} if file == "zero0_bf16" else {"engine/update.py": 1})
+
+
+def test_all_files_are_measured_but_those_of_fp16_and_offload() -> None:
+    files = {path.stem for path in FOLDER.glob("*.json")}
+    assert files - set(DEEPSPEED_WAITS) == {name for name in files if "fp16" in name or "offload" in name}
+
+
+class Collectives(TorchDispatchMode):
+    """Notes operation, shapes and dtypes of each collective.
+
+    The fake group gathers copies of this rank's tensor. Of weights, whose shards differ in size, these would be others.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, ...]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        done = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d":
+            self.calls.append((str(func), *((x.shape, x.dtype) for x in tree_leaves(args) if isinstance(x, Tensor))))
+            if "allgather" in str(func) and asking_file().startswith("deepspeed"):
+                for result in tree_leaves(args[0]):
+                    result.fill_(WEIGHT)
+        return done
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks"),
+    [(1, 8), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((3, 8), (1, 64), (3, 64)))],
+)
+def test_all_ranks_call_the_same_collectives(stage: int, ranks: int) -> None:
+    """Otherwise they wait for each other for ever."""
+    first: list[tuple[Any, ...]] = []
+    for rank in range(ranks):
+        with fake_ranks(rank, ranks, on_gpu=False), Collectives() as noted:
+            for case in run_steps(f"zero{stage}_fp32", [(method, 2) for method in METHODS]):
+                noted.calls.append(case)
+        first = first or noted.calls
+        assert noted.calls == first, f"rank {rank}"
+    assert {method for method, *more in first if more == [2]} == set(METHODS)
+    assert len(first) > 10 * STEPS * len(METHODS)
