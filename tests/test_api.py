@@ -28,6 +28,9 @@ class CountSteps(neuclip_ds.Hook):
         assert torch.are_deterministic_algorithms_enabled()  # as the run asks for
         self.steps += 1
 
+    def after_run(self, loop) -> None:
+        assert not torch.distributed.is_initialized()  # rank 0 may take long, and no other waits
+
 
 @pytest.fixture(scope="module")
 def run(shards: Path, tmp_path_factory: pytest.TempPathFactory) -> neuclip_ds.Run:

@@ -48,17 +48,16 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--uid-key", default="uid", help="key of the uid in a sample's JSON")
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
-    # after a fork fsspec, which the side files need, may block for ever
-    with _workers(options.processes, "spawn" if options.from_side_files else "fork") as executor:
+    with _workers(options.processes) as executor:
         if executor is not None:  # None on MPI's other ranks, once the work is done
             _build(options, executor)
 
 
 @contextmanager
-def _workers(processes: int | None, start_method: str) -> Iterator[Executor | None]:
+def _workers(processes: int | None) -> Iterator[Executor | None]:
     """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
-        with process_pool(processes or os.cpu_count() or 1, start_method) as pool:
+        with process_pool(processes or os.cpu_count() or 1) as pool:
             yield pool
         return
     from mpi4py.futures import MPICommExecutor

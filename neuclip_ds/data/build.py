@@ -34,6 +34,7 @@ log = logging.getLogger(__name__)
 _BUILDING = ".building"  # folder of an unfinished build's results
 _BAD = "bad_samples.jsonl"
 _UNREADABLE = "unreadable_shards.jsonl"
+_SHARDS_EACH = 16  # that take longer to scan than a process takes to start
 
 
 def build_manifest(
@@ -45,13 +46,14 @@ def build_manifest(
     """Return a manifest, held in memory, of the tars `paths` in this order.
 
     Args:
-        processes: worker processes that scan the shards, by default the number of CPUs; 1 scans in this process.
+        processes: worker processes that scan the shards, by default one for each 16 shards and at most one per CPU; 1
+            scans in this process.
         on_progress: called after each shard.
 
     Raises:
         UserError: a shard cannot be read, or no shard has samples, images or captions.
     """
-    processes = min(processes or os.cpu_count() or 1, len(paths))
+    processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_EACH)
     scans: list[Scan] = []
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
         for scan in (pool.map if pool else map)(partial(_scan, options=options), paths):

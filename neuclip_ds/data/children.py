@@ -30,16 +30,17 @@ def end_with_parent(parent: int) -> None:
 
 
 @contextmanager
-def process_pool(processes: int, start_method: str = "fork") -> Iterator[ProcessPoolExecutor]:
+def process_pool(processes: int) -> Iterator[ProcessPoolExecutor]:
     """Yield a pool of processes, which end with the block, and at once when the block fails.
+
+    They are spawned: forks of a process with threads, as NCCL, fsspec and the failure detector start, may block for
+    ever.
 
     Raises:
         UserError: one of them was killed.
     """
     others = active_children()
-    pool = ProcessPoolExecutor(
-        processes, get_context(start_method), initializer=end_with_parent, initargs=(os.getpid(),)
-    )
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), initializer=end_with_parent, initargs=(os.getpid(),))
     try:
         yield pool
     except BaseException as error:

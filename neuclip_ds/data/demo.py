@@ -151,8 +151,7 @@ def make_demo_data(
                 indices = range(first, min(first + PAIRS_PER_SHARD, count))
                 shards.append((temporary / split / f"{number:05d}.tar", indices, partial(_pair, seed, split, size)))
         done = 0
-        # spawned, not forked: the caller may have threads (torch's, for instance), which break under fork
-        with process_pool(min(processes, len(shards)), "spawn") if processes > 1 else nullcontext() as pool:
+        with process_pool(min(processes, len(shards))) if processes > 1 else nullcontext() as pool:
             for count in (pool.map if pool else map)(_write_shard, *zip(*shards, strict=True)):
                 done += count
                 on_progress(done, pairs + held_out + zero_shot)

@@ -77,6 +77,7 @@ class Communicator:
         rank: rank of this process, 0 <= rank < world_size.
         device: device of the tensors.
         traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
+        begun: collectives that this rank has begun; one that lags behind the others keeps them waiting.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Communicator:
         self.device = torch.device(device)
         self._host = torch.device("cpu") if reaches_hosts else self.device  # where tensors of the host travel from
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
+        self.begun = 0
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._store = dist.HashStore() if store is None and self.world_size == 1 else store
 
@@ -112,10 +114,13 @@ class Communicator:
 
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
-        """A process group of this rank alone; all ranks may ask for theirs at any time."""
+        """A process group of this rank alone, which no other rank needs to know of.
+
+        It is of gloo on GPUs too: NCCL's would be split from that of all ranks, which would have to take part.
+        """
         if self.world_size == 1:
             return self.group
-        return cast(ProcessGroup, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+        return cast(ProcessGroup, dist.new_group([dist.get_rank()], backend="gloo", use_local_synchronization=True))
 
     def all_gather(self, x: Tensor, purpose: str) -> Tensor:
         """Gather (b, ...) of every rank to (K b, ...) in rank order; shapes must be equal on all ranks."""
@@ -166,6 +171,7 @@ class Communicator:
     def barrier(self) -> None:
         """Wait for all ranks."""
         if self.world_size > 1:
+            self.begun += 1
             with record_function(f"{PURPOSE}control"):
                 dist.barrier(group=self._group)
 
@@ -194,6 +200,7 @@ class Communicator:
 
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
         """Return what ranks have sent in a collective of bytes; raise TypeError where JSON cannot hold x."""
+        self.begun += 1
         own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):
             received = collective(own) if self.world_size > 1 else [own]
@@ -259,6 +266,7 @@ class Communicator:
     def _begin(self, op: str, x: Tensor, purpose: str, result: Tensor, launch: Any, *inputs: Tensor) -> Pending:
         """Count a collective and launch it; `launch` is torch's function of the result and its inputs."""
         share = ring_bytes(op, x.numel() * x.element_size(), self.world_size)
+        self.begun += 1
         traffic = self.traffic[purpose]
         traffic.calls += 1
         traffic.bytes_sent += share

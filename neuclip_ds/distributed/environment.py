@@ -5,6 +5,8 @@ import re
 import socket
 from collections.abc import MutableMapping
 from contextlib import suppress
+from ipaddress import ip_address
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
@@ -19,6 +21,8 @@ _LAUNCHERS = (
     ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_SIZE"),
     _SLURM,
 )
+
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 
 class RankEnvironment(NamedTuple):
@@ -61,13 +65,29 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
         raise UserError("MASTER_ADDR and MASTER_PORT, the address of rank 0, are not set: start with a launcher.")
 
 
-def refuse_missing_gpus() -> None:
-    """Raise `UserError` where `deepspeed --num_gpus N` has started this process, which has no GPU to use.
+def find_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """Return the device files of NVIDIA's and AMD's drivers that compute; those in dri/ may be displays alone."""
+    return sorted(str(path) for path in devices.glob("*") if re.fullmatch(r"nvidia\d+|kfd", path.name))
 
-    DeepSpeed starts N processes on the CPU then. `--num_accelerators`, its other name, means what there is.
+
+def refuse_missing_gpus(torch_build: str) -> None:
+    """Raise `UserError` where DeepSpeed, which finds no GPU, would train on the CPU by mistake.
+
+    That is so where this machine has GPUs, and where `deepspeed --num_gpus N` has started this process;
+    `--num_accelerators`, its other name, means what there is. DS_ACCELERATOR=cpu chooses the CPU.
+
+    Args:
+        torch_build: torch's version, and what it is built for.
     """
-    if os.environ.get("DS_ACCELERATOR") == "cpu":  # the user's choice
+    if os.environ.get("DS_ACCELERATOR"):
         return
+    if gpus := find_gpus():
+        raise UserError(
+            f"{socket.gethostname()} has GPUs ({', '.join(gpus)}), but torch cannot use them: this is {torch_build}, "
+            f"and NVIDIA's driver is {_driver_version()}. Check nvidia-smi and CUDA_VISIBLE_DEVICES; install a newer "
+            "driver, or torch for an older CUDA: pip install 'torch<2.16' torchvision --index-url "
+            "https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
+        )
     for parent in psutil.Process().parents():
         with suppress(psutil.Error):  # it has ended
             command = " ".join(parent.cmdline())
@@ -77,6 +97,25 @@ def refuse_missing_gpus() -> None:
                     "CUDA_VISIBLE_DEVICES and that torch is built for them, or train on CPU cores with deepspeed "
                     f"--num_accelerators {wanted[1]}."
                 )
+
+
+def _driver_version() -> str:
+    found = re.search(r"\b\d{3,}\.[\d.]+", _DRIVER.read_text()) if _DRIVER.is_file() else None
+    return found[0] if found else "not loaded"
+
+
+def use_interface_of(address: str) -> None:
+    """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
+
+    By itself gloo takes that of the machine's name, which may be in another network or, as Debian's 127.0.1.1, in none.
+    """
+    wanted = ip_address(address)
+    for name, addresses in psutil.net_if_addrs().items():
+        for one in addresses:
+            if one.family in (socket.AF_INET, socket.AF_INET6):
+                found = ip_address(one.address.partition("%")[0])  # a link-local one ends with %INTERFACE
+                if found == wanted or (found.is_loopback and wanted.is_loopback):
+                    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
 
 
 def free_port() -> int:

@@ -4,9 +4,11 @@ A dead rank leaves the others in a collective: NCCL does not notice, and under `
 the other nodes. So each rank has a lifeline to the rank before it: a TCP connection without traffic, which the kernel
 closes when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure is
 the store's key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
+
+A rank that hangs alive is named: after 10 minutes in the same place ranks publish how many collectives they have begun,
+and the others wait for those that have begun fewer, or that do not answer.
 """
 
-import ipaddress
 import json
 import logging
 import multiprocessing
@@ -16,10 +18,13 @@ import socket
 import sys
 import threading
 import time
+import traceback
+from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import torch.distributed as dist
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
 
@@ -28,6 +33,15 @@ log = logging.getLogger(__name__)
 _PERIOD = 0.5  # seconds
 _WINDOW = 1.0  # seconds until a failed rank reports, since the end of a rank makes others fail
 _SILENCE = 30.0  # seconds after which a store that does not answer counts as lost
+_LONGEST_START = 300.0  # seconds in which the ranks must have connected their process groups
+_PATIENCE = 600.0  # seconds after which a rank that stands still is reported
+_SPREAD = 60.0  # seconds within which ranks that wait for the same one have all stopped
+_NOT_CONNECTED = (
+    "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
+    "GLOO_SOCKET_IFNAME to the network interface that all nodes share (ip addr lists them), under deepspeed --hostfile "
+    "in .deepspeed_env; NCCL_DEBUG=INFO prints what NCCL tries."
+)
+_PACKAGE = f"{Path(__file__).parents[1]}/"
 _DIED = "it was killed and reported no error (out of memory, a signal, or a lost node)"
 
 
@@ -51,12 +65,18 @@ class FailureDetector:
     Args:
         environment: this rank, of two or more that all do the same.
         store: a connection to the launch's store that nothing else uses; rank 0's process or torchrun serves it.
+        address: of this machine, at which the other nodes reach it.
+
+    Attributes:
+        communicator: set it once the ranks have connected their process groups, which must happen in 5 minutes.
 
     Raises:
         UserError: the rank before this one cannot be reached.
     """
 
-    def __init__(self, environment: RankEnvironment, store: dist.Store) -> None:
+    communicator: Communicator | None = None
+
+    def __init__(self, environment: RankEnvironment, store: dist.Store, address: str) -> None:
         self._rank, self._local_rank, self._world_size = environment
         self._store, self._host = store, socket.gethostname()
         self._error: BaseException | None = None  # of this rank
@@ -64,12 +84,11 @@ class FailureDetector:
         self._before_ended = self._leaving = False
         self._silence = 0  # periods since the store has answered
         self._wake, self._left = threading.Event(), threading.Event()
-        master = os.environ["MASTER_ADDR"]
-        with socket.create_connection((master, int(os.environ["MASTER_PORT"]))) as probe:
-            address = probe.getsockname()[0]
-        if ipaddress.ip_address(address).is_loopback:  # as a host's own name may be; other nodes know it by this one
-            address = master
-        self._held = socket.create_server(("", 0), family=probe.family)  # accepts nothing: the kernel connects
+        self._began = self._since = time.monotonic()
+        self._place: list[object] = []  # where the main thread has been since `_since`
+        self._standing = self._named = False  # whether that is published, and for whom ranks wait is logged
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        self._held = socket.create_server(("", 0), family=family)  # accepts nothing: the kernel connects
         os.register_at_fork(after_in_child=self._held.close)  # a loader process would hold it when this one has died
         store.set(f"rank/{self._rank}", json.dumps([self._host, address, self._held.getsockname()[1]]))
         self._before = (self._rank - 1) % self._world_size
@@ -96,6 +115,8 @@ class FailureDetector:
         if self._before_ended and not self._store.check([f"left/{self._before}"]):
             return Failure(self._before, self._hosts[self._before], _DIED)
         error = self._error
+        if error is None and self.communicator is None and time.monotonic() > self._began + _LONGEST_START:
+            return Failure(self._rank, self._host, _NOT_CONNECTED, 2, True)
         if error is None or time.monotonic() < self._failed_at + _WINDOW:
             return None
         is_message = isinstance(error, UserError | TrainingDiverged | Interrupted)
@@ -117,6 +138,8 @@ class FailureDetector:
                     if self._rank or self._store.check([f"left/{rank}" for rank in range(self._world_size)]):
                         self._left.set()
                         return
+                elif self.communicator is not None and dist.is_initialized():  # else rank 0 works alone
+                    self._watch_progress(self.communicator)
                 self._wake.wait(0.05 if self._leaving else _PERIOD)
                 self._wake.clear()
             failure = Failure(*json.loads(self._store.get("error")))
@@ -139,6 +162,48 @@ class FailureDetector:
             self._silence += 1  # counted in this thread, which a pause of the process stops as well
             if self._silence * _PERIOD > _SILENCE:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
+
+    def _watch_progress(self, communicator: Communicator) -> None:
+        """Publish where this rank stands still; the first rank that does logs for whom they wait."""
+        frame = sys._current_frames()[threading.main_thread().ident or 0]
+        calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
+        still, key = time.monotonic() - self._since, f"standing/{self._rank}"
+        if [communicator.begun, *calls] != self._place:
+            self._place, self._since = [communicator.begun, *calls], time.monotonic()
+            if self._standing:
+                self._store.set(key, "null")
+            self._standing = self._named = False
+        elif still > _PATIENCE and not self._standing:
+            ours = (call.removeprefix(_PACKAGE) for call in calls if call.startswith(_PACKAGE))
+            self._store.set(key, json.dumps([communicator.begun, next(ours, calls[0])]))
+            self._standing = True
+        elif still > _PATIENCE + _SPREAD and not self._named:
+            self._named = True
+            self._name_awaited()
+
+    def _name_awaited(self) -> None:
+        """Log which ranks are behind the others, unless a rank below this one does."""
+        if any(self._standing_place(rank) for rank in range(self._rank)):
+            return
+        places = {rank: self._standing_place(rank) for rank in range(self._world_size)}
+        furthest = max(place[0] for place in places.values() if place)
+        behind = [rank for rank, place in places.items() if place is None or place[0] < furthest]
+        named = []
+        for rank in (behind or [*places])[:8]:
+            place, host = places[rank], json.loads(self._store.get(f"rank/{rank}"))[0]
+            named.append(f"rank {rank} on {host}, which {f'is at {place[1]}' if place else 'is busy or stopped'}")
+        log.warning(
+            "nothing has moved for %.0f s: %s %s%s; `py-spy dump --pid PID` there shows more",
+            _PATIENCE + _SPREAD,
+            "the ranks wait for" if behind else "no rank is behind the others, such as",
+            ", ".join(named),
+            f" and {len(behind) - 8} more" if len(behind) > 8 else "",
+        )
+
+    def _standing_place(self, rank: int) -> tuple[int, str] | None:
+        """Return the collectives that a rank which stands still has begun, and the line of code that it is at."""
+        found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
+        return found or None
 
     def _end(self, failure: Failure, wait: float = 0.0) -> NoReturn:
         """Report, and end this process from a thread, as the main thread may be stuck in a collective."""

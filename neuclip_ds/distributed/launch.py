@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from neuclip_ds.distributed.environment import (
     complete_environment,
     read_environment,
     refuse_missing_gpus,
+    use_interface_of,
 )
 from neuclip_ds.distributed.failure_detector import FailureDetector
 from neuclip_ds.errors import UserError
@@ -49,23 +51,36 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
         max_outage: seconds that a node may wait for its storage while the others wait in a collective.
 
     Raises:
-        UserError: ranks are missing, or run other code or another task.
+        UserError: ranks are missing, have no GPU where others have one, or run other code or another task.
     """
     complete_environment()
     if "RANK" not in os.environ:  # MPI's launchers set no address
         deepspeed.comm.mpi_discovery(int(os.environ.get("MASTER_PORT", "29500")), verbose=False)
     environment = read_environment()
-    _choose_device(environment.local_rank)
+    problem = ""
+    try:
+        _choose_device(environment.local_rank)
+    except UserError as error:
+        if environment.world_size == 1:
+            raise
+        problem = str(error)  # rank 0 reports it, so that no other node waits for this one
     with ExitStack() as stack:
-        store = open_store(environment.rank) if environment.world_size > 1 else None
-        if store is not None:
-            rendezvous(store, environment, _facts(task))
-            stack.enter_context(FailureDetector(environment, open_store(environment.rank, serve=False)))
+        store = detector = None
+        if environment.world_size > 1:
+            store = open_store(environment.rank)
+            address = rendezvous(store, environment, _facts(task), problem)
+            use_interface_of(address)
+            detector = FailureDetector(environment, open_store(environment.rank, serve=False), address)
+            stack.enter_context(detector)
         else:
             stack.callback(leave)
         stack.callback(torch.set_flush_denormal, bool(torch.tensor(2.0**-126).div(2) == 0))
         torch.set_flush_denormal(True)
-        yield join(max_outage, store)
+        communicator = join(max_outage, store)
+        communicator.barrier()  # NCCL connects some ranks in their first collective
+        if detector is not None:
+            detector.communicator = communicator
+        yield communicator
         leave()  # not after a failure: the others would fail because of it before they know the reason
 
 
@@ -100,7 +115,7 @@ def _choose_device(local_rank: int) -> None:
     """Give each rank of a node a separate GPU, before anything touches one."""
     accelerator = get_accelerator()
     if accelerator.device_name() == "cpu":
-        refuse_missing_gpus()
+        refuse_missing_gpus(_torch_build())
         return
     count = accelerator.device_count()
     if local_rank >= count:
@@ -117,8 +132,19 @@ def _facts(task: str) -> dict[str, str]:
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
         code.update(path.relative_to(package).as_posix().encode() + path.read_bytes())
-    versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
-    return {"version of the libraries": versions, "neuclip_ds": code.hexdigest()[:12], "config": task}
+    accelerator = get_accelerator()
+    devices = f"{accelerator.device_name()}, {accelerator.communication_backend_name()}"
+    if accelerator.device_name() == "cuda":
+        devices += f" {'.'.join(map(str, torch.cuda.nccl.version()))}"
+    versions = f"{_torch_build()}, deepspeed {deepspeed.__version__}"
+    facts = {"devices": devices, "version of the libraries": versions}
+    return {**facts, "neuclip_ds": code.hexdigest()[:12], "config": task}
+
+
+def _torch_build() -> str:
+    toolkits = {"CUDA": torch.version.cuda, "ROCm": torch.version.hip}
+    built_for = [f"{name} {version}" for name, version in toolkits.items() if version]
+    return f"torch {torch.__version__} for {' '.join(built_for) or 'CPUs alone'}"
 
 
 def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> dist.Store:
@@ -147,15 +173,28 @@ def open_store(rank: int, timeout: timedelta = TIMEOUT, serve: bool = True) -> d
 
 
 def rendezvous(
-    store: dist.Store, environment: RankEnvironment, facts: Mapping[str, str], timeout: timedelta = TIMEOUT
-) -> None:
+    store: dist.Store,
+    environment: RankEnvironment,
+    facts: Mapping[str, str],
+    problem: str = "",
+    timeout: timedelta = TIMEOUT,
+) -> str:
     """Wait for all ranks and compare their `facts`, which must be equal.
 
+    Returns:
+        The address of this machine in the network in which ranks reach rank 0.
+
     Raises:
-        UserError: on every rank that is there, if ranks are missing, two have one number, or facts differ.
+        UserError: on every rank that is there, if one has a `problem`, ranks are missing, two have one number, or facts
+            differ.
     """
+    with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:
+        address, of_rank_zero = probe.getsockname()[0], probe.getpeername()[0]
+    is_loopback = ip_address(address).is_loopback  # which other nodes cannot reach; MASTER_ADDR is this machine's name
+    if not is_loopback:
+        store.set("address of rank 0", of_rank_zero)
     arrival = [environment.rank, socket.gethostname(), {"number of ranks": str(environment.world_size), **facts}]
-    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps(arrival))
+    store.set(f"arrival/{store.add('arrivals', 1)}", json.dumps([*arrival, problem]))
     if environment.rank == 0:
         problem = _find_problem(store, environment.world_size, timeout)
         store.set("verdict", problem)
@@ -173,6 +212,8 @@ def rendezvous(
             ) from error
     if problem:
         raise UserError(problem)
+    known = is_loopback and store.check(["address of rank 0"])
+    return store.get("address of rank 0").decode() if known else address
 
 
 def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str:
@@ -189,8 +230,10 @@ def _find_problem(store: dist.Store, world_size: int, timeout: timedelta) -> str
                     "Check the logs of their nodes."
                 )
             time.sleep(0.05)
-        rank, host, facts = json.loads(store.get(f"arrival/{number}"))
+        rank, host, facts, problem = json.loads(store.get(f"arrival/{number}"))
         number += 1
+        if problem:
+            return f"rank {rank} on {host}: {problem}"
         if rank in hosts:
             return f"Two processes are rank {rank}, on {hosts[rank]} and {host}: give each node another --node_rank."
         hosts[rank] = host

@@ -49,6 +49,16 @@ def set_matmul_precision(config: Config, engine: dict[str, Any], device: torch.d
         log.info("float32 towers: matrix products in %s (model.matmul_precision)", config.model.matmul_precision)
 
 
+def fix_library_algorithms() -> None:
+    """Let cuBLAS and NCCL use the same algorithms in every launch, unless variables of the user choose others.
+
+    NCCL reads its variables when ranks connect, cuBLAS at its first call.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    os.environ.setdefault("NCCL_ALGO", "Ring")  # trees, switches and their choice depend on the nodes of the launch
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+
+
 @contextmanager
 def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Let torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on a GPU.
@@ -59,7 +69,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     if not enabled:
         yield
         return
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it at its first call
+    fix_library_algorithms()
     before, memory = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)

@@ -26,7 +26,7 @@ from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import TrainingSet, open_order
 from neuclip_ds.training.evaluator import open_held_out
-from neuclip_ds.training.plan import Budget, DataPosition, model_for_phases, plan_phases
+from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ def _open(config: Config, source: str) -> Manifest:
 
 def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[str]:
     start = DataPosition.start(order, manifest)
-    steps = start.end(Budget(config.epochs, config.max_steps))
+    steps = start.end(config.epochs, config.max_steps)
     phases = plan_phases(config, start, steps)
     lines = [
         f"data       {manifest.n:,} samples in {manifest.n_shards:,} shards, {manifest.n_bad} incomplete",
@@ -143,7 +143,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
     if recovery.reuse is not None:
         lines.append(f"recovery   taken from {recovery.reuse}")
     elif recovery.epochs:
-        lines.append(f"recovery   {start.end(Budget(recovery.epochs)):,} steps with frozen weights")
+        lines.append(f"recovery   {start.end(recovery.epochs):,} steps with frozen weights")
     return lines
 
 

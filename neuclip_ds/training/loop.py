@@ -8,8 +8,8 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Generator, Mapping, Sequence
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -24,21 +24,18 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.average import discard_average
 from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
-from neuclip_ds.files import explain_disk
 from neuclip_ds.models.image_models import set_patch_drop
-from neuclip_ds.objectives.base import Context, FeatureGradients, Objective, Step
+from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.reporting.events import EventLog
 from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.batches import DeviceBatch, TrainingData
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.standard import Evaluate, standard_hooks
-from neuclip_ds.training.plan import Budget, DataPosition, Phase, phase_at, resume
+from neuclip_ds.training.plan import DataPosition, Phase, phase_at, plan_phases, resume
 from neuclip_ds.training.replicas import compare_replicas
-from neuclip_ds.training.step import TrainStep
+from neuclip_ds.training.step import StepOutcome, TrainStep
 
 log = logging.getLogger(__name__)
-
-Plan = Callable[[DataPosition, int], Sequence[Phase]]  # (position of the data, total steps) -> phases
 
 
 class RunContext(NamedTuple):
@@ -61,8 +58,8 @@ class RunContext(NamedTuple):
 
 
 @dataclass(frozen=True)
-class StepResult:
-    """What one training step gave."""
+class StepResult(StepOutcome):
+    """What one training step gave, and its place in the run."""
 
     step: int  # number of steps done, this one included
     last: bool  # whether it is the run's last
@@ -70,13 +67,7 @@ class StepResult:
     saves: bool  # whether a checkpoint is saved after it
     rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with that of a full one
     batch: RankBatch  # this rank's samples, whose pixels have been released
-    gradients: FeatureGradients  # loss and metrics of the global batch, equal on all ranks
-    loss: float  # of the global batch
-    tau: float  # temperature, the mean where samples have their own
     lr: float  # of the encoders
-    grad_norm: float  # of the encoders; not finite where the step was skipped
-    applied: bool  # False where the step was skipped
-    not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite
     skipped: int  # steps of the run that were skipped
     loss_scale: float | None  # of fp16 towers, after the step
     overflowed: bool  # whether it was skipped only because the loss scale was too large
@@ -92,22 +83,6 @@ class StepResult:
             found["loss_scale"] = self.loss_scale
         values = torch.stack([value.double() for value in self.gradients.metrics.values()]).tolist()
         return found | dict(zip(self.gradients.metrics, values, strict=True))
-
-
-class _SlidingRate:
-    """Units per second over the last 50 updates.
-
-    The first update only starts the clock, so what came before it (launch, compilation, the first step) does not count.
-    """
-
-    def __init__(self) -> None:
-        self._marks: deque[tuple[float, float]] = deque(maxlen=51)  # (seconds, position)
-
-    def update(self, position: float) -> float:
-        """Return the rate, given that `position` units (samples) are done now; NaN until the second update."""
-        self._marks.append((time.monotonic(), position))
-        (start, first), (now, last) = self._marks[0], self._marks[-1]
-        return (last - first) / (now - start) if now > start else math.nan
 
 
 class Loop:
@@ -136,32 +111,28 @@ class Loop:
     def __init__(
         self,
         context: RunContext,
+        config: Config,
         objective: Objective,
         folder: Path,
-        budget: Budget,
-        plan: Plan,
         fingerprint: Fingerprint,
         epochs_before: int = 0,
     ) -> None:
         """
         Args:
             context, objective, folder, fingerprint: see the attributes.
-            budget, plan: how long to train, and on which inputs how fast.
+            config: the run's, with the length, phases and learning rates of this loop.
             epochs_before: epochs that the objective's schedules have behind them.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
-        self.objective, self._budget = objective, budget
-        self._plan, self._epochs_before = plan, epochs_before
+        self.objective, self._config, self._epochs_before = objective, config, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
         self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
         self.checkpoints = Checkpoints(
             folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
         )
         self.events = EventLog(folder, communicator.rank)
-        self.position = DataPosition.start(context.data.order, context.data.manifest)
+        self._set_position(DataPosition.start(context.data.order, context.data.manifest))
         self.done = self.saved = 0
-        self.total = self.position.end(budget)
-        self.phases = plan(self.position, self.total)
         self.stop_requested = False
         self._phase: Phase | None = None  # that of the last step
         self._tried = 0  # steps done at the last attempt to save
@@ -177,9 +148,7 @@ class Loop:
         Writes nothing; raises `UserError` where the checkpoint is not of this run, model or data.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
-        self.position = resume(saved, self.done, self.context.data.manifest, self.context.data.order)
-        self.total = self.position.end(self._budget)
-        self.phases = self._plan(self.position, self.total)
+        self._set_position(resume(saved, self.done, self.context.data.manifest, self.context.data.order))
         if len(self.position.spans) > 1 and self.position.spans[-1].step >= self.total:
             log.warning("the run ends before it trains on the new shards; raise epochs")
         self.checkpoints.load(checkpoint, self.context.engine, self.objective)
@@ -187,6 +156,11 @@ class Loop:
             discard_average(self.context.engine)
         self.saved = self._tried = self.done
         self._hook_states = saved.get("hooks", {})
+
+    def _set_position(self, position: DataPosition) -> None:
+        self.position = position
+        self.total = position.end(self._config.epochs, self._config.max_steps)
+        self.phases = plan_phases(self._config, position, self.total)
 
     def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
@@ -204,16 +178,16 @@ class Loop:
     def _run(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> bool:
         self.checkpoints.set_aside_beyond(self.done)
         self._announce()
-        with self.resources:
-            self._hooks = every_hook = [*hooks, *self._standard_hooks(evaluate)]
+        with self.resources, closing(self._batches()) as source:
+            self._hooks = every_hook = [*hooks, *standard_hooks(evaluate)]
             for hook in every_hook:
                 if (state := self._hook_states.get(type(hook).__name__)) is not None:
                     hook.load_state(state)
                 hook.start(self)
                 self.resources.push(lambda kind, error, trace, hook=hook: hook.close(self, error))
             batches = self._step.batches
-            batches.start(self._batches())
-            rate = _SlidingRate()
+            batches.start(source)
+            ends: deque[float] = deque(maxlen=51)  # times of the last steps; the first, which compiles, does not count
             while self.done < self.total and not self.stop_requested:
                 for hook in every_hook:
                     hook.before_step(self)
@@ -221,7 +195,7 @@ class Loop:
                 batch = next(batches)
                 for hook in every_hook:
                     hook.on_batch(self, batch.host)
-                result = self._train_on(batch, began, rate)
+                result = self._train_on(batch, began, ends)
                 self.done += 1
                 for hook in every_hook:
                     hook.after_step(self, result)
@@ -234,7 +208,7 @@ class Loop:
             log.warning("stopped after step %d; the same command resumes there", self.done)
         return not self.stop_requested
 
-    def _batches(self) -> Iterator[RankBatch]:
+    def _batches(self) -> Generator[RankBatch, None, None]:
         for phase in self.phases:
             data = self.context.data.of_sizes(phase.image_size, phase.context_length)
             for place, steps in self.position.parts(max(self.done, phase.start), phase.stop):
@@ -257,16 +231,6 @@ class Loop:
         self.saved = self.done
         return not self.checkpoints.saving
 
-    def _standard_hooks(self, evaluate: Evaluate | None) -> list[Hook]:
-        communicator = self.context.communicator
-
-        def make() -> list[Hook]:
-            with explain_disk(self.folder):
-                self.events.resume(self.done)
-                return standard_hooks(self, evaluate)
-
-        return communicator.on_every_rank(make)
-
     def roll_back(self, problem: str) -> NoReturn:
         """Return to the newest checkpoint, on all ranks, after `run.max_skipped_steps` skipped steps.
 
@@ -283,19 +247,18 @@ class Loop:
         self._failed_at = self.done
         raise RollBack(f"{problem}: the run returns to {newest.name}.", newest)
 
-    def _train_on(self, batch: DeviceBatch, began: float, rate: _SlidingRate) -> StepResult:
+    def _train_on(self, batch: DeviceBatch, began: float, ends: deque[float]) -> StepResult:
         config, number = self.context.config, self.done
-        epoch = self.position.at(number).epoch
-        phase = phase_at(self.phases, number)
-        if phase is not self._phase:
+        if (phase := phase_at(self.phases, number)) is not self._phase:
             self._begin(phase)
         lr = phase.learning_rate(number)
         last, every = number + 1 == self.total, config.run.checkpoint_every
         logs = last or (number + 1) % config.run.log_every == 0
-        progress = number / self.total
-        place = Step(number, self._epochs_before + epoch, lr, config.optimizer.lr, progress, logs=logs)
-        outcome = self._step(batch, place)
+        epoch = self._epochs_before + self.position.at(number).epoch
+        outcome = self._step(batch, Step(number, epoch, lr, config.optimizer.lr, number / self.total, logs=logs))
         scale = loss_scale_of(self.context.engine)
+        ends.append(time.monotonic())
+        passed = ends[-1] - ends[0]
         return StepResult(
             step=number + 1,
             last=last,
@@ -305,13 +268,13 @@ class Loop:
             rest=self.position.is_rest(number),
             batch=batch.host,
             lr=lr,
-            **outcome._asdict(),
+            **vars(outcome),
             skipped=self.context.engine.skipped_steps,
             loss_scale=None if scale is None else scale.cur_scale,
             overflowed=scale is not None and not (outcome.applied or scale.is_least) and math.isfinite(outcome.loss),
             waited=batch.waited,
             seconds=time.perf_counter() - began,
-            samples_per_second=rate.update((number + 1) * config.data.batch_size),
+            samples_per_second=(len(ends) - 1) * config.data.batch_size / passed if passed else math.nan,
         )
 
     def _begin(self, phase: Phase) -> None:

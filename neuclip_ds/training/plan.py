@@ -7,13 +7,13 @@ a run that resumes is in the phase that its step belongs to.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from neuclip_ds.config import Config, ModelConfig, OptimizerConfig, VisionConfig
+from neuclip_ds.config import Config, ModelConfig, OptimizerConfig, PhaseConfig, VisionConfig
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.prefetch import ShardRequest, shards_ahead
@@ -31,17 +31,6 @@ class Span(NamedTuple):
     order: BatchOrder
     shards: int  # of the manifest
     removed: tuple[int, ...]  # numbers of those that were not in use
-
-    def record(self) -> dict[str, Any]:
-        """Return what a checkpoint keeps of it."""
-        return {"step": self.step, "epoch": self.epoch, "shards": self.shards, "removed": list(self.removed)}
-
-
-class Budget(NamedTuple):
-    """How long to train."""
-
-    epochs: float
-    max_steps: int | None = None  # instead of epochs
 
 
 class StepLocation(NamedTuple):
@@ -103,17 +92,20 @@ class DataPosition:
                     break
                 yield request._replace(first=request.first + offset, last=request.last + offset)
 
-    def end(self, budget: Budget) -> int:
-        """Return the number of steps after which training ends."""
-        if budget.max_steps:
-            return budget.max_steps
-        span = next(span for span in reversed(self.spans) if span.epoch < budget.epochs or span is self.spans[0])
-        left = round((budget.epochs - span.epoch) * span.order.steps_per_epoch)
+    def end(self, epochs: float, max_steps: int | None = None) -> int:
+        """Return the number of steps after which training ends: that of the epochs, or `max_steps` instead."""
+        if max_steps:
+            return max_steps
+        span = next(span for span in reversed(self.spans) if span.epoch < epochs or span is self.spans[0])
+        left = round((epochs - span.epoch) * span.order.steps_per_epoch)
         return max(span.step + left, span.step, 1)
 
     def record(self, manifest: Manifest) -> dict[str, Any]:
         """Return what a checkpoint keeps of the data."""
-        spans = [span.record() for span in self.spans]
+        spans = [
+            {"step": span.step, "epoch": span.epoch, "shards": span.shards, "removed": list(span.removed)}
+            for span in self.spans
+        ]
         return {"hash": manifest.content_hash, "shards": manifest.n_shards, "spans": spans}
 
 
@@ -195,35 +187,26 @@ def plan_phases(config: Config, position: DataPosition, total: int) -> list[Phas
     Raises:
         UserError: the first phases leave no step of the budget for the last one.
     """
-    if not config.phases:
-        return [Phase(0, total, None, None, config.model.vision.patch_drop, config.optimizer, 0, total)]
-    edges = [0, *_borders(config, position), total]
+    phases, drops, edges = config.phases or [PhaseConfig()], _patch_drops(config), [0]
+    epochs, steps = 0.0, 0
+    for phase in phases[:-1]:
+        epochs, steps = epochs + (phase.epochs or 0), steps + (phase.steps or 0)
+        edges.append(position.end(epochs) if phase.epochs else steps)
+    edges.append(total)
     if edges != sorted(set(edges)):
         raise UserError(
             f"phases: the first {len(edges) - 2} take {edges[-2]} steps, and the run has {total}: raise epochs or "
             "max_steps, or shorten them, as the last one takes the rest."
         )
-    schedules = [number for number, phase in enumerate(config.phases) if number == 0 or phase.lr is not None]
     planned = []
-    for number, (phase, start, stop) in enumerate(zip(config.phases, edges[:-1], edges[1:], strict=True)):
-        first = max(begin for begin in schedules if begin <= number)
-        after = min((begin for begin in schedules if begin > number), default=len(config.phases))
-        own = config.phases[first]
-        chosen = {"lr": own.lr, "warmup_steps": own.warmup_steps}
-        rates = config.optimizer.model_copy(update={key: x for key, x in chosen.items() if x is not None})
-        drop = config.model.vision.patch_drop if phase.patch_drop is None else phase.patch_drop
-        inputs = phase.image_size, phase.context_length, drop
-        planned.append(Phase(start, stop, *inputs, rates, edges[first], edges[after]))
+    schedules = [number for number, phase in enumerate(phases) if number == 0 or phase.lr is not None]
+    for first, after in zip(schedules, [*schedules[1:], len(phases)], strict=True):
+        chosen = phases[first].model_dump(include={"lr", "warmup_steps"}, exclude_none=True)
+        rates = config.optimizer.model_copy(update=chosen)
+        for number in range(first, after):
+            inputs = phases[number].image_size, phases[number].context_length, drops[number]
+            planned.append(Phase(edges[number], edges[number + 1], *inputs, rates, edges[first], edges[after]))
     return planned
-
-
-def _borders(config: Config, position: DataPosition) -> list[int]:
-    """Return the steps at which the second and later phases begin."""
-    found, epochs, steps = [], 0.0, 0
-    for phase in config.phases[:-1]:
-        epochs, steps = epochs + (phase.epochs or 0), steps + (phase.steps or 0)
-        found.append(position.end(Budget(epochs)) if phase.epochs else steps)
-    return found
 
 
 def phase_at(phases: Sequence[Phase], step: int) -> Phase:
@@ -263,48 +246,28 @@ def _with_patch_drop(config: Config, vision: VisionConfig, share: float) -> Mode
 def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
     """Return the learning rate of a step: lr (step + 1) / warmup, then `config.schedule` from lr to min_lr at `total`.
 
-    Warm-up, cosine and cooldown have the form of open_clip's.
+    Warm-up, cosine and cooldown have the form of open_clip's. `wsd` is warm-up, stable, decay (Hu et al. 2024,
+    MiniCPM), with the decay of Haegele et al. 2024, arXiv:2405.18392.
     """
     warmup = fitted_warmup(config.warmup_steps, total)
     if step < warmup:
         return config.lr * (step + 1) / warmup
     cooldown = max(1, total // _COOLDOWN) if config.cooldown_steps is None else config.cooldown_steps
-    height = SHAPES[config.schedule](step - warmup, max(1, total - warmup), cooldown)
+    step, total = step - warmup, max(1, total - warmup)
+    cooldown = min(cooldown, total)
+    cooled = min(1.0, max(0, step - (total - cooldown)) / cooldown)  # share of the cooldown that is done
+    match config.schedule:
+        case "cosine":
+            height = 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
+        case "constant":
+            height = 1.0
+        case "cooldown":
+            height = 1 - cooled
+        case "wsd":
+            height = 1 - math.sqrt(cooled)
     return config.min_lr + height * (config.lr - config.min_lr)
 
 
 def fitted_warmup(steps: int, total: int) -> int:
     """Return the steps of warm-up in a run of `total`: as given where shorter than the run, else a tenth of it."""
     return steps if steps < total else total // _FITTED_WARMUP
-
-
-def _cosine(step: int, total: int, cooldown: int) -> float:
-    return 0.5 * (1 + math.cos(math.pi * min(1.0, step / total)))
-
-
-def _constant(step: int, total: int, cooldown: int) -> float:
-    return 1.0
-
-
-def _cooldown(step: int, total: int, cooldown: int) -> float:
-    return 1 - _progress(step, total, cooldown)
-
-
-def _wsd(step: int, total: int, cooldown: int) -> float:
-    """Warm-up, stable, decay (Hu et al. 2024, MiniCPM), with the decay of Haegele et al. 2024, arXiv:2405.18392."""
-    return 1 - math.sqrt(_progress(step, total, cooldown))
-
-
-def _progress(step: int, total: int, cooldown: int) -> float:
-    """Return the share of the last `cooldown` of `total` steps that is done, in [0, 1]."""
-    length = min(cooldown, total)
-    return min(1.0, max(0, step - (total - length)) / length)
-
-
-SHAPES: Mapping[str, Callable[[int, int, int], float]] = {
-    "cosine": _cosine,
-    "constant": _constant,
-    "cooldown": _cooldown,
-    "wsd": _wsd,
-}
-"""`optimizer.schedule` -> (step, total, cooldown) after the warm-up -> height in [0, 1] above min_lr."""

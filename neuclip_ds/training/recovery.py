@@ -9,7 +9,6 @@ data (`recovery.reuse`).
 import logging
 import math
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.state.partition import load_rows
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.plan import Budget, check_data, plan_phases
+from neuclip_ds.training.plan import check_data
 
 log = logging.getLogger(__name__)
 
@@ -58,14 +57,13 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
 
 def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
     """Return the loop of the recovery, from the weights in the engine or from its checkpoint."""
-    recovery = context.config.recovery
-    config = context.config.model_copy(update={"objective": recovered_objective(context.config)})
-    at_rest = config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
-    frozen = config.model_copy(update={"optimizer": at_rest, "phases": []})
+    at_rest = context.config.optimizer.model_copy(update={"lr": 0.0, "min_lr": 0.0})
+    length: dict[str, Any] = {"epochs": context.config.recovery.epochs, "max_steps": None, "phases": []}
+    chosen = {"objective": recovered_objective(context.config), "optimizer": at_rest, **length}
+    config = context.config.model_copy(update=chosen)
     objective = build_objective(config, context.objective_context, context.comm_dtype)
     fingerprint = {**context.fingerprint, "method": config.objective.method}
-    folder = context.folder / RECOVERY
-    loop = Loop(context, objective, folder, Budget(recovery.epochs), partial(plan_phases, frozen), fingerprint)
+    loop = Loop(context, config, objective, context.folder / RECOVERY, fingerprint)
     if checkpoint is not None:
         loop.resume(checkpoint)
     return loop

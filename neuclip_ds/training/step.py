@@ -14,7 +14,8 @@ by then, so its state, and the statistics of batch norm, are restored.
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +35,8 @@ from neuclip_ds.objectives.gather import FeatureGather, Features
 from neuclip_ds.training.batches import DeviceBatch, DeviceBatches
 
 
-class StepOutcome(NamedTuple):
+@dataclass(frozen=True)
+class StepOutcome:
     """What one global batch gave; equal on all ranks but for the gradients."""
 
     gradients: FeatureGradients

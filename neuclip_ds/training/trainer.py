@@ -17,12 +17,13 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints
 from neuclip_ds.config import Config, dump
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment
-from neuclip_ds.distributed.launch import connected
+from neuclip_ds.distributed.launch import connected, leave
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.engine.average import WeightAverage
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import (
     deterministic_algorithms,
+    fix_library_algorithms,
     require_precision,
     resolve_comm_dtype,
     set_matmul_precision,
@@ -43,7 +44,7 @@ from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext, StepResult
-from neuclip_ds.training.plan import Budget, DataPosition, model_for_phases, plan_phases
+from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
 from neuclip_ds.training.recovery import RECOVERY, epochs_behind, find_reused, recover, recovery_loop, take_over
 from neuclip_ds.training.run_folder import (
     MODEL,
@@ -92,10 +93,11 @@ def train(
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.output_dir / str(config.run.name)
-    max_outage = config.data.max_outage
+    if config.run.deterministic:
+        fix_library_algorithms()
     with (
         raising_interrupted(),
-        connected(dump(config), max_outage) as communicator,
+        connected(dump(config), config.data.max_outage) as communicator,
         deterministic_algorithms(config.run.deterministic),
         locked(folder, communicator),
     ):
@@ -104,15 +106,20 @@ def train(
             for hook in hooks:
                 hook.before_run(config, communicator, folder)
             trainer = build(config, communicator, folder, staged, open_evaluation)
-            if trainer.is_complete():
+            ended = trainer.is_complete()
+            if ended:
                 steps = trainer.loop.done
                 log.info("%s is complete after %d steps; for more, raise epochs or max_steps", folder, steps)
-                trainer.finish(hooks)
-                return
-            communicator.on_rank_zero(lambda: take_in(staged, folder, trainer.loop.context.config))
-        record_environment(folder, communicator)
-        configure_logging(communicator.rank, folder / "log.txt")
-        trainer.run(hooks)
+            else:
+                communicator.on_rank_zero(lambda: take_in(staged, folder, trainer.loop.context.config))
+        if not ended:
+            record_environment(folder, communicator)
+            configure_logging(communicator.rank, folder / "log.txt")
+            ended = trainer.run(hooks)
+        if ended:
+            leave()  # no rank waits for rank 0 while that writes the report and copies the run
+            for hook in reversed(hooks):
+                hook.after_run(trainer.loop)
 
 
 class Trainer(NamedTuple):
@@ -129,13 +136,13 @@ class Trainer(NamedTuple):
             lambda: read_complete(loop.context.folder) == loop.done == loop.total
         )
 
-    def run(self, hooks: Sequence[Hook] = ()) -> None:
-        """Train to the end, after the recovery of statistics if the config asks for it."""
+    def run(self, hooks: Sequence[Hook] = ()) -> bool:
+        """Train, after the recovery of statistics if the config asks for it; return False if that was stopped."""
         context, objective = self.loop.context, self.loop.objective
         if self.recovery is not None:
             recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
             if recovered is None:  # stopped before its end
-                return
+                return False
             take_over(recovered, context, objective)
         ema = context.config.ema
         average = WeightAverage(context.engine, ema.decay) if ema.decay else None
@@ -146,12 +153,7 @@ class Trainer(NamedTuple):
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
-        self.finish(hooks)
-
-    def finish(self, hooks: Sequence[Hook]) -> None:
-        """Let hooks do what follows a run."""
-        for hook in reversed(hooks):
-            hook.after_run(self.loop)
+        return True
 
     def _evaluate(self, evaluation: Evaluation, average: WeightAverage | None) -> dict[str, float]:
         """Evaluate the weights, and their average as `ema/NAME`."""
@@ -193,8 +195,8 @@ def build(
     data = open_training_data(config, source, communicator, staged, resumed)
     chosen = config.data.model_copy(update=order_facts(data.order.interleave))
     config = config.model_copy(update={"data": chosen})
-    start, budget = DataPosition.start(data.order, data.manifest), Budget(config.epochs, config.max_steps)
-    phases = plan_phases(config, start, start.end(budget))
+    start = DataPosition.start(data.order, data.manifest)
+    phases = plan_phases(config, start, start.end(config.epochs, config.max_steps))
     for slip in likely_slips(config, phases) if communicator.rank == 0 else ():
         log.warning("%s", slip)
     evaluation = open_evaluation(config, data, source.preprocessing, communicator, staged) if open_evaluation else None
@@ -213,8 +215,7 @@ def build(
         trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)
-    plan = partial(plan_phases, config)
-    loop = Loop(context, objective, folder, budget, plan, context.fingerprint, epochs_behind(config))
+    loop = Loop(context, config, objective, folder, context.fingerprint, epochs_behind(config))
     recovery = None
     if resumed is not None and RECOVERY not in resumed.relative_to(folder).parts:
         loop.resume(resumed)

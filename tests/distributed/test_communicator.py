@@ -88,11 +88,16 @@ def join_with_gpus(communicator: Communicator) -> list[Any]:
     with patch.object(launch, "get_accelerator", lambda: gpu):
         joined = launch.join()
     gathered = joined.begin_host_gather(torch.tensor([joined.rank]), "features").wait()
-    return [str(joined.device), joined._host_group is not None, gathered.tolist()]
+    with patch.object(dist, "new_group", wraps=dist.new_group) as made:
+        size = dist.get_world_size(joined.own_group) if joined.rank == 1 else 1
+    made_of = [call.kwargs["backend"] for call in made.mock_calls]
+    return [str(joined.device), joined._host_group is not None, gathered.tolist(), size, made_of]
 
 
-def test_ranks_with_gpus_have_a_group_of_hosts() -> None:
-    assert run_ranks(2, join_with_gpus) == [["cuda:0", True, [0, 1]]] * 2
+def test_ranks_with_gpus_have_a_group_of_hosts_and_one_of_their_own() -> None:
+    """Another backend's group of one rank would be split from that of all."""
+    common = ["cuda:0", True, [0, 1], 1]
+    assert run_ranks(2, join_with_gpus) == [[*common, []], [*common, ["gloo"]]]
 
 
 def subnormals_left(size: int = 2**20) -> int:

@@ -1,19 +1,28 @@
-"""Reading and completing the launchers' environment variables; `--num_gpus` without GPUs."""
+"""Reading and completing the launchers' environment variables; GPUs that torch cannot use; gloo's interface."""
 
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from small_runs import ROOT
 
-from neuclip_ds.distributed.environment import complete_environment, read_environment
+from neuclip_ds.distributed import environment
+from neuclip_ds.distributed.environment import (
+    complete_environment,
+    find_gpus,
+    read_environment,
+    refuse_missing_gpus,
+    use_interface_of,
+)
 from neuclip_ds.errors import UserError
 
-CHECK = "from neuclip_ds.distributed.environment import refuse_missing_gpus as check; check(); print('fine')"
+CHECK = "from neuclip_ds.distributed.environment import refuse_missing_gpus as check; check('torch'); print('fine')"
 # what the launcher is here: a program of that name, whose child's child is the rank
 LAUNCHER = f"""#!{sys.executable}
 import subprocess, sys
@@ -77,7 +86,55 @@ def test_num_gpus_without_gpus_is_refused(
     launcher = tmp_path / "deepspeed"
     launcher.write_text(LAUNCHER)
     launcher.chmod(0o755)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator or ""}
-    done = subprocess.run([launcher, *options, CHECK], env=environment, capture_output=True, text=True, timeout=60)
+    variables = {**os.environ, "PYTHONPATH": str(ROOT), "DS_ACCELERATOR": accelerator or ""}
+    done = subprocess.run([launcher, *options, CHECK], env=variables, capture_output=True, text=True, timeout=60)
     said = done.stdout + done.stderr
     assert ("--num_gpus 8 asks for GPUs" in said and "--num_accelerators 8" in said) if refused else said == "fine\n"
+
+
+def test_gpus_that_torch_cannot_use_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("nvidiactl", "nvidia-uvm", "nvidia-modeset", "dri/renderD128"):  # all there is without a GPU
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    assert find_gpus(tmp_path) == []
+    for name in ("nvidia0", "nvidia12", "kfd"):
+        (tmp_path / name).touch()
+    found = find_gpus(tmp_path)
+    assert found == [str(tmp_path / name) for name in ("kfd", "nvidia0", "nvidia12")]
+
+    version = tmp_path / "version"
+    version.write_text("NVRM version: NVIDIA UNIX x86_64 Kernel Module  535.104.05  Sat Aug 19 01:15:15 UTC 2023\n")
+    monkeypatch.setattr(environment, "find_gpus", lambda: found)
+    monkeypatch.setattr(environment, "_DRIVER", version)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    with pytest.raises(UserError, match=r"nvidia12\), .* torch 2.15 for CUDA 13.2, .* driver is 535.104.05\. .*cu126"):
+        refuse_missing_gpus("torch 2.15 for CUDA 13.2")
+    monkeypatch.setattr(environment, "_DRIVER", tmp_path / "none")
+    with pytest.raises(UserError, match=r"driver is not loaded.* DS_ACCELERATOR=cpu trains on the CPU"):
+        refuse_missing_gpus("torch 2.15 for CUDA 13.2")
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    refuse_missing_gpus("torch 2.15 for CUDA 13.2")
+
+
+@pytest.mark.parametrize(
+    ("address", "interface"),
+    [("10.0.0.7", "ib0"), ("fe80::2", "eth0"), ("127.0.1.1", "lo"), ("::1", "lo"), ("10.0.0.8", None)],
+)
+def test_gloo_takes_the_interface_of_an_address(
+    address: str, interface: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    family = {".": socket.AF_INET, ":": socket.AF_INET6}
+    interfaces = {"lo": ["127.0.0.1", "::1"], "eth0": ["192.168.0.7", "fe80::2%eth0"], "ib0": ["10.0.0.7"]}
+    found = {
+        name: [SimpleNamespace(address="00:00", family=socket.AF_PACKET)]
+        + [SimpleNamespace(address=one, family=family["." if "." in one else ":"]) for one in addresses]
+        for name, addresses in interfaces.items()
+    }
+    monkeypatch.setattr(environment.psutil, "net_if_addrs", lambda: found)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    use_interface_of(address)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == interface
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "bond0")
+    use_interface_of(address)
+    assert os.environ["GLOO_SOCKET_IFNAME"] == "bond0", "the user's choice stays"

@@ -100,7 +100,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     socket.gethostname = lambda: f"node{rank}"
     store = open_store(rank, timedelta(seconds=30))
     failure_detector._SILENCE = 4.0
-    with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False)):
+    with failure_detector.FailureDetector(RankEnvironment(rank, 0, RANKS), open_store(rank, serve=False), "127.0.0.1"):
         store.set(f"in {rank}", "")  # as the process group does, which comes next in a run
         store.wait([f"in {other}" for other in range(RANKS)])
         globals()[work](rank)

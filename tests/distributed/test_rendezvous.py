@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 
+from neuclip_ds.distributed import launch
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.distributed.launch import open_store, rendezvous
 from neuclip_ds.errors import UserError
@@ -26,14 +31,14 @@ def _address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
 
-def outcomes(ranks: list[tuple[int, int, Mapping[str, str]]], seconds: float = 20) -> list[str | dist.Store]:
-    """Return the outcome of each (rank, world size, fingerprint): the message of an error, or the store."""
+def outcomes(ranks: Sequence[tuple[Any, ...]], seconds: float = 20) -> list[Any]:
+    """Return the outcome of each (rank, world size, fingerprint, problem): the message of an error, or the store."""
 
-    def one(rank: int, world_size: int, fingerprint: Mapping[str, str]) -> str | dist.Store:
+    def one(rank: int, world_size: int, fingerprint: Mapping[str, str], problem: str = "") -> str | dist.Store:
         try:
             limit = timedelta(seconds=seconds)
             store = open_store(rank, limit)
-            rendezvous(store, RankEnvironment(rank, 0, world_size), fingerprint, limit)
+            rendezvous(store, RankEnvironment(rank, 0, world_size), fingerprint, problem, limit)
         except UserError as error:
             return str(error)
         return store
@@ -73,6 +78,26 @@ def test_two_nodes_with_one_number() -> None:
     message = outcomes([(0, 3, FINGERPRINT), (1, 3, FINGERPRINT), (1, 3, FINGERPRINT)])
     assert len(set(message)) == 1
     assert "Two processes are rank 1" in str(message[0])
+
+
+def test_a_rank_with_another_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    of_cpu = launch._facts("config")
+    gpu = SimpleNamespace(device_name=lambda: "cuda", communication_backend_name=lambda: "nccl")
+    monkeypatch.setattr(launch, "get_accelerator", lambda: gpu)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 30, 7))
+    of_gpu = launch._facts("config")
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: (2, 29, 3))
+    of_other_nccl = launch._facts("config")
+    for facts, part in ((of_cpu, "cpu, gloo"), (of_other_nccl, r"cuda, nccl 2.29.3")):
+        first, second = outcomes([(0, 2, of_gpu), (1, 2, facts)])
+        assert first == second
+        assert re.search(rf"^Rank \d on .* in devices \(.*{part}", first) and "cuda, nccl 2.30.7" in first
+
+
+def test_the_problem_of_a_rank_ends_all_at_once() -> None:
+    """Rank 2 never comes."""
+    first, second = outcomes([(0, 3, FINGERPRINT, ""), (1, 3, FINGERPRINT, "no GPU here")])
+    assert first == second == f"rank 1 on {socket.gethostname()}: no GPU here"
 
 
 def test_missing_ranks_are_named() -> None:

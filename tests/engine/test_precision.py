@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,9 +14,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from neuclip_ds.config import Config
 from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.precision import deterministic_algorithms, require_precision, set_matmul_precision
 from neuclip_ds.errors import UserError
+from neuclip_ds.recipe import parse
+from neuclip_ds.training import trainer
 
 MATMUL = torch.backends.cuda.matmul
 
@@ -87,6 +91,22 @@ def test_the_modes_hold_in_the_block() -> None:
         assert modes() == (True, False)
         raise KeyError
     assert modes() == before
+
+
+def test_nccl_is_told_before_ranks_connect(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_ALGO", "")
+    monkeypatch.delenv("NCCL_ALGO")
+    monkeypatch.setenv("NCCL_NVLS_ENABLE", "1")
+    found: list[str | None] = []
+
+    def connected(*options: object) -> None:
+        found.extend(os.environ.get(name) for name in ("NCCL_ALGO", "NCCL_NVLS_ENABLE"))
+        raise KeyError
+
+    monkeypatch.setattr(trainer, "connected", connected)
+    with pytest.raises(KeyError):
+        trainer.train(parse(["demo", "--run.deterministic=true"]).config, RankEnvironment(0, 0, 1))
+    assert found == ["Ring", "1"], "the user's choice stays"
 
 
 def test_an_operation_that_cannot_is_named() -> None:

@@ -114,7 +114,7 @@ def test_bad_samples_of_all_starts_count(tmp_path: Path) -> None:
     options = ("--run.log_every=1", "--data.max_bad_fraction=0.006")  # 6 of the first 1000
     assert train(tmp_path, data, 4, *options).returncode == 0
     (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
-    kept = read_meta(checkpoint)["data"]["hooks"]["ListBadSamples"]
+    kept = read_meta(checkpoint)["data"]["hooks"]["WriteRecords"]
     assert (kept["seen"], sum(kept["causes"].values())) == (32, 4)
     done = train(tmp_path, data, 8, *options)
     assert done.returncode == 2, done.stderr

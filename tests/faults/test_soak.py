@@ -131,7 +131,7 @@ def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     with Usage() as usage:
         ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
     meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
-    rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["ListBadSamples"]
+    rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["WriteRecords"]
     slopes = usage.slopes()
     report = {"seed": seed, "minutes": MINUTES, "starts": len(ended) // 2, "steps": meta["step"], "rows": rows}
     report |= {"faults": dict(faults.counts), "bad": counted, "slopes": slopes}

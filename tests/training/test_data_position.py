@@ -11,7 +11,7 @@ from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, extend
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.plan import Budget, DataPosition, Span, resume
+from neuclip_ds.training.plan import DataPosition, Span, resume
 
 OLD = extend(None, [Shard("a.tar", 0, 50, 1), Shard("b.tar", 0, 50, 2)])
 GROWN = extend(OLD, [Shard("c.tar", 0, 100, 3)])
@@ -53,14 +53,14 @@ def test_the_rest_of_an_epoch_is_less_than_half_a_batch():
 
 
 def test_the_end():
-    assert start(OLD).end(Budget(epochs=2.5)) == 25
-    assert start(OLD).end(Budget(epochs=0.01)) == 1
+    assert start(OLD).end(epochs=2.5) == 25
+    assert start(OLD).end(epochs=0.01) == 1
     later = DataPosition([Span(25, 3, order_of(GROWN), 3, ())])
-    assert later.end(Budget(epochs=5)) == 65
-    assert later.end(Budget(epochs=1)) == 25
-    assert later.end(Budget(epochs=1, max_steps=30)) == 30
+    assert later.end(epochs=5) == 65
+    assert later.end(epochs=1) == 25
+    assert later.end(epochs=1, max_steps=30) == 30
     both = resumed(start(OLD), 13, OLD, GROWN)
-    assert [both.end(Budget(epochs=epochs)) for epochs in (1.5, 2, 2.5, 4)] == [15, 20, 30, 60]
+    assert [both.end(epochs=epochs) for epochs in (1.5, 2, 2.5, 4)] == [15, 20, 30, 60]
 
 
 def test_the_same_data_continue_where_they_were():

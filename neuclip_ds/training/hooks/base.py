@@ -61,4 +61,7 @@ class Hook:
         means that the run returns to its newest checkpoint."""
 
     def after_run(self, loop: Loop) -> None:
-        """Called when the run is complete, also if an earlier launch completed it."""
+        """Called when the run is complete, also if an earlier launch completed it.
+
+        The ranks have left their process group: a collective would fail.
+        """

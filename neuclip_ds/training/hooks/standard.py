@@ -1,23 +1,21 @@
-"""The hooks of every loop: prefetch shards, list bad samples, write metrics, stop on a signal, save, evaluate."""
+"""The hooks of every loop: prefetch shards, watch its health, write records, stop on a signal, save, evaluate."""
 
 from __future__ import annotations
 
 import logging
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, Any
-
-import torch
 
 from neuclip_ds.checkpoint.checkpoints import Best
 from neuclip_ds.checkpoint.integrity import SaveFailed
 from neuclip_ds.data.bad_samples import BadSampleLog
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.prefetch import Prefetcher
-from neuclip_ds.distributed.stop_signals import STOP_SIGNALS, deferring, take_signal
+from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
 from neuclip_ds.reporting.metrics import MetricsLog, read_metrics, score_lines, scores_among
@@ -35,19 +33,11 @@ _ATTEMPTS = 3  # checkpoints in a row that cannot be written before the run stop
 _SECONDS = 10.0  # least time between lines on the progress
 
 
-def standard_hooks(loop: Loop, evaluate: Evaluate | None) -> list[Hook]:
+def standard_hooks(evaluate: Evaluate | None) -> list[Hook]:
     """Return the hooks of every loop in their order."""
-    bad_samples, saver = ListBadSamples(loop), SaveCheckpoints()
-    return [
-        PrefetchShards(),
-        bad_samples,
-        WatchHealth(),
-        ShowProgress(),
-        WriteMetrics(bad_samples.log),
-        StopOnSignal(),
-        saver,
-        *([EvaluateModel(evaluate, saver)] if evaluate is not None else []),
-    ]
+    saver = SaveCheckpoints()
+    hooks = [PrefetchShards(), WatchHealth(), ShowProgress(), WriteRecords(), StopOnSignal(), saver]
+    return hooks if evaluate is None else [*hooks, EvaluateModel(evaluate, saver)]
 
 
 class PrefetchShards(Hook):
@@ -78,50 +68,44 @@ class PrefetchShards(Hook):
             self._prefetcher.advance(loop.done)
 
 
-class ListBadSamples(Hook):
-    """Keep bad_samples.jsonl, and end the run when too many samples are bad."""
+class WriteRecords(Hook):
+    """Write metrics, events and bad samples, and end the run when too many samples are bad.
 
-    def __init__(self, loop: Loop) -> None:
-        context = loop.context
-        self.log = BadSampleLog(
-            loop.folder, context.config.data.max_bad_fraction, writes=context.communicator.rank == 0
-        )
+    Metrics are those of every `run.log_every`-th step, with throughput and shares of waiting since the last one.
+    """
+
+    _counts: Mapping[str, Any] = {"seen": 0, "causes": {}}  # of the checkpoint
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        self._counts = state
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        self._bad_samples.merge(loop.context.communicator.gather_objects)
+        return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
+
+    def start(self, loop: Loop) -> None:
+        """Open the files, which rank 0 writes, without what they hold of later steps."""
+        communicator, most = loop.context.communicator, loop.context.config.data.max_bad_fraction
+        writes = communicator.rank == 0
+
+        def open_files() -> MetricsLog | None:
+            with explain_disk(loop.folder):
+                loop.events.resume(loop.done)
+                self._bad_samples = BadSampleLog(loop.folder, most, writes=writes)
+                return MetricsLog(loop.folder, loop.done or None) if writes else None
+
+        loop.metrics = communicator.on_every_rank(open_files)
+        if loop.metrics is not None:
+            loop.resources.enter_context(loop.metrics)
+        self._bad_samples.restore(**self._counts)
+        self._begin_interval(loop)
 
     def on_batch(self, loop: Loop, batch: RankBatch) -> None:
-        self.log.record(batch)
+        self._bad_samples.record(batch)
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         if result.logs or result.saves:
-            self.log.merge(loop.context.communicator.gather_objects)
-
-    def state(self, loop: Loop) -> dict[str, Any]:
-        self.log.merge(loop.context.communicator.gather_objects)
-        return {"seen": self.log.seen, "causes": dict(self.log.causes)}
-
-    def load_state(self, state: dict[str, Any]) -> None:
-        self.log.restore(state["seen"], state["causes"])
-
-
-class WriteMetrics(Hook):
-    """Write the metrics of every `run.log_every`-th step, with throughput and shares of waiting since the last one."""
-
-    def __init__(self, bad_samples: BadSampleLog) -> None:
-        self._bad_samples = bad_samples
-
-    def start(self, loop: Loop) -> None:
-        """Open metrics.jsonl and TensorBoard on rank 0."""
-        communicator = loop.context.communicator
-
-        def open_log() -> MetricsLog | None:
-            with explain_disk(loop.folder):
-                return MetricsLog(loop.folder, loop.done or None) if communicator.rank == 0 else None
-
-        loop.metrics = communicator.on_every_rank(open_log)
-        if loop.metrics is not None:
-            loop.resources.enter_context(loop.metrics)
-        self._begin_interval(loop)
-
-    def after_step(self, loop: Loop, result: StepResult) -> None:
+            self._bad_samples.merge(loop.context.communicator.gather_objects)
         self._waited += result.waited
         if not result.logs:
             return
@@ -160,18 +144,12 @@ class ShowProgress(Hook):
         if now < self._next_line and not result.last:
             return
         self._next_line = now + _SECONDS
-        rate, left = result.samples_per_second, "?"
-        if math.isfinite(rate) and rate > 0:
-            samples = (loop.total - result.step) * loop.context.config.data.batch_size
-            left = str(timedelta(seconds=round(samples / rate)))
+        rate, samples = result.samples_per_second, (loop.total - result.step) * loop.context.config.data.batch_size
+        known = math.isfinite(rate)
+        left = timedelta(seconds=round(samples / rate)) if known else "?"
         log.info(
             "step %d/%d  loss %.4f  tau %.4f  %s samples/s  ETA %s",
-            result.step,
-            loop.total,
-            self._loss,
-            result.tau,
-            f"{rate:,.0f}" if math.isfinite(rate) else "?",
-            left,
+            *(result.step, loop.total, self._loss, result.tau, f"{rate:,.0f}" if known else "?", left),
         )
 
 
@@ -183,15 +161,9 @@ class StopOnSignal(Hook):
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         """Agree at steps that log whether any rank has received a signal, and which."""
-        if not result.logs:
-            return
-        communicator = loop.context.communicator
-        taken = take_signal()
-        received = torch.tensor([int(number == taken) for number in STOP_SIGNALS], device=communicator.device)
-        counts = communicator.all_reduce(received, "control").tolist()
-        for number, count in zip(STOP_SIGNALS, counts, strict=True):
-            if count:
-                loop.stop_requested, loop.stop_signal = True, number
+        received = loop.context.communicator.gather_objects(take_signal()) if result.logs else []
+        for number in filter(None, received):
+            loop.stop_requested, loop.stop_signal = True, number
 
 
 class SaveCheckpoints(Hook):

@@ -1,0 +1,149 @@
+"""Two ranks that connect as those of a launch do: the network that they take, GPUs that fail, and ranks that hang."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from pathlib import Path
+
+import psutil
+import pytest
+import torch.distributed as dist
+from forks import fork, kill
+
+from neuclip_ds.cli.program import exit_on_mistake
+from neuclip_ds.distributed import environment, failure_detector, launch
+from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.environment import free_port
+from neuclip_ds.errors import UserError
+
+
+def connect(communicator: Communicator) -> None:
+    communicator.agree(None)
+    print(os.environ["GLOO_SOCKET_IFNAME"], file=sys.stderr)
+
+
+def stop_rank_1(communicator: Communicator) -> None:
+    if communicator.rank == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    communicator.agree(None)
+
+
+def hang_rank_1(communicator: Communicator) -> None:
+    if communicator.rank == 1:
+        signal.signal(signal.SIGCONT, lambda number, frame: None)
+        signal.pause()
+    communicator.agree(None)
+
+
+def lack_gpu(communicator: Communicator) -> None:
+    raise AssertionError("the ranks must not connect")
+
+
+def never_join(communicator: Communicator) -> None:
+    raise AssertionError("the ranks must not connect")
+
+
+def one_rank(rank: int, folder: str, work: str) -> None:
+    os.chdir(folder)
+    sys.stderr = Path(f"{rank}.txt").open("w", buffering=1)  # noqa: SIM115, open until the process ends
+    socket.gethostname = lambda: f"node{rank}"
+    failure_detector._PATIENCE, failure_detector._SPREAD = 2.0, 3.0
+    if work == "lack_gpu" and rank == 1:
+        environment.find_gpus = lambda: ["/dev/nvidia0"]
+    if work == "never_join":
+        failure_detector._LONGEST_START = 3.0
+        if rank == 1:
+            dist.init_process_group = lambda *args, **kwargs: time.sleep(60)
+    with exit_on_mistake(), launch.connected("task") as communicator:
+        globals()[work](communicator)
+
+
+@contextmanager
+def started(folder: Path, work: str, *addresses: str) -> Iterator[list[BaseProcess]]:
+    """Start both ranks, each as a node's first, at rank 0's address as each knows it."""
+    shared = {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+    processes = []
+    try:
+        for rank, address in enumerate(addresses or ("127.0.0.1", "127.0.0.1")):
+            variables = {**kept, **shared, "RANK": str(rank), "MASTER_ADDR": address}
+            processes.append(fork(one_rank, rank, str(folder), work, variables=variables))
+        yield processes
+    finally:
+        for process in processes:
+            kill(process)
+
+
+def ends(folder: Path, processes: list[BaseProcess]) -> list[tuple[int | None, str]]:
+    """Return the exit code of both ranks, and what they have printed."""
+    for process in processes:
+        process.join(60)
+    return [(process.exitcode, (folder / f"{rank}.txt").read_text()) for rank, process in enumerate(processes)]
+
+
+def test_gloo_takes_the_network_in_which_the_nodes_reach_rank_0(tmp_path: Path) -> None:
+    """Rank 0 knows its own name as a loopback address, as on Debian."""
+    networks = {
+        one.address: name
+        for name, addresses in psutil.net_if_addrs().items()
+        for one in addresses
+        if one.family is socket.AF_INET and not one.address.startswith("127.")
+    }
+    if not networks:
+        pytest.skip("needs a network")
+    address, name = next(iter(networks.items()))
+    with started(tmp_path, "connect", "127.0.1.1", address) as processes:
+        assert ends(tmp_path, processes) == [(0, f"{name}\n")] * 2
+
+
+def test_one_machine_needs_no_network(tmp_path: Path) -> None:
+    with started(tmp_path, "connect") as processes:
+        assert ends(tmp_path, processes) == [(0, "lo\n")] * 2
+
+
+def test_gpus_that_one_node_cannot_use_end_all(tmp_path: Path) -> None:
+    with started(tmp_path, "lack_gpu") as processes:
+        for code, printed in ends(tmp_path, processes):
+            assert code == 2
+            assert "rank 1 on node1: node1 has GPUs (/dev/nvidia0), but torch cannot use them" in printed
+
+
+def test_one_rank_without_a_launcher_needs_its_gpu_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(environment, "find_gpus", lambda: ["/dev/kfd"])
+    with pytest.raises(UserError, match=r"has GPUs \(/dev/kfd\)"), launch.connected("task"):
+        pass
+
+
+def test_ranks_that_do_not_connect_end_with_the_variables_to_set(tmp_path: Path) -> None:
+    with started(tmp_path, "never_join") as processes:
+        found = ends(tmp_path, processes)
+    assert [code for code, _ in found] == [2, 2]
+    assert "GLOO_SOCKET_IFNAME" in found[0][1] and found[0][1].count("error: ") == 1
+
+
+@pytest.mark.parametrize(
+    ("work", "doing"),
+    [("stop_rank_1", "is busy or stopped"), ("hang_rank_1", "is at .*test_connected.py:.* in hang_rank_1")],
+)
+def test_a_rank_that_hangs_is_named(work: str, doing: str, tmp_path: Path) -> None:
+    with started(tmp_path, work) as processes:
+        deadline = time.monotonic() + 60
+        while "nothing has moved" not in (log := "".join(path.read_text() for path in tmp_path.glob("*.txt"))):
+            assert time.monotonic() < deadline, "no rank is named"
+            time.sleep(0.1)
+        assert processes[1].pid is not None
+        os.kill(processes[1].pid, signal.SIGCONT)
+        assert [code for code, _ in ends(tmp_path, processes)] == [0, 0]
+    assert log.count("\n") == 1
+    assert re.search(f"the ranks wait for rank 1 on node1, which {doing}", log)
