@@ -1,8 +1,8 @@
 """Export trained models to the files of other libraries.
 
-`CONVERTERS` convert a package of CLIP's weights and config between transformers' CLIPModel, open_clip's ViT and timm's
-ViT, and `WRITERS` write it. Tensors are renamed by tables; the other libraries have q, k and v as one tensor, and
-open_clip transposes projections. `write_towers` takes any model that was built from the config.
+A package of CLIP's weights and config is converted between transformers' CLIPModel, open_clip's ViT and timm's ViT.
+Tensors are renamed by tables; the other libraries have q, k and v as one tensor, and open_clip transposes projections.
+`write_towers` takes any model that was built from the config.
 """
 
 import re
@@ -37,56 +37,68 @@ from neuclip_ds.models.towers import TextTower, VisionTower
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
 _LEGACY_EOS = 2  # for which CLIPModel reads the feature at the largest id, as old configs mean it
+# transformers' options of a tower -> open_clip's of the same values
+_VISION_OPTIONS = {"hidden_size": "width", "num_hidden_layers": "layers", "patch_size": "patch_size"}
+_TEXT_OPTIONS = {
+    "hidden_size": "width",
+    "num_hidden_layers": "layers",
+    "num_attention_heads": "heads",
+    "max_position_embeddings": "context_length",
+    "vocab_size": "vocab_size",
+}
+# open_clip's other options that CLIPModel can have, or that say nothing about the architecture
+_CONVERTED = {"mlp_ratio", "norm_kwargs", "image_size", "head_width", "timm_model_pretrained"}
+_CONVERTED |= {"eos_id", "pad_id", "hf_tokenizer_name"}
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
 _TRANSPOSED = ("visual.proj", "text.text_projection")  # of open_clip
-# parts of transformers' names -> those of the other library, replaced one after the other
+# patterns in transformers' names -> those of the other library, replaced one after the other
 _TO_OPEN_CLIP = {
+    _QKV.pattern: ".attn.in_proj_",
     "vision_model.": "visual.",
     "text_model.": "text.",
-    ".embeddings.": ".",
-    ".patch_embedding.": ".conv1.",
-    ".position_embedding.weight": ".positional_embedding",
-    ".pre_layrnorm.": ".ln_pre.",
-    ".post_layernorm.": ".ln_post.",
-    ".final_layer_norm.": ".ln_final.",
-    ".encoder.layers.": ".transformer.resblocks.",
-    ".layer_norm": ".ln_",
-    ".fc1.": ".c_fc.",
-    ".fc2.": ".c_proj.",
-    ".self_attn.out_proj.": ".attn.out_proj.",
+    r"\.embeddings\.": ".",
+    r"\.patch_embedding\.": ".conv1.",
+    r"\.position_embedding.weight": ".positional_embedding",
+    "pre_layrnorm": "ln_pre",
+    "post_layernorm": "ln_post",
+    "final_layer_norm": "ln_final",
+    r"encoder\.layers": "transformer.resblocks",
+    "layer_norm": "ln_",
+    "fc1": "c_fc",
+    "fc2": "c_proj",
+    "self_attn": "attn",
     "visual_projection.weight": "visual.proj",
     "text_projection.weight": "text.text_projection",
 }
 _TO_TIMM = {
-    "vision_model.": "vision.trunk.",
-    "trunk.embeddings.class_embedding": "trunk.cls_token",
-    "trunk.embeddings.position_embedding.weight": "trunk.pos_embed",
-    "trunk.embeddings.patch_embedding.": "trunk.patch_embed.proj.",
-    ".pre_layrnorm.": ".norm_pre.",
-    ".post_layernorm.": ".norm.",
-    "trunk.encoder.layers.": "trunk.blocks.",
-    ".layer_norm": ".norm",
-    ".self_attn.out_proj.": ".attn.proj.",
-    "visual_projection.": "vision.projection.",
+    _QKV.pattern: ".attn.qkv.",
+    "vision_model": "vision.trunk",
+    r"embeddings\.class_embedding": "cls_token",
+    r"embeddings\.position_embedding.weight": "pos_embed",
+    r"embeddings\.patch_embedding": "patch_embed.proj",
+    "pre_layrnorm": "norm_pre",
+    "post_layernorm": "norm",
+    r"encoder\.layers": "blocks",
+    "layer_norm": "norm",
+    r"self_attn\.out_proj": "attn.proj",
+    "visual_projection": "vision.projection",
 }
-_TEXT_TOWER = {"text_model.": "text.trunk.", "text_projection.": "text.projection."}  # ours is transformers'
+_TO_TEXT_TOWER = {"text_model": "text.trunk", "text_projection": "text.projection"}  # ours is transformers'
 
 
 def open_clip_name(clip: str) -> str:
     """Return open_clip's name of a tensor of transformers."""
-    return _replaced(_QKV.sub(".attn.in_proj_", clip), _TO_OPEN_CLIP)
+    return _replaced(clip, _TO_OPEN_CLIP)
 
 
 def timm_name(clip: str) -> str:
     """Return the name in our towers, with a ViT of timm, of a tensor of transformers."""
-    if clip.startswith("text_"):
-        return _replaced(clip, _TEXT_TOWER)
-    return _replaced(_QKV.sub(".attn.qkv.", clip), _TO_TIMM)
+    return _replaced(clip, _TO_TEXT_TOWER if clip.startswith("text_") else _TO_TIMM)
 
 
-def _replaced(name: str, parts: Mapping[str, str]) -> str:
-    for old, new in parts.items():
-        name = name.replace(old, new)
+def _replaced(name: str, patterns: Mapping[str, str]) -> str:
+    for old, new in patterns.items():
+        name = re.sub(old, new, name)
     return name
 
 
@@ -139,22 +151,18 @@ def clip_to_open_clip(package: Package) -> Package:
             f"open_clip has one GELU or quick GELU for both towers, not {' and '.join(sorted(acts))}; export with "
             "--format=transformers."
         )
-    eos = text["eos_token_id"]
+    head_width, eos = vision["hidden_size"] // vision["num_attention_heads"], text["eos_token_id"]
     at_largest_id = tree["model_type"] == "clip" and eos == _LEGACY_EOS
     config = {
         "embed_dim": tree["projection_dim"],
         "quick_gelu": _ACTIVATIONS[acts.pop()],
         "vision_cfg": {
             "image_size": vision["image_size"],
-            "patch_size": vision["patch_size"],
-            "head_width": vision["hidden_size"] // vision["num_attention_heads"],
-            **_open_clip_sizes(vision),
+            "head_width": head_width,
+            **_open_clip_options(vision, _VISION_OPTIONS),
         },
         "text_cfg": {
-            "context_length": text["max_position_embeddings"],
-            "vocab_size": text["vocab_size"],
-            "heads": text["num_attention_heads"],
-            **_open_clip_sizes(text),
+            **_open_clip_options(text, _TEXT_OPTIONS),
             **({"pool_type": "argmax"} if at_largest_id else {"pool_type": "eos", "eos_id": eos}),
             "hf_tokenizer_name": "tokenizer",  # open_clip looks for it in the local folder
         },
@@ -165,84 +173,62 @@ def clip_to_open_clip(package: Package) -> Package:
     return Package("open_clip", config, config_names(config, weights), package.preprocessing, package.tokenizer)
 
 
+def _open_clip_options(part: Mapping[str, Any], options: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tower's config in transformers as open_clip's."""
+    found = {theirs: part[ours] for ours, theirs in options.items()}
+    width, inner = part["hidden_size"], part["intermediate_size"]
+    exact = int(width * (inner / width)) == inner  # as open_clip computes it
+    found["mlp_ratio"] = (inner if exact else inner + 0.5) / width
+    if part["layer_norm_eps"] != _DEFAULT_EPS:
+        found["norm_kwargs"] = {"eps": part["layer_norm_eps"]}
+    return found
+
+
 def open_clip_to_clip(package: Package) -> Package:
     """Convert open_clip's ViT and text transformer to CLIPModel; raise UserError for options that CLIPModel lacks."""
     tree = package.config
-    vision, text = dict(tree["vision_cfg"]), dict(tree["text_cfg"])
-    _refuse_extras("vision_cfg", vision, library().CLIPVisionCfg, _VISION_PARTS)
-    _refuse_extras("text_cfg", text, library().CLIPTextCfg, _TEXT_PARTS)
+    vision = _options_of_clip("vision_cfg", tree["vision_cfg"], library().CLIPVisionCfg, _VISION_OPTIONS)
+    text = _options_of_clip("text_cfg", tree["text_cfg"], library().CLIPTextCfg, _TEXT_OPTIONS)
     act = "quick_gelu" if tree.get("quick_gelu", False) else "gelu"
-    width = vision.get("width", 768)
     tokens = transformers_form(cast(OpenClipTokenizer, package.tokenizer).inner)
     specials = {f"{name}_token_id": getattr(tokens, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    if text.get("pool_type") == "eos" and text["eos_id"] != specials["eos_token_id"]:
+    eos = tree["text_cfg"]["eos_id"] if tree["text_cfg"].get("pool_type") == "eos" else None
+    if eos not in (None, specials["eos_token_id"]):
         raise UserError(
-            f"The text tower is read at token {text['eos_id']}, which is not the tokenizer's EOS; correct "
-            "text_cfg.eos_id."
+            f"The text tower is read at token {eos}, which is not the tokenizer's EOS; correct text_cfg.eos_id."
         )
-    kind = _read_at_eos(text["eos_id"] if text.get("pool_type") == "eos" else None)
-    config = kind(
+    heads = vision["hidden_size"] // tree["vision_cfg"].get("head_width", 64)
+    image = {"image_size": package.preprocessing.size, "num_attention_heads": heads}
+    config = _read_at_eos(eos)(
         projection_dim=tree["embed_dim"],
-        vision_config={
-            "image_size": package.preprocessing.size,
-            "patch_size": vision.get("patch_size", 16),
-            "num_attention_heads": width // vision.get("head_width", 64),
-            "hidden_act": act,
-            **_clip_sizes(vision, width),
-        },
-        text_config={
-            "max_position_embeddings": text.get("context_length", 77),
-            "vocab_size": text.get("vocab_size", 49408),
-            "num_attention_heads": text.get("heads", 8),
-            "hidden_act": act,
-            **_clip_sizes(text, text.get("width", 512)),
-            **specials,
-        },
+        vision_config={**vision, **image, "hidden_act": act},
+        text_config={**text, **specials, "hidden_act": act},
     )
     weights = to_clip(config, custom_text_names(package.weights), open_clip_name)
     return Package("transformers", config.to_dict(), weights, package.preprocessing, package.tokenizer)
 
 
-_SIZES = {"layers", "width", "mlp_ratio", "norm_kwargs"}
-_VISION_PARTS = _SIZES | {"image_size", "head_width", "patch_size", "timm_model_pretrained"}
-_TEXT_PARTS = _SIZES | {"context_length", "vocab_size", "heads", "eos_id", "pad_id", "hf_tokenizer_name"}
-
-
-def _refuse_extras(where: str, config: Mapping[str, Any], kind: Any, known: set[str]) -> None:
+def _options_of_clip(where: str, given: Mapping[str, Any], kind: Any, options: Mapping[str, str]) -> dict[str, Any]:
+    """Return a tower's config in open_clip, which `kind` has the defaults of, as that of transformers."""
     defaults = {field.name: None if field.default is MISSING else field.default for field in fields(kind)}
-    extras = [name for name, value in config.items() if name not in known and value != defaults.get(name)]
-    if config.get("pool_type") == "eos":
-        extras.remove("pool_type")
-    if not isinstance(config.get("layers", 12), int):
-        extras.append("layers")
+    part = {**defaults, **given}
+    known = _CONVERTED | set(options.values()) | ({"pool_type"} if part["pool_type"] == "eos" else set())
+    extras = [name for name, value in part.items() if name not in known and value != defaults.get(name)]
+    extras += [] if isinstance(part["layers"], int) else ["layers"]
     if extras:
         raise UserError(
-            f"transformers' CLIPModel cannot express {', '.join(f'{where}.{name}={config[name]}' for name in extras)} "
+            f"transformers' CLIPModel cannot express {', '.join(f'{where}.{name}={part[name]}' for name in extras)} "
             "of open_clip; export with --format=open_clip."
         )
-
-
-def _open_clip_sizes(part: Mapping[str, Any]) -> dict[str, Any]:
-    width, inner = part["hidden_size"], part["intermediate_size"]
-    exact = int(width * (inner / width)) == inner  # as open_clip computes it
-    sizes = {"width": width, "layers": part["num_hidden_layers"]}
-    sizes["mlp_ratio"] = (inner if exact else inner + 0.5) / width
-    eps = part["layer_norm_eps"]
-    return sizes if eps == _DEFAULT_EPS else {**sizes, "norm_kwargs": {"eps": eps}}
+    found = {ours: part[theirs] for ours, theirs in options.items()}
+    found["intermediate_size"] = int(part["width"] * part["mlp_ratio"])
+    found["layer_norm_eps"] = (part["norm_kwargs"] or {}).get("eps", _DEFAULT_EPS)
+    return found
 
 
 def _read_at_eos(eos: int | None) -> Any:
     """Return the configs' class of a CLIP model that reads its feature at the EOS: CLIPModel does not if that is 2."""
     return MODEL_TYPES["metaclip_2" if eos == _LEGACY_EOS else "clip"].config
-
-
-def _clip_sizes(part: Mapping[str, Any], width: int) -> dict[str, Any]:
-    return {
-        "hidden_size": width,
-        "num_hidden_layers": part.get("layers", 12),
-        "intermediate_size": int(width * part.get("mlp_ratio", 4.0)),
-        "layer_norm_eps": (part.get("norm_kwargs") or {}).get("eps", _DEFAULT_EPS),
-    }
 
 
 def towers_to_clip(
@@ -310,14 +296,14 @@ def export(package: Package, form: str, folder: Path) -> None:
 
     Args:
         package: the model in its family's form.
-        form: a key of WRITERS.
+        form: a key of FORMATS.
         folder: an empty one.
 
     Raises:
         UserError: the format cannot express the model.
     """
-    converted = package if package.family == form else CONVERTERS[package.family, form](package)
-    WRITERS[form](converted, folder)
+    convert, write = FORMATS[form]
+    write(package if package.family == form else convert(package), folder)
 
 
 def write_transformers(package: Package, folder: Path) -> None:
@@ -382,9 +368,8 @@ def _plain(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-WRITERS: dict[str, Callable[[Package, Path], None]] = {"transformers": write_transformers, "open_clip": write_open_clip}
-
-CONVERTERS: dict[tuple[str, str], Callable[[Package], Package]] = {
-    ("transformers", "open_clip"): clip_to_open_clip,
-    ("open_clip", "transformers"): open_clip_to_clip,
+# a family's form -> conversion from the other family, and writer of its files
+FORMATS: dict[str, tuple[Callable[[Package], Package], Callable[[Package, Path], None]]] = {
+    "transformers": (open_clip_to_clip, write_transformers),
+    "open_clip": (clip_to_open_clip, write_open_clip),
 }

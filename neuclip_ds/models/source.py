@@ -27,7 +27,7 @@ from neuclip_ds.models.pretrained.base import (
     Package,
     Preprocessing,
 )
-from neuclip_ds.models.pretrained.files import read_json, read_tensors
+from neuclip_ds.models.pretrained.files import fetch, read_json, read_tensors
 from neuclip_ds.models.pretrained.image_weights import ImageWeights, locate_image_weights
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.trained_parts import merge_adapters
@@ -75,13 +75,17 @@ class FromConfig:
             return of_run()
         return CaptionTokenizer.load(text.tokenizer, text.context_length)
 
-    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        """Build the architecture; without memory under `torch.device("meta")`.
+    def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
+        """Build the architecture, with random weights by default; without memory under `torch.device("meta")`.
 
         Raises:
             UserError: it cannot be built, or does not fit the tokenizer.
         """
-        return self._build(tokenizer, pretrained=False)
+        image, encoder = self._towers.image, self._text
+        tensors = read_tensors(Path(image.path)) if weights and image is not None else None
+        captions = cast(CaptionTokenizer, tokenizer)  # which `tokenizer` returned
+        tower = None if encoder is None else partial(encoder.tower, captions, self.embed_dim, weights)
+        return build_dual_encoder(self.config, captions, tensors, tower)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         """Load the initial model and the logit parameters it was trained with.
@@ -89,7 +93,7 @@ class FromConfig:
         Raises:
             UserError: as `build`, or the weights are missing or do not fit.
         """
-        return LoadedModel(self._build(tokenizer, pretrained=True), INITIAL_LOGITS)
+        return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
         """Save what `open_saved` needs in addition to config and tokenizer; the folder is created if that is more."""
@@ -110,14 +114,6 @@ class FromConfig:
         with torch.device("meta"):
             model = self.build(tokenizer)
         return towers_to_clip(model, weights, logits, self.preprocessing, tokenizer)
-
-    def _build(self, tokenizer: ModelTokenizer, pretrained: bool) -> DualEncoder:
-        """Build the model, with pretrained weights where towers have them, or random ones alone."""
-        image, encoder = self._towers.image, self._text
-        tensors = read_tensors(Path(image.path)) if pretrained and image is not None else None
-        captions = cast(CaptionTokenizer, tokenizer)  # which `tokenizer` returned
-        tower = None if encoder is None else partial(encoder.tower, captions, self.embed_dim, pretrained)
-        return build_dual_encoder(self.config, captions, tensors, tower)
 
 
 class Pretrained:
@@ -163,9 +159,10 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
     image = locate_image_weights(config.vision) if config.vision.pretrained and weights else None
     if not config.text.pretrained:
         return TowerRefs(image)
-    from neuclip_ds.models.pretrained.text_encoders import locate_text_encoder
+    from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS
 
-    return TowerRefs(image, locate_text_encoder(config.text.pretrained, weights))
+    text = fetch(config.text.pretrained, "model.text.pretrained", WEIGHT_PATTERNS if weights else ())
+    return TowerRefs(image, str(text))
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:

@@ -9,11 +9,12 @@ ordinary parameters: they are trained, saved and resumed like others, and merged
 """
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from torch import nn
 
-from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig, Trained
+from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig
 from neuclip_ds.errors import UserError
 
 TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
@@ -48,7 +49,19 @@ def freeze(model: nn.Module, config: ModelConfig) -> None:
         UserError: a tower has fewer blocks than are to train.
     """
     for name in TOWERS:
-        _freeze(model.get_submodule(name), config.trained(name), name)
+        tower, trained = model.get_submodule(name), config.trained(name)
+        if trained == "frozen":
+            tower.requires_grad_(False)
+        elif trained != "all":
+            layers = parameter_layers(tower, name)
+            blocks = len(layers) - 2
+            if trained > blocks:
+                raise UserError(
+                    f"model.{name}.trainable={trained}, but the tower has {blocks} blocks; use at most {blocks}, or "
+                    "all."
+                )
+            for parameter in chain.from_iterable(layers[: blocks + 1 - trained]):
+                tower.get_parameter(parameter).requires_grad_(False)
 
 
 def lock_projection(tower: nn.Module, name: str) -> None:
@@ -65,22 +78,6 @@ def lock_projection(tower: nn.Module, name: str) -> None:
             f"model.{name}.trainable=0 to train it, or model.embed_dim{width}."
         )
     nn.init.eye_(projection.weight)
-
-
-def _freeze(tower: nn.Module, trained: Trained, name: str) -> None:
-    if trained == "all":
-        return
-    if trained == "frozen":
-        tower.requires_grad_(False)
-        return
-    layers = parameter_layers(tower, name)
-    blocks = len(layers) - 2
-    if trained > blocks:
-        raise UserError(
-            f"model.{name}.trainable={trained}, but the tower has {blocks} blocks; use at most {blocks}, or all."
-        )
-    for parameter in (parameter for layer in layers[: blocks + 1 - trained] for parameter in layer):
-        tower.get_parameter(parameter).requires_grad_(False)
 
 
 def learning_rate_scales(model: nn.Module, config: OptimizerConfig) -> dict[str, float]:
@@ -177,17 +174,17 @@ def merge_adapters(module: nn.Module) -> None:
 def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, list[str]]:
     """Return the names of the layers that get adapters, by tower: all in frozen blocks, or those with wanted names."""
     linear = {name: list(_frozen_linear_layers(tower)) for name, tower in towers.items()}
+    every = [f".{layer}" for layers in linear.values() for layer in layers]
     if wanted:
         ends = tuple(f".{one}" for one in wanted)
         found = {name: [x for x in layers if f".{x}".endswith(ends)] for name, layers in linear.items()}
-        chosen = [f".{layer}" for layers in found.values() for layer in layers]
-        missing = [end[1:] for end in ends if not any(layer.endswith(end) for layer in chosen)]
+        missing = [end[1:] for end in ends if not any(layer.endswith(end) for layer in every)]
     else:
         blocks = {name: tuple(f"{block}." for block in block_names(tower)) for name, tower in towers.items()}
         found = {name: [x for x in layers if x.startswith(blocks[name])] for name, layers in linear.items()}
         missing = [] if any(found.values()) else ["blocks with frozen linear layers"]
     if missing:
-        endings = {layer.rpartition(".")[2] for layers in linear.values() for layer in layers}
+        endings = {layer.rpartition(".")[2] for layer in every}
         raise UserError(
             f"No tower has {', '.join(missing)} for adapters (model.lora.targets); frozen linear layers end in: "
             f"{', '.join(sorted(endings)) or 'none'}."
@@ -196,17 +193,12 @@ def _targets(towers: Mapping[str, nn.Module], wanted: list[str]) -> dict[str, li
 
 
 def _frozen_linear_layers(tower: nn.Module) -> Iterator[str]:
-    """Yield the names of layers that an adapter can replace."""
-    for name, layer in tower.named_modules():
-        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
-            parent = tower.get_submodule(name.rpartition(".")[0])
-            if not _reads_weights(parent):
-                yield name
-
-
-def _reads_weights(parent: nn.Module) -> bool:
-    """Whether a module computes with the weights of its linear layers instead of calling them.
+    """Yield the names of layers that an adapter can replace: not those whose weights other modules compute with.
 
     torch's attention does, which open_clip's transformers have, and that of timm's BEiT and EVA with separate biases.
     """
-    return isinstance(parent, nn.MultiheadAttention) or getattr(parent, "q_bias", None) is not None
+    for name, layer in tower.named_modules():
+        if isinstance(layer, nn.Linear) and not layer.weight.requires_grad:
+            parent = tower.get_submodule(name.rpartition(".")[0])
+            if not isinstance(parent, nn.MultiheadAttention) and getattr(parent, "q_bias", None) is None:
+                yield name

@@ -62,7 +62,27 @@ def save_small_files(source: Path, folder: Path) -> None:
             shutil.copy(path, folder)
 
 
-def download(name: str, patterns: Sequence[str], option: str = "model.pretrained") -> Path:
+def fetch(name: str, option: str, weights: Sequence[str] = ()) -> Path:
+    """Return a checkpoint's folder, local or of the hub, with its small files; call on one rank only.
+
+    Args:
+        name: the value of the option.
+        option: for messages.
+        weights: patterns of the weights' forms, gigabytes each, of which the first that a repository has is downloaded.
+
+    Raises:
+        UserError: there is no such folder, and it cannot be downloaded.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir():
+        folder = download(name, SMALL_FILES, option)
+        for pattern in weights:
+            if any(download(name, [pattern], option).glob(pattern)):
+                break
+    return folder.resolve()
+
+
+def download(name: str, patterns: Sequence[str], option: str) -> Path:
     """Return the local folder of a hub repository's files; raise UserError if neither hub nor cache has it."""
     try:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
@@ -72,10 +92,3 @@ def download(name: str, patterns: Sequence[str], option: str = "model.pretrained
             "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
             "(HF_HOME)."
         ) from error
-
-
-def download_weights(name: str, patterns: Sequence[str], option: str = "model.pretrained") -> None:
-    """Download the first form of a repository's weights, which often has several, gigabytes each."""
-    for pattern in patterns:
-        if any(download(name, [pattern], option).glob(pattern)):
-            return

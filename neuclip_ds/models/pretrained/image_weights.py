@@ -28,47 +28,43 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     Raises:
         UserError: there are none of that name, they are of another model, or cannot be downloaded.
     """
-    named, known = Path(vision.pretrained).expanduser(), timm.get_pretrained_cfg(weights_name(vision))
+    path, known = Path(vision.pretrained).expanduser(), timm.get_pretrained_cfg(weights_name(vision))
     config: Mapping[str, Any] = {} if known is None else known.to_dict()
-    if named.is_file():
-        return _found(vision, named, config)
-    if not named.is_dir():
-        named = _download(vision, config)
-    described = read_json(named / "config.json") if (named / "config.json").is_file() else {}
-    architecture = described.get("architecture", vision.name)
-    if architecture != vision.name:
-        raise UserError(
-            f"model.vision.pretrained={vision.pretrained} has weights of {architecture}; set model.vision.name to it."
-        )
-    path = first_file(named, [*filter(None, [config.get("hf_hub_filename")]), *_FILES])
-    if path is None:
-        raise UserError(f"{named} has no weights; put {' or '.join(_FILES)} there.")
-    return _found(vision, path, described.get("pretrained_cfg", config))
+    if not path.is_file():
+        files = [*filter(None, [config.get("hf_hub_filename")]), *_FILES]
+        folder = path if path.is_dir() else _download(vision, config, files)
+        described = read_json(folder / "config.json") if (folder / "config.json").is_file() else {}
+        architecture = described.get("architecture", vision.name)
+        if architecture != vision.name:
+            raise UserError(
+                f"model.vision.pretrained={vision.pretrained} has weights of {architecture}; set model.vision.name to "
+                "it."
+            )
+        found = first_file(folder, files)
+        if found is None:
+            raise UserError(f"{folder} has no weights; put {' or '.join(_FILES)} there.")
+        path, config = found, described.get("pretrained_cfg", config)
+    mean, std = vision.statistics()
+    mean = vision.mean or tuple(config.get("mean", mean))
+    return ImageWeights(str(path.resolve()), mean, vision.std or tuple(config.get("std", std)))
 
 
-def _download(vision: VisionConfig, config: Mapping[str, Any]) -> Path:
+def _download(vision: VisionConfig, config: Mapping[str, Any], files: list[str]) -> Path:
     """Return the folder of a tag's or hub name's files."""
-    tagged = weights_name(vision)
-    if tagged == vision.name and "/" not in vision.pretrained:
+    tagged, hub = weights_name(vision), vision.pretrained
+    if tagged != vision.name:
+        hub = str(config.get("hf_hub_id", ""))
+        if not hub:
+            raise UserError(
+                f"timm's {tagged} is not on the hub; download {config.get('url')} and set model.vision.pretrained to "
+                "the file."
+            )
+    elif "/" not in hub:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
         raise UserError(
-            f"model.vision.pretrained={vision.pretrained} is no file, folder, hub name, nor a tag of timm's "
-            f"{vision.name}: {', '.join(tags) or 'it has none'}."
-        )
-    hub = str(config.get("hf_hub_id", "")) if tagged != vision.name else vision.pretrained
-    if not hub:
-        raise UserError(
-            f"timm's {tagged} is not on the hub; download {config.get('url')} and set model.vision.pretrained to the "
-            "file."
+            f"model.vision.pretrained={hub} is no file, folder, hub name, nor a tag of timm's {vision.name}: "
+            f"{', '.join(tags) or 'it has none'}."
         )
     name = hub + tagged if hub.endswith("/") else hub
-    wanted = [*filter(None, [config.get("hf_hub_filename")]), *_FILES]
-    folder = download(name, ["config.json", wanted[0]], "model.vision.pretrained")
-    return folder if first_file(folder, wanted) else download(name, wanted, "model.vision.pretrained")
-
-
-def _found(vision: VisionConfig, path: Path, config: Mapping[str, Any]) -> ImageWeights:
-    standard_mean, standard_std = vision.statistics()
-    mean = vision.mean or tuple(config.get("mean", standard_mean))
-    std = vision.std or tuple(config.get("std", standard_std))
-    return ImageWeights(str(path.resolve()), mean, std)
+    folder = download(name, ["config.json", files[0]], "model.vision.pretrained")
+    return folder if first_file(folder, files) else download(name, files, "model.vision.pretrained")

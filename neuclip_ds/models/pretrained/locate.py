@@ -9,7 +9,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
 from neuclip_ds.models.pretrained.base import Checkpoint, CheckpointRef
-from neuclip_ds.models.pretrained.files import SMALL_FILES, download, download_weights, read_json
+from neuclip_ds.models.pretrained.files import fetch, read_json
 
 _AS_PUBLISHED = ForcedSizes()
 
@@ -28,19 +28,14 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
     forced = rest != name
     if forced and rest.partition("/")[0] in open_clip_models.library().list_models():
         return open_clip_models.locate_by_name(rest, weights)
-    folder = Path(rest).expanduser()
-    if folder.is_file():
+    if Path(rest).expanduser().is_file():
         raise UserError(
             f"model.pretrained={name} is a file without an architecture; write "
-            f"open_clip:ARCHITECTURE/{folder}, or name the folder of a complete checkpoint."
+            f"open_clip:ARCHITECTURE/{rest}, or name the folder of a complete checkpoint."
         )
-    local = folder.is_dir()
-    if not local:
-        folder = download(rest, SMALL_FILES)
-    family = "open_clip" if forced else _family(folder)
-    if weights and not local:
-        download_weights(rest, _LIBRARIES[family].WEIGHT_PATTERNS)
-    return CheckpointRef(family, str(folder.resolve()))
+    family = "open_clip" if forced else _family(fetch(rest, "model.pretrained"))
+    patterns = _LIBRARIES[family].WEIGHT_PATTERNS if weights else ()
+    return CheckpointRef(family, str(fetch(rest, "model.pretrained", patterns)))
 
 
 def open_checkpoint(ref: CheckpointRef, sizes: ForcedSizes = _AS_PUBLISHED) -> Checkpoint:

@@ -18,33 +18,16 @@ from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.positions import fit_context
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
-from neuclip_ds.models.pretrained.files import (
-    SMALL_FILES,
-    download,
-    download_weights,
-    first_sentence,
-    save_small_files,
-)
-from neuclip_ds.models.pretrained.transformers_models import WEIGHT_PATTERNS, read_model
+from neuclip_ds.models.pretrained.files import first_sentence, save_small_files
+from neuclip_ds.models.pretrained.transformers_models import read_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
 
-_OPTION = "model.text.pretrained"
 _POSITIONS = {"position_embeddings", "position_embedding", "wpe"}  # names of learned absolute ones
 
 
-def locate_text_encoder(name: str, weights: bool = True) -> str:
-    """Return the folder of a text encoder, after downloading it from the hub if needed; call on one rank only."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        folder = download(name, SMALL_FILES, _OPTION)
-        if weights:
-            download_weights(name, WEIGHT_PATTERNS, _OPTION)
-    return str(folder.resolve())
-
-
 class TextEncoder:
-    """A text encoder that `locate_text_encoder` has found.
+    """A text encoder of transformers in a local folder.
 
     Args:
         folder: with config.json and tokenizer files, and weights if `tower` is to load them.

@@ -12,22 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import transformers as library
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
-from transformers import (
-    CLIPConfig,
-    CLIPImageProcessor,
-    CLIPModel,
-    MetaClip2Config,
-    MetaClip2Model,
-    Siglip2Config,
-    Siglip2ImageProcessor,
-    Siglip2Model,
-    SiglipConfig,
-    SiglipImageProcessor,
-    SiglipModel,
-)
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
@@ -86,10 +74,12 @@ _PREFIXES = {  # of our parameters' names -> the library's
     "text.projection.": "text_projection.",
 }
 MODEL_TYPES = {
-    "clip": ModelType(CLIPConfig, CLIPModel, CLIPImageProcessor, legacy_eos=True),
-    "metaclip_2": ModelType(MetaClip2Config, MetaClip2Model, CLIPImageProcessor),
-    "siglip": ModelType(SiglipConfig, SiglipModel, SiglipImageProcessor, siglip=True),
-    "siglip2": ModelType(Siglip2Config, Siglip2Model, Siglip2ImageProcessor, siglip=True, patches=True),
+    "clip": ModelType(library.CLIPConfig, library.CLIPModel, library.CLIPImageProcessor, legacy_eos=True),
+    "metaclip_2": ModelType(library.MetaClip2Config, library.MetaClip2Model, library.CLIPImageProcessor),
+    "siglip": ModelType(library.SiglipConfig, library.SiglipModel, library.SiglipImageProcessor, siglip=True),
+    "siglip2": ModelType(
+        library.Siglip2Config, library.Siglip2Model, library.Siglip2ImageProcessor, siglip=True, patches=True
+    ),
 }
 
 
