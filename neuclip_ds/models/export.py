@@ -32,7 +32,7 @@ from neuclip_ds.models.pretrained.open_clip_models import (
 )
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5
@@ -51,55 +51,43 @@ _CONVERTED = {"mlp_ratio", "norm_kwargs", "image_size", "head_width", "timm_mode
 _CONVERTED |= {"eos_id", "pad_id", "hf_tokenizer_name"}
 _QKV = re.compile(r"\.self_attn\.([qkv])_proj\.")  # one tensor in the other libraries
 _TRANSPOSED = ("visual.proj", "text.text_projection")  # of open_clip
-# patterns in transformers' names -> those of the other library, replaced one after the other
-_TO_OPEN_CLIP = {
-    _QKV.pattern: ".attn.in_proj_",
-    "vision_model.": "visual.",
-    "text_model.": "text.",
-    r"\.embeddings\.": ".",
-    r"\.patch_embedding\.": ".conv1.",
-    r"\.position_embedding.weight": ".positional_embedding",
-    "pre_layrnorm": "ln_pre",
-    "post_layernorm": "ln_post",
-    "final_layer_norm": "ln_final",
-    r"encoder\.layers": "transformer.resblocks",
-    "layer_norm": "ln_",
-    "fc1": "c_fc",
-    "fc2": "c_proj",
-    "self_attn": "attn",
-    "visual_projection.weight": "visual.proj",
-    "text_projection.weight": "text.text_projection",
-}
-_TO_TIMM = {
-    _QKV.pattern: ".attn.qkv.",
-    "vision_model": "vision.trunk",
-    r"embeddings\.class_embedding": "cls_token",
-    r"embeddings\.position_embedding.weight": "pos_embed",
-    r"embeddings\.patch_embedding": "patch_embed.proj",
-    "pre_layrnorm": "norm_pre",
-    "post_layernorm": "norm",
-    r"encoder\.layers": "blocks",
-    "layer_norm": "norm",
-    r"self_attn\.out_proj": "attn.proj",
-    "visual_projection": "vision.projection",
-}
-_TO_TEXT_TOWER = {"text_model": "text.trunk", "text_projection": "text.projection"}  # ours is transformers'
+# patterns in transformers' names, replaced one after the other by open_clip's, or by those of our tower of timm's ViT
+_NAMES = (
+    (_QKV.pattern, ".attn.in_proj_", ".attn.qkv."),
+    ("self_attn", "attn", "attn"),
+    ("vision_model", "visual", "vision.trunk"),
+    ("text_model", "text", ""),
+    ("class_embedding", "class_embedding", "cls_token"),
+    ("patch_embedding", "conv1", "patch_embed.proj"),
+    ("position_embedding.weight", "positional_embedding", "pos_embed"),
+    (r"embeddings\.", "", ""),
+    ("pre_layrnorm", "ln_pre", "norm_pre"),
+    ("post_layernorm", "ln_post", "norm"),
+    ("final_layer_norm", "ln_final", ""),
+    (r"encoder\.layers", "transformer.resblocks", "blocks"),
+    ("layer_norm", "ln_", "norm"),
+    ("fc1", "c_fc", "fc1"),
+    ("fc2", "c_proj", "fc2"),
+    ("out_proj", "out_proj", "proj"),
+    ("visual_projection.weight", "visual.proj", "vision.projection.weight"),
+    ("text_projection.weight", "text.text_projection", ""),
+)
 
 
 def open_clip_name(clip: str) -> str:
     """Return open_clip's name of a tensor of transformers."""
-    return _replaced(clip, _TO_OPEN_CLIP)
+    for pattern, name, _ in _NAMES:
+        clip = re.sub(pattern, name, clip)
+    return clip
 
 
 def timm_name(clip: str) -> str:
-    """Return the name in our towers, with a ViT of timm, of a tensor of transformers."""
-    return _replaced(clip, _TO_TEXT_TOWER if clip.startswith("text_") else _TO_TIMM)
-
-
-def _replaced(name: str, patterns: Mapping[str, str]) -> str:
-    for old, new in patterns.items():
-        name = re.sub(old, new, name)
-    return name
+    """Return the name in our towers, with a ViT of timm, of a tensor of transformers, whose text tower is ours."""
+    if clip.startswith("text_"):
+        return clip.replace("text_model", "text.trunk").replace("text_projection", "text.projection")
+    for pattern, _, name in _NAMES:
+        clip = re.sub(pattern, name, clip)
+    return clip
 
 
 def from_clip(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -243,28 +231,22 @@ def towers_to_clip(
     A bias is kept for open_clip, as CLIPModel has none. Raises `UserError` unless the towers are CLIP's transformers.
     """
     image_tower = model.vision
-    vision, text = _clip_vision_config(image_tower, preprocessing.size), _clip_text_config(model.text)
-    if vision is None or text is None:
+    vision, encoder = _clip_vision_config(image_tower, preprocessing.size), model.text.trunk
+    if vision is None or not isinstance(encoder, CLIPTextModel) or model.text.pooling != "eos":
         name = image_tower.trunk.pretrained_cfg["architecture"]
         what = f"timm's image model {name!r}" if vision is None else "the text encoder of model.text.pretrained"
         raise UserError(
             f"A CLIP model of transformers or open_clip cannot express {what}; export with --format=towers, or train "
             "one of timm's vit_*_clip_* models, which may have options, with CLIP's text transformer."
         )
-    config = _read_at_eos(text["eos_token_id"])(
+    text = {**encoder.config.to_dict(), "eos_token_id": model.text.eos_id}
+    del text["model_type"]
+    config = _read_at_eos(model.text.eos_id)(
         projection_dim=cast(nn.Linear, image_tower.projection).out_features, vision_config=vision, text_config=text
     )
     scalars = logit_tensors(logits, ())
     found = to_clip(config, {**weights, **scalars}, timm_name) | scalars
     return Package("transformers", config.to_dict(), found, preprocessing, tokenizer)
-
-
-def _clip_text_config(tower: TextTower) -> dict[str, Any] | None:
-    """Return the tower as transformers' CLIPTextConfig, or None if it is not CLIP's text transformer."""
-    if not isinstance(tower.trunk, CLIPTextModel) or tower.pooling != "eos":
-        return None
-    config = {**tower.trunk.config.to_dict(), "eos_token_id": tower.eos_id}
-    return {name: value for name, value in config.items() if name != "model_type"}
 
 
 def _clip_vision_config(tower: VisionTower, image_size: int) -> dict[str, Any] | None:

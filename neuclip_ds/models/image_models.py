@@ -31,14 +31,12 @@ def new_vision_tower(config: VisionConfig, embed_dim: int, weights: Mapping[str,
     """
     width = _checked_width(config)
     trunk = _create(config) if weights is None else _create_from(config, weights)
-    projection = None
-    if isinstance(getattr(trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
-        trunk.reset_classifier(embed_dim)
-        nn.init.zeros_(trunk.head.proj.bias)
-        nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)
-    else:
-        projection = new_projection(width, embed_dim)
-    return VisionTower(trunk, projection, *config.statistics())
+    if not isinstance(getattr(trunk, "head", None), AttentionPool2d | RotAttentionPool2d):
+        return VisionTower(trunk, new_projection(width, embed_dim), *config.statistics())
+    trunk.reset_classifier(embed_dim)
+    nn.init.zeros_(trunk.head.proj.bias)
+    nn.init.normal_(trunk.head.proj.weight, std=width**-0.5)
+    return VisionTower(trunk, None, *config.statistics())
 
 
 def set_patch_drop(model: nn.Module, share: float) -> None:
@@ -116,7 +114,7 @@ def _checked_width(config: VisionConfig) -> int:
     try:
         with torch.device("meta"):
             trial = _create(config).eval()
-            _check_image_size(config, trial)
+            _check_size(config.image_size, trial)
             feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
     except UserError:
         raise
@@ -154,14 +152,13 @@ def _check_names(config: VisionConfig) -> None:
         )
 
 
-def _check_image_size(config: VisionConfig, model: Any) -> None:
+def _check_size(size: int, model: Any) -> None:
     """Raise UserError for image sizes that timm silently crops to whole patches or reduces below one position."""
-    size = config.image_size
     reduction = model.feature_info[-1]["reduction"] if getattr(model, "feature_info", None) else 1
     if size < reduction:
         raise UserError(
-            f"model.vision.image_size={size} is smaller than the {reduction} pixels that {config.name!r} reduces to "
-            f"one position; use {reduction} or more."
+            f"model.vision.image_size={size} is smaller than the {reduction} pixels that the model reduces to one "
+            f"position; use {reduction} or more."
         )
     if isinstance(getattr(model, "patch_embed", None), PatchEmbed):
         check_patches(size, model.patch_embed.patch_size[0], "model.vision.image_size")

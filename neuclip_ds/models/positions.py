@@ -3,7 +3,6 @@
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
 
 import torch
 from timm.layers import resample_abs_pos_embed
@@ -15,14 +14,6 @@ from neuclip_ds.errors import UserError
 _KEPT = 20  # positions that Long-CLIP leaves as they are, the ones that short captions have trained
 _TABLE = re.compile(r"(pos_embed|position_embeddings?\.weight|positional_embedding|wpe\.weight)$")
 _IMAGE = re.compile(r"(visual|vision_model|vision)\.")
-
-
-class ForcedSizes(NamedTuple):
-    """Sizes that a pretrained model is changed to; None keeps those of its checkpoint."""
-
-    image_size: int | None = None  # side of the square, pixels
-    context_length: int | None = None  # tokens of a caption
-    stretch: str = "interpolate"  # a key of STRETCHES
 
 
 def check_patches(size: int, patch: int, option: str = "model.force_image_size") -> None:
@@ -89,17 +80,20 @@ def fit_grid(table: Tensor, count: int) -> Tensor:
     return table
 
 
-def fit_positions(tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], stretch: str) -> dict[str, Tensor]:
+def fit_positions(
+    tensors: Mapping[str, Tensor], wanted: Mapping[str, Tensor], stretch: str, special: int = 0
+) -> dict[str, Tensor]:
     """Return a checkpoint's tensors with position embeddings of the shapes that a model wants.
 
     Args:
         tensors: of the checkpoint.
         wanted: of the model, by the same names.
-        stretch: for text towers; a key of STRETCHES.
+        stretch, special: for text towers, as for `fit_context`.
     """
     fitted = dict(tensors)
     for name, tensor in tensors.items():
         if name in wanted and wanted[name].shape != tensor.shape and _TABLE.search(name):
             count = wanted[name].shape[-2]
-            fitted[name] = fit_grid(tensor, count) if _IMAGE.match(name) else fit_context(tensor, count, stretch)
+            is_image = _IMAGE.match(name)
+            fitted[name] = fit_grid(tensor, count) if is_image else fit_context(tensor, count, stretch, special)
     return fitted

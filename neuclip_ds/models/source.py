@@ -17,13 +17,13 @@ from torch import Tensor
 
 from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder, prepare
-from neuclip_ds.models.positions import ForcedSizes
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.pretrained.base import (
-    Checkpoint,
+    LOGITS_FILE,
     CheckpointRef,
     LoadedModel,
     LogitParameters,
+    ModelSource,
     Package,
     Preprocessing,
 )
@@ -35,7 +35,7 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoders import TextEncoder
 
-_LOGITS, _PIXELS = "logits.json", "pixels.json"
+_PIXELS = "pixels.json"
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
@@ -49,7 +49,7 @@ class TowerRefs(NamedTuple):
 _NEW_TOWERS = TowerRefs()
 
 
-class FromConfig:
+class FromConfig(ModelSource):
     """A model built from the config; towers start from pretrained weights, or random ones of torch's seed."""
 
     def __init__(self, config: ModelConfig, towers: TowerRefs = _NEW_TOWERS) -> None:
@@ -62,12 +62,11 @@ class FromConfig:
             from neuclip_ds.models.pretrained.text_encoders import TextEncoder
 
             self._text = TextEncoder(towers.text, config.text, config.context_stretch)
-        self.name = config.vision.name  # for messages
+        self.name = config.vision.name
         self.preprocessing = Preprocessing(config.vision.image_size, mean, std)
-        self.embed_dim = config.embed_dim  # width d of the joint space
+        self.embed_dim = config.embed_dim
 
     def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        """Return the model's tokenizer, from `of_run` if the run keeps its own; raise UserError if there is none."""
         text = self.config.text
         if self._text is not None:
             return self._text.tokenizer()
@@ -76,11 +75,6 @@ class FromConfig:
         return CaptionTokenizer.load(text.tokenizer, text.context_length)
 
     def build(self, tokenizer: ModelTokenizer, weights: bool = False) -> DualEncoder:
-        """Build the architecture, with random weights by default; without memory under `torch.device("meta")`.
-
-        Raises:
-            UserError: it cannot be built, or does not fit the tokenizer.
-        """
         image, encoder = self._towers.image, self._text
         tensors = read_tensors(Path(image.path)) if weights and image is not None else None
         captions = cast(CaptionTokenizer, tokenizer)  # which `tokenizer` returned
@@ -88,15 +82,9 @@ class FromConfig:
         return build_dual_encoder(self.config, captions, tensors, tower)
 
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
-        """Load the initial model and the logit parameters it was trained with.
-
-        Raises:
-            UserError: as `build`, or the weights are missing or do not fit.
-        """
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
 
     def save(self, folder: Path, logits: LogitParameters) -> None:
-        """Save what `open_saved` needs in addition to config and tokenizer; the folder is created if that is more."""
         if self._towers.image is not None:
             folder.mkdir(parents=True, exist_ok=True)
             (folder / _PIXELS).write_text(json.dumps(self.preprocessing._asdict()), encoding="utf-8")
@@ -104,11 +92,6 @@ class FromConfig:
             self._text.save(folder)
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return trained weights, named as those of `build` without adapters, in the form of a library's files.
-
-        Raises:
-            UserError: no library has such a model.
-        """
         from neuclip_ds.models.export import towers_to_clip
 
         with torch.device("meta"):
@@ -116,33 +99,6 @@ class FromConfig:
         return towers_to_clip(model, weights, logits, self.preprocessing, tokenizer)
 
 
-class Pretrained:
-    """A checkpoint's architecture, tokenizer and weights, as `FromConfig`; the config sets what `prepare` applies."""
-
-    def __init__(self, config: ModelConfig, checkpoint: Checkpoint) -> None:
-        self.config, self._checkpoint = config, checkpoint
-        self.name = config.pretrained
-        self.preprocessing, self.embed_dim = checkpoint.preprocessing, checkpoint.embed_dim
-
-    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
-        return self._checkpoint.tokenizer()
-
-    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
-        return prepare(self._checkpoint.build(), self.config)
-
-    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
-        model, logits = self._checkpoint.load()
-        return LoadedModel(prepare(model, self.config), logits)
-
-    def save(self, folder: Path, logits: LogitParameters) -> None:
-        self._checkpoint.save(folder)
-        (folder / _LOGITS).write_text(json.dumps(logits._asdict()), encoding="utf-8")
-
-    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        return self._checkpoint.package(weights, logits)
-
-
-ModelSource = FromConfig | Pretrained  # through which a run builds, loads and saves its model
 ModelRef = CheckpointRef | TowerRefs
 
 
@@ -180,8 +136,7 @@ def model_source(config: ModelConfig, ref: ModelRef) -> ModelSource:
         return FromConfig(config, ref)
     from neuclip_ds.models.pretrained.locate import open_checkpoint
 
-    sizes = ForcedSizes(config.force_image_size, config.force_context_length, config.context_stretch)
-    return Pretrained(config, open_checkpoint(ref, sizes))
+    return open_checkpoint(ref, config)
 
 
 def merged(
@@ -205,8 +160,9 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
     """
     if config.pretrained:
         here = config.model_copy(update={"pretrained": str(folder)})
-        source = model_source(config, locate_model(here, weights=False))
-        return source, LogitParameters(**read_json(folder / _LOGITS))
+        return model_source(config, locate_model(here, weights=False)), LogitParameters(
+            **read_json(folder / LOGITS_FILE)
+        )
     image = None
     if config.vision.pretrained:
         pixels = read_json(folder / _PIXELS)

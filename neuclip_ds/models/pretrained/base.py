@@ -1,26 +1,31 @@
-"""The interface of pretrained checkpoints.
+"""The interface of what a model starts from, and what pretrained checkpoints share.
 
 The trunks of their towers are the library's modules, so features equal the library's. Logit scale and bias are kept
 outside: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
 """
 
+import json
 import math
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+
+LOGITS_FILE = "logits.json"
 
 
 class CheckpointRef(NamedTuple):
     """A checkpoint that `locate` has found; can be sent to other ranks."""
 
-    family: str  # a key of FAMILIES
+    family: str  # a key of LIBRARIES
     path: str  # its folder, or its weights file if `name` has the architecture; empty without weights
     name: str = ""  # ARCHITECTURE/TAG, for checkpoints that the library has by name
 
@@ -58,26 +63,57 @@ class Package(NamedTuple):
     tokenizer: ModelTokenizer
 
 
-class Checkpoint(Protocol):
-    """A pretrained dual encoder before its weights are in memory."""
+class ModelSource(ABC):
+    """Through which a run builds, loads and saves its model.
 
+    Attributes:
+        config: the model's, with the options that hold whatever it starts from.
+        name: for messages.
+        preprocessing: of its images.
+        embed_dim: width d of the joint space.
+    """
+
+    config: ModelConfig
+    name: str
     preprocessing: Preprocessing
-    embed_dim: int  # width of the joint space
+    embed_dim: int
 
-    def tokenizer(self) -> ModelTokenizer:
-        """Load its tokenizer; raise UserError if it is missing."""
+    @abstractmethod
+    def tokenizer(self, of_run: Callable[[], CaptionTokenizer]) -> ModelTokenizer:
+        """Return the model's tokenizer, from `of_run` if the run keeps its own; raise UserError if there is none."""
 
-    def build(self) -> DualEncoder:
-        """Build the architecture with random weights, or without memory under `torch.device("meta")`."""
+    @abstractmethod
+    def build(self, tokenizer: ModelTokenizer) -> DualEncoder:
+        """Build the architecture with random weights, or without memory under `torch.device("meta")`.
 
-    def load(self) -> LoadedModel:
-        """Load the model with its weights in float32; raise UserError if they are missing or of another model."""
+        Raises:
+            UserError: it cannot be built, or does not fit the tokenizer.
+        """
 
-    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        """Return weights, named as those of `build()`, in the family's form."""
+    @abstractmethod
+    def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
+        """Load the model that the run starts from, in float32.
 
-    def save(self, folder: Path) -> None:
-        """Save everything but the weights, so that the folder can be opened as a checkpoint without weights."""
+        Raises:
+            UserError: as `build`, or the weights are missing or do not fit.
+        """
+
+    @abstractmethod
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        """Return weights, named as those of `build` without adapters, in the form of a library's files.
+
+        Raises:
+            UserError: no library has such a model.
+        """
+
+    @abstractmethod
+    def save(self, folder: Path, logits: LogitParameters) -> None:
+        """Save what `open_saved` needs to open the source without weights, in addition to config and tokenizer."""
+
+
+def save_logit_parameters(logits: LogitParameters, folder: Path) -> None:
+    """Save the logit parameters of a checkpoint whose other files are in the folder."""
+    (folder / LOGITS_FILE).write_text(json.dumps(logits._asdict()), encoding="utf-8")
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:

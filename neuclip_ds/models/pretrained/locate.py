@@ -4,14 +4,15 @@ There are two steps, so that a run downloads only once: `locate` on rank 0, `ope
 """
 
 from pathlib import Path
+from typing import Any
 
+from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained import open_clip_models, transformers_models
-from neuclip_ds.models.pretrained.base import Checkpoint, CheckpointRef
+from neuclip_ds.models.pretrained.base import CheckpointRef, ModelSource
 from neuclip_ds.models.pretrained.files import fetch, read_json
 
-_AS_PUBLISHED = ForcedSizes()
+_AS_PUBLISHED = ModelConfig()
 
 
 def locate(name: str, weights: bool = True) -> CheckpointRef:
@@ -34,11 +35,11 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
             f"open_clip:ARCHITECTURE/{rest}, or name the folder of a complete checkpoint."
         )
     family = "open_clip" if forced else _family(fetch(rest, "model.pretrained"))
-    patterns = _LIBRARIES[family].WEIGHT_PATTERNS if weights else ()
+    patterns = LIBRARIES[family].WEIGHT_PATTERNS if weights else ()
     return CheckpointRef(family, str(fetch(rest, "model.pretrained", patterns)))
 
 
-def open_checkpoint(ref: CheckpointRef, sizes: ForcedSizes = _AS_PUBLISHED) -> Checkpoint:
+def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> ModelSource:
     """Open the checkpoint that `locate` found, on any rank.
 
     Raises:
@@ -48,12 +49,11 @@ def open_checkpoint(ref: CheckpointRef, sizes: ForcedSizes = _AS_PUBLISHED) -> C
         raise UserError(
             f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
         )
-    if ref.family == "open_clip":
-        return open_clip_models.OpenClipCheckpoint(ref, sizes)
-    return transformers_models.TransformersCheckpoint(ref, sizes)
+    source: ModelSource = LIBRARIES[ref.family].CHECKPOINT(config, ref)
+    return source
 
 
-_LIBRARIES = {"transformers": transformers_models, "open_clip": open_clip_models}
+LIBRARIES: dict[str, Any] = {"transformers": transformers_models, "open_clip": open_clip_models}
 
 
 def _family(folder: Path) -> str:

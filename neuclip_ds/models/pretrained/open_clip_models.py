@@ -14,21 +14,23 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD
+from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
+from neuclip_ds.models.dual_encoder import DualEncoder, prepare
+from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LoadedModel,
     LogitParameters,
+    ModelSource,
     Package,
     Preprocessing,
     check_tensors,
     logit_tensors,
     read_logit_parameters,
     rename_prefixes,
+    save_logit_parameters,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -59,20 +61,41 @@ def library() -> Any:
 
 
 def locate_by_name(name: str, weights: bool) -> CheckpointRef:
-    """Locate ARCHITECTURE/FILE, or download ARCHITECTURE/TAG if the cache lacks it; raise UserError if that fails."""
+    """Locate ARCHITECTURE/FILE, or download ARCHITECTURE/TAG if the cache lacks it.
+
+    Raises:
+        UserError: there is neither, the download fails, or the architecture does not have the activation that the
+            weights were trained with, for which open_clip only warns.
+    """
     architecture, _, rest = name.partition("/")
     known = library().get_pretrained_cfg(architecture, rest) if rest else None
-    if known:
-        _check_activation(architecture, rest, bool(known.get("quick_gelu", False)))
-        return CheckpointRef("open_clip", _download(name, known) if weights else "", name)
-    path = Path(rest).expanduser()
-    if not rest or not path.is_file():
-        tags = ", ".join(library().list_pretrained_tags_by_model(architecture))
+    if not known:
+        path = Path(rest).expanduser()
+        if not rest or not path.is_file():
+            tags = ", ".join(library().list_pretrained_tags_by_model(architecture))
+            raise UserError(
+                f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
+                f"{architecture}: {tags or 'it has none'}."
+            )
+        return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
+    quick_gelu = bool(known.get("quick_gelu", False))
+    if bool(library().get_model_config(architecture).get("quick_gelu", False)) != quick_gelu:
+        base = architecture.removesuffix("-quickgelu")
         raise UserError(
-            f"model.pretrained=open_clip:{name} names neither a file nor one of open_clip's weights for "
-            f"{architecture}: {tags or 'it has none'}."
+            f"The weights {rest} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} does not "
+            f"have; name open_clip:{base}{'-quickgelu' if quick_gelu else ''}/{rest}."
         )
-    return CheckpointRef("open_clip", str(path.resolve()), f"{architecture}/")
+    if not weights:
+        return CheckpointRef("open_clip", "", name)
+    try:
+        return CheckpointRef("open_clip", str(library().download_pretrained(known)), name)
+    except Exception as error:  # the hub's, or those of its HTTP library
+        source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
+        raise UserError(
+            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded "
+            f"({first_sentence(error)}): download {source} on a machine with network and name its folder, or set "
+            f"open_clip:{architecture}/FILE."
+        ) from error
 
 
 class OpenClipTokenizer:
@@ -91,40 +114,40 @@ class OpenClipTokenizer:
         transformers_form(self.inner).save_pretrained(folder)
 
 
-class OpenClipCheckpoint:
+class OpenClipCheckpoint(ModelSource):
     """An open_clip checkpoint, whose architecture comes from a config or from open_clip's list of names.
 
     Raises:
         UserError: open_clip is not installed, or the config lacks what the run needs.
     """
 
-    def __init__(self, ref: CheckpointRef, sizes: ForcedSizes) -> None:
+    def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
         library()
-        self._ref, self._sizes = ref, sizes
+        self.config, self.name, self._ref = config, config.pretrained, ref
         self._where = f"open_clip:{ref.name}" if ref.name else ref.path
         self._tokenizer_source = ref.name.partition("/")[0] if ref.name else f"local-dir:{ref.path}"
-        self._config, preprocess = _config_of(ref)
-        if "embed_dim" not in self._config:
+        self._tree, preprocess = _config_of(ref)
+        if "embed_dim" not in self._tree:
             raise UserError(
                 f"{CONFIG_FILE} in {self._where} has no model_cfg.embed_dim, the width of the joint space; add it."
             )
-        if "multimodal_cfg" in self._config:
+        if "multimodal_cfg" in self._tree:
             raise UserError(
                 f"{self._where} is a CoCa model with a caption decoder, which is not supported; use another model."
             )
-        self.embed_dim = int(self._config["embed_dim"])
-        self._config.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
-        if sizes.image_size is not None:
-            check_patches(sizes.image_size, self._config["vision_cfg"].get("patch_size", 1))
-            self._config["vision_cfg"]["image_size"] = sizes.image_size
-        if sizes.context_length is not None:
-            self._config.setdefault("text_cfg", {})["context_length"] = sizes.context_length
-        self.preprocessing = _preprocessing(self._config["vision_cfg"], preprocess, self._where)
+        self.embed_dim = int(self._tree["embed_dim"])
+        self._tree.setdefault("vision_cfg", {})["timm_model_pretrained"] = False
+        if config.force_image_size is not None:
+            check_patches(config.force_image_size, self._tree["vision_cfg"].get("patch_size", 1))
+            self._tree["vision_cfg"]["image_size"] = config.force_image_size
+        if config.force_context_length is not None:
+            self._tree.setdefault("text_cfg", {})["context_length"] = config.force_context_length
+        self.preprocessing = _preprocessing(self._tree["vision_cfg"], preprocess, self._where)
 
-    def tokenizer(self) -> ModelTokenizer:
+    def tokenizer(self, of_run: Any = None) -> ModelTokenizer:
         # open_clip passes the config's options for transformers' tokenizer on
-        options = {"trust_remote_code": False} if self._config.get("text_cfg", {}).get("hf_tokenizer_name") else {}
-        length = self._sizes.context_length
+        options = {"trust_remote_code": False} if self._tree.get("text_cfg", {}).get("hf_tokenizer_name") else {}
+        length = self.config.force_context_length
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=length, **options)
         except (OSError, ValueError, TypeError, ImportError) as error:
@@ -135,10 +158,10 @@ class OpenClipCheckpoint:
             ) from error
         return OpenClipTokenizer(tokenizer)
 
-    def build(self) -> DualEncoder:
+    def build(self, tokenizer: Any = None) -> DualEncoder:
         return self._wrapped(self._resized())
 
-    def load(self) -> LoadedModel:
+    def load(self, tokenizer: Any = None) -> LoadedModel:
         path = Path(self._ref.path)
         weights = first_file(path, _WEIGHTS) if path.is_dir() else path
         if not self._ref.path or weights is None:
@@ -148,52 +171,57 @@ class OpenClipCheckpoint:
         model = self._resized()
         wanted = {name: value for name, value in model.state_dict().items() if not name.startswith("logit_")}
         found = {name: value for name, value in tensors.items() if not name.startswith("logit_")}
-        found = fit_positions(found, wanted, self._sizes.stretch)
+        found = fit_positions(found, wanted, self.config.context_stretch)
         check_tensors(self._where, wanted, found)
         model.load_state_dict(found, strict=False)
         return LoadedModel(self._wrapped(model), logits)
 
     def _resized(self) -> Any:
         """Build the model with random weights at the forced sizes."""
-        model, sizes = architecture(self._config, self._where), self._sizes
-        if sizes.context_length is not None and sizes.context_length > model.text.context_length:
+        model, config = architecture(self._tree, self._where), self.config
+        if config.force_context_length is not None and config.force_context_length > model.text.context_length:
             raise UserError(
                 f"The text tower of {self._where} has {model.text.context_length} positions, which open_clip cannot "
-                f"change; set model.force_context_length to fewer than its {sizes.context_length}."
+                f"change; set model.force_context_length to fewer than its {config.force_context_length}."
             )
-        if sizes.image_size is not None and "timm_model_name" in self._config["vision_cfg"]:
+        if config.force_image_size is not None and "timm_model_name" in self._tree["vision_cfg"]:
             try:
-                model.visual.set_input_size((sizes.image_size, sizes.image_size))
+                model.visual.set_input_size((config.force_image_size, config.force_image_size))
             except Exception as error:  # timm's modules raise many types
                 raise UserError(
-                    f"timm's image tower of {self._where} cannot take images of {sizes.image_size} pixels "
+                    f"timm's image tower of {self._where} cannot take images of {config.force_image_size} pixels "
                     f"({first_sentence(error)}); correct or omit model.force_image_size."
                 ) from error
         return model
 
-    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
-        if self._sizes.image_size is not None and "timm_model_name" in self._config["vision_cfg"]:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+        if self.config.force_image_size is not None and "timm_model_name" in self._tree["vision_cfg"]:
             raise UserError(
-                f"open_clip's config cannot express model.force_image_size={self._sizes.image_size} of a timm image "
-                "tower, and no other format has it; neuclip_ds.load opens the run."
+                f"open_clip's config cannot express model.force_image_size={self.config.force_image_size} of a timm "
+                "image tower, and no other format has it; neuclip_ds.load opens the run."
             )
         tensors = rename_prefixes(weights, _PREFIXES) | logit_tensors(logits, ())
-        config = deepcopy(self._config)
+        config = deepcopy(self._tree)
         if logits.bias is not None:
             config.setdefault("init_logit_bias", logits.bias)
-        return Package("open_clip", config, config_names(config, tensors), self.preprocessing, self.tokenizer())
+        return Package("open_clip", config, config_names(config, tensors), self.preprocessing, tokenizer)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        write_config(folder, self._config, self.preprocessing)
+        write_config(folder, self._tree, self.preprocessing)
         self.tokenizer().save(folder)
+        save_logit_parameters(logits, folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         encoder = getattr(model.text, "transformer", None)
         if isinstance(encoder, PreTrainedModel):
             use_static_masks(encoder)
         _, mean, std, _ = self.preprocessing
-        return DualEncoder(VisionTower(model.visual, None, mean, std), TextTower(model.text, None))
+        towers = VisionTower(model.visual, None, mean, std), TextTower(model.text, None)
+        return prepare(DualEncoder(*towers), self.config)
+
+
+CHECKPOINT = OpenClipCheckpoint
 
 
 def architecture(config: Mapping[str, Any], where: str) -> Any:
@@ -296,27 +324,3 @@ def _preprocessing(vision: Mapping[str, Any], preprocess: Mapping[str, Any], whe
             "are supported."
         )
     return Preprocessing(int(sides.pop()), mean, std, preprocess.get("resize_mode") == "squash")
-
-
-def _check_activation(architecture: str, tag: str, quick_gelu: bool) -> None:
-    """Raise UserError if the activation is not that of the weights, for which open_clip only warns."""
-    if bool(library().get_model_config(architecture).get("quick_gelu", False)) != quick_gelu:
-        base = architecture.removesuffix("-quickgelu")
-        matching = f"{base}-quickgelu" if quick_gelu else base
-        raise UserError(
-            f"The weights {tag} were trained with {'quick ' if quick_gelu else ''}GELU, which {architecture} does not "
-            f"have; name open_clip:{matching}/{tag}."
-        )
-
-
-def _download(name: str, known: dict[str, Any]) -> str:
-    try:
-        return str(library().download_pretrained(known))
-    except Exception as error:  # the hub's, or those of its HTTP library
-        source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
-        reason = first_sentence(error)
-        raise UserError(
-            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded ({reason}): "
-            f"download {source} on a machine with network and name its folder, or set "
-            f"open_clip:{name.partition('/')[0]}/FILE."
-        ) from error

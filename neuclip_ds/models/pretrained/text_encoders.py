@@ -16,10 +16,9 @@ from transformers.models.auto.modeling_auto import (
 
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.positions import fit_context
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.files import first_sentence, save_small_files
-from neuclip_ds.models.pretrained.transformers_models import read_model
+from neuclip_ds.models.pretrained.transformers_models import read_model, resized_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
 
@@ -79,7 +78,11 @@ class TextEncoder:
         Raises:
             UserError: the weights are missing or do not fit.
         """
-        trunk = self._loaded() if weights else self._kind(self._config)
+        if weights:
+            trunk, _ = read_model(self._kind, self._folder, self._published, optional=("pooler.",))
+            trunk = resized_model(trunk, self._config, self._stretch, self._special)
+        else:
+            trunk = self._kind(self._config)
         if getattr(trunk, "pooler", None) is not None:
             trunk.pooler = None  # of next-sentence prediction; ZeRO would wait for its gradients
         use_static_masks(trunk)
@@ -104,17 +107,6 @@ class TextEncoder:
                 config.max_position_embeddings += max(0, missing)
                 return config, special
         return self._published, 0  # relative or rotary positions have no table
-
-    def _loaded(self) -> Any:
-        trunk, _ = read_model(self._kind, self._folder, self._published, optional=("pooler.",))
-        if self._config is self._published or self._config.to_dict() == self._published.to_dict():
-            return trunk
-        longer, tensors = self._kind(self._config), trunk.state_dict()
-        for name, wanted in longer.state_dict().items():
-            if wanted.shape != tensors[name].shape:
-                tensors[name] = fit_context(tensors[name], len(wanted), self._stretch, self._special)
-        longer.load_state_dict(tensors)
-        return longer
 
 
 def _is_clip(model_type: str) -> bool:

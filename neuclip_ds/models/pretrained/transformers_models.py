@@ -19,22 +19,25 @@ from torch.nn import functional
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
+from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.positions import ForcedSizes, check_patches, fit_positions
+from neuclip_ds.models.dual_encoder import DualEncoder, prepare
+from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
     LoadedModel,
     LogitParameters,
+    ModelSource,
     Package,
     Preprocessing,
     logit_tensors,
     raise_on_mismatch,
     read_logit_parameters,
     rename_prefixes,
+    save_logit_parameters,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, save_small_files
-from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, VisionTower
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
@@ -83,7 +86,7 @@ MODEL_TYPES = {
 }
 
 
-class TransformersCheckpoint:
+class TransformersCheckpoint(ModelSource):
     """A folder that `save_pretrained` wrote.
 
     Raises:
@@ -91,18 +94,18 @@ class TransformersCheckpoint:
             have a forced size.
     """
 
-    def __init__(self, ref: CheckpointRef, sizes: ForcedSizes) -> None:
-        self._folder, self._stretch = Path(ref.path), sizes.stretch
+    def __init__(self, config: ModelConfig, ref: CheckpointRef) -> None:
+        self.config, self.name, self._folder = config, config.pretrained, Path(ref.path)
         tree = read_json(self._folder / "config.json")
         self._kind = MODEL_TYPES[tree["model_type"]]
         self._published = self._kind.config.from_dict(tree)
         self._published._attn_implementation = "sdpa"
-        self._config, image_size = _resized(self._published, sizes)
-        self.embed_dim = _embed_dim(tree, self._config, self._kind.siglip, self._folder)
+        self._resized, image_size = _resized(self._published, config)
+        self.embed_dim = _embed_dim(tree, self._resized, self._kind.siglip, self._folder)
         self.preprocessing = _preprocessing(self._folder, image_size, self._kind.patches)
 
-    def tokenizer(self) -> CaptionTokenizer:
-        text = self._config.text_config
+    def tokenizer(self, of_run: Any = None) -> CaptionTokenizer:
+        text = self._resized.text_config
         tokenizer = load_tokenizer(self._folder, text.vocab_size)
         largest, eos = max(tokenizer.get_vocab().values()), tokenizer.eos_token_id
         read_at = largest if self._kind.legacy_eos and text.eos_token_id == _LEGACY_EOS else text.eos_token_id
@@ -113,27 +116,25 @@ class TransformersCheckpoint:
             )
         return CaptionTokenizer(tokenizer, text.max_position_embeddings)
 
-    def build(self) -> DualEncoder:
-        return self._wrapped(self._kind.model(self._config))
+    def build(self, tokenizer: Any = None) -> DualEncoder:
+        return self._wrapped(self._kind.model(self._resized))
 
-    def load(self) -> LoadedModel:
+    def load(self, tokenizer: Any = None) -> LoadedModel:
         model, missing = read_model(self._kind.model, self._folder, self._published, optional=("logit_",), whole=True)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        if self._config.to_dict() != self._published.to_dict():
-            resized = self._kind.model(self._config)
-            resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict(), self._stretch))
-            model = resized
+        model = resized_model(model, self._resized, self.config.context_stretch)
         return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
-    def package(self, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
+    def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         if self._kind.siglip and logits.bias is None:
             logits = logits._replace(bias=0.0)  # SiglipModel always has a bias
         tensors = rename_prefixes(weights, _PREFIXES)
         tensors |= logit_tensors(logits, (1,) if self._kind.siglip else ())
-        return Package("transformers", self._config.to_dict(), tensors, self.preprocessing, self.tokenizer())
+        return Package("transformers", self._resized.to_dict(), tensors, self.preprocessing, tokenizer)
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path, logits: LogitParameters) -> None:
         save_small_files(self._folder, folder)
+        save_logit_parameters(logits, folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         vision, text = (getattr(model, name, None) for name in ("visual_projection", "text_projection"))
@@ -142,9 +143,11 @@ class TransformersCheckpoint:
             model.vision_model.embeddings = SquarePatches(model.vision_model.embeddings)
             arguments = {"pixel_attention_mask": None, "spatial_shapes": None}
         _, mean, std, _ = self.preprocessing
-        return DualEncoder(
-            VisionTower(model.vision_model, vision, mean, std, arguments), TextTower(model.text_model, text)
-        )
+        image_tower = VisionTower(model.vision_model, vision, mean, std, arguments)
+        return prepare(DualEncoder(image_tower, TextTower(model.text_model, text)), self.config)
+
+
+CHECKPOINT = TransformersCheckpoint
 
 
 def read_model(
@@ -185,6 +188,15 @@ def read_model(
     return model, missing
 
 
+def resized_model(model: Any, config: Any, stretch: str, special: int = 0) -> Any:
+    """Return a transformers model with position embeddings of a config's sizes; see `fit_positions`."""
+    if config.to_dict() == model.config.to_dict():
+        return model
+    resized = type(model)(config)
+    resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict(), stretch, special))
+    return resized
+
+
 class SquarePatches(nn.Module):
     """Patch and position embeddings that take images: (b, 3, H, H) pixels to (b, n, d).
 
@@ -217,18 +229,19 @@ class SquarePatches(nn.Module):
         return fitted.flatten(2)[0].T.to(table.dtype)
 
 
-def _resized(published: Any, sizes: ForcedSizes) -> tuple[Any, Any]:
+def _resized(published: Any, model: ModelConfig) -> tuple[Any, Any]:
     """Return a config with the forced sizes, and the side of its images."""
     config = deepcopy(published)
     vision = config.vision_config
-    if sizes.context_length is not None:
-        config.text_config.max_position_embeddings = sizes.context_length
-    if sizes.image_size is not None:
-        check_patches(sizes.image_size, vision.patch_size)
+    if model.force_context_length is not None:
+        config.text_config.max_position_embeddings = model.force_context_length
+    size = model.force_image_size
+    if size is not None:
+        check_patches(size, vision.patch_size)
     if not hasattr(vision, "image_size"):  # its positions are for a square of patches, and resized by the tower
-        return config, sizes.image_size or vision.patch_size * math.isqrt(vision.num_patches)
-    if sizes.image_size is not None:
-        vision.image_size = sizes.image_size
+        return config, size or vision.patch_size * math.isqrt(vision.num_patches)
+    if size is not None:
+        vision.image_size = size
     return config, vision.image_size
 
 

@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from transformers.models.siglip2.image_processing_siglip2 import convert_image_to_patches
 
-from neuclip_ds.models.pretrained.base import Checkpoint, LogitParameters
+from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.trained_parts import TOWERS, Trainable
@@ -118,7 +118,7 @@ def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     return FAMILIES[request.param](tmp_path_factory.mktemp(request.param) / "model")
 
 
-def opened(folder: Path) -> Checkpoint:
+def opened(folder: Path) -> Any:
     return open_checkpoint(pickle.loads(pickle.dumps(locate(str(folder)))))  # as it reaches the other ranks
 
 
@@ -172,7 +172,7 @@ def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
 def test_a_package_holds_the_files_own_tensors(saved: Saved) -> None:
     checkpoint = opened(saved.folder)
     loaded = checkpoint.load()
-    package = checkpoint.package(loaded.model.state_dict(), loaded.logits)
+    package = checkpoint.package(checkpoint.tokenizer(), loaded.model.state_dict(), loaded.logits)
     wanted = load_file(next(saved.folder.glob("*.safetensors")))
     assert package.weights.keys() == wanted.keys()
     for name, tensor in wanted.items():
@@ -180,7 +180,7 @@ def test_a_package_holds_the_files_own_tensors(saved: Saved) -> None:
 
 
 def test_a_run_keeps_all_but_the_weights(saved: Saved, tmp_path: Path) -> None:
-    opened(saved.folder).save(tmp_path / "kept")
+    opened(saved.folder).save(tmp_path / "kept", LogitParameters(None, None))
     kept = opened(tmp_path / "kept")
     assert (kept.preprocessing, kept.embed_dim) == (opened(saved.folder).preprocessing, opened(saved.folder).embed_dim)
     words = CAPTIONS[:2]

@@ -12,9 +12,8 @@ from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, PE_CONFIG, SAVERS, images, sa
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.positions import ForcedSizes
 from neuclip_ds.models.pretrained.locate import locate, open_checkpoint
-from neuclip_ds.models.source import Pretrained, locate_model, model_source, open_saved
+from neuclip_ds.models.source import locate_model, model_source, open_saved
 
 
 @pytest.mark.parametrize("family", SAVERS)
@@ -22,7 +21,6 @@ def test_both_towers_at_other_sizes(family: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path / "published")
     config = ModelConfig(pretrained=str(tmp_path / "published"), force_image_size=48, force_context_length=24)
     source = model_source(config, locate_model(config))
-    assert isinstance(source, Pretrained)
     tokenizer = source.tokenizer(_no_training)
     assert source.preprocessing.size == 48
     assert tokenizer(CAPTIONS).shape == (4, 24)
@@ -46,7 +44,7 @@ def test_both_towers_at_other_sizes(family: str, tmp_path: Path) -> None:
 def test_open_clips_own_sizes_are_the_same(tmp_path: Path) -> None:
     """With open_clip's `force_image_size` and `force_context_length`."""
     save_open_clip(tmp_path)
-    model = open_checkpoint(locate(str(tmp_path)), ForcedSizes(48, 24)).load().model.eval()
+    model = forced(tmp_path, force_image_size=48, force_context_length=24).load().model.eval()
     theirs = by_open_clip(OPEN_CLIP_CONFIG, tmp_path, force_image_size=48, force_context_length=24)
     ids = torch.randint(1, 49406, (4, 24), generator=torch.Generator().manual_seed(0))
     pixels = model.vision.normalize(images(48))
@@ -58,7 +56,7 @@ def test_open_clips_own_sizes_are_the_same(tmp_path: Path) -> None:
 def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
     """Its image tower is timm's, with rotary and learned positions."""
     save_open_clip(tmp_path, PE_CONFIG)
-    checkpoint = open_checkpoint(locate(str(tmp_path)), ForcedSizes(64, 24))
+    checkpoint = forced(tmp_path, force_image_size=64, force_context_length=24)
     model = checkpoint.load().model.eval()
     theirs = by_open_clip(PE_CONFIG, tmp_path, force_image_size=64)
     with torch.no_grad():
@@ -66,22 +64,26 @@ def test_a_perception_encoder_at_another_resolution(tmp_path: Path) -> None:
         torch.testing.assert_close(model.vision(images(64)), wanted, rtol=0, atol=1e-5)
     assert checkpoint.tokenizer()(CAPTIONS).shape == (4, 24)
     with pytest.raises(UserError, match="of a timm image tower"):
-        checkpoint.package(model.state_dict(), checkpoint.load().logits)
+        checkpoint.package(checkpoint.tokenizer(), model.state_dict(), checkpoint.load().logits)
 
 
 @pytest.mark.parametrize(
     ("family", "sizes", "words"),
     [
-        ("clip", ForcedSizes(36, None), "model.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"),
-        ("siglip2", ForcedSizes(36, None), "not divisible into patches of 8"),
-        ("open_clip", ForcedSizes(36, None), "not divisible into patches of 8"),
-        ("clip", ForcedSizes(None, 24, "long_clip"), "keeps the first 20 positions"),
+        ("clip", {"force_image_size": 36}, "model.force_image_size=36 is not divisible .* of 8 pixels; use 32 or 40"),
+        ("siglip2", {"force_image_size": 36}, "not divisible into patches of 8"),
+        ("open_clip", {"force_image_size": 36}, "not divisible into patches of 8"),
+        ("clip", {"force_context_length": 24, "context_stretch": "long_clip"}, "keeps the first 20 positions"),
     ],
 )
-def test_sizes_that_cannot_be(family: str, sizes: ForcedSizes, words: str, tmp_path: Path) -> None:
+def test_sizes_that_cannot_be(family: str, sizes: dict[str, Any], words: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path)
     with pytest.raises(UserError, match=words):
-        open_checkpoint(locate(str(tmp_path)), sizes).load()
+        forced(tmp_path, **sizes).load()
+
+
+def forced(folder: Path, **sizes: Any) -> Any:
+    return open_checkpoint(locate(str(folder)), ModelConfig(pretrained=str(folder), **sizes))
 
 
 def by_open_clip(config: dict[str, Any], folder: Path, **sizes: int) -> Any:
