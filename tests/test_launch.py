@@ -6,7 +6,6 @@ import getpass
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -19,6 +18,7 @@ from safetensors.torch import load_file
 from small_runs import ROOT, SMALL, demo_shards, environment
 
 from neuclip_ds.config import dump
+from neuclip_ds.distributed.environment import free_port
 from neuclip_ds.recipe import parse
 
 pytestmark = pytest.mark.slow
@@ -26,12 +26,6 @@ BIN = Path(sys.executable).parent
 DEEPSPEED, TORCHRUN = str(BIN / "deepspeed"), str(BIN / "torchrun")
 NODES = ("127.0.0.2", "127.0.0.3")
 LIMIT = 1200  # seconds until a launch counts as stuck; far above what a busy machine takes
-
-
-def free_port() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return str(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +71,7 @@ def succeed(processes: list[subprocess.Popen[str]]) -> None:
 
 def by_hand(script: list[str]) -> list[list[str]]:
     """`--no_ssh`, once a node."""
-    common = ["--hostfile", "hostfile", "--no_ssh", "--master_addr", NODES[0], "--master_port", free_port()]
+    common = ["--hostfile", "hostfile", "--no_ssh", "--master_addr", NODES[0], "--master_port", str(free_port())]
     return [[DEEPSPEED, *common, "--node_rank", str(rank), *script] for rank in range(2)]
 
 
@@ -91,7 +85,7 @@ def state(folder: Path, name: str) -> dict[str, torch.Tensor]:
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> dict[str, torch.Tensor]:
     """Of one node with two ranks."""
-    succeed(start(folder, [DEEPSPEED, "--num_accelerators", "2", "--master_port", free_port(), *train("one")]))
+    succeed(start(folder, [DEEPSPEED, "--num_accelerators", "2", "--master_port", str(free_port()), *train("one")]))
     return state(folder, "one")
 
 
@@ -112,13 +106,13 @@ def under_mpirun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]
     if mpirun is None:
         pytest.skip("needs Open MPI")
     options = ["-n", "2", "--allow-run-as-root", "--oversubscribe", "--bind-to", "none", "-x", "MASTER_PORT"]
-    return start(folder, [mpirun, *options, sys.executable, *script], MASTER_PORT=free_port())
+    return start(folder, [mpirun, *options, sys.executable, *script], MASTER_PORT=str(free_port()))
 
 
 def under_srun(folder: Path, script: list[str]) -> list[subprocess.Popen[str]]:
     """What srun would set, as no SLURM is here."""
     step = {"SLURM_STEP_NUM_TASKS": "2", "SLURM_LOCALID": "0", "SLURM_STEP_NODELIST": "127.0.0.[2-3]"}
-    step.update(SLURM_JOB_ID=free_port())
+    step.update(SLURM_JOB_ID=str(free_port()))
     return [start(folder, [sys.executable, *script], SLURM_PROCID=str(rank), **step)[0] for rank in range(2)]
 
 
@@ -154,7 +148,7 @@ def ssh_port(folder: Path) -> Iterator[str]:
     (files / "config").write_text("\n".join(settings) + "\n")
     sshd = subprocess.Popen([server, "-D", "-e", "-f", str(files / "config")], stderr=subprocess.DEVNULL)
     (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # float sums depend on the number of threads
-    yield port
+    yield str(port)
     sshd.terminate()
     sshd.wait()
 
@@ -162,7 +156,7 @@ def ssh_port(folder: Path) -> Iterator[str]:
 def test_pdsh(folder: Path, expected: dict[str, torch.Tensor], ssh_port: str) -> None:
     options = f"-i {folder}/ssh/user -o StrictHostKeyChecking=no -o UserKnownHostsFile=/dev/null -l {getpass.getuser()}"
     command = [DEEPSPEED, "--hostfile", "hostfile", "--no_ssh_check", "--ssh_port", ssh_port]
-    command += ["--master_addr", NODES[0], "--master_port", free_port(), *train("pdsh")]
+    command += ["--master_addr", NODES[0], "--master_port", str(free_port()), *train("pdsh")]
     succeed(start(folder, command, PDSH_SSH_ARGS_APPEND=options))
     check(folder, "pdsh", expected)
 

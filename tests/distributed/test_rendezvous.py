@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from neuclip_ds.distributed import launch
-from neuclip_ds.distributed.environment import RankEnvironment
+from neuclip_ds.distributed.environment import RankEnvironment, free_port
 from neuclip_ds.distributed.launch import open_store, rendezvous
 from neuclip_ds.errors import UserError
 
@@ -24,9 +24,7 @@ FINGERPRINT = {"config": "seed: 0\nbatch_size: 8\n", "neuclip_ds": "abc"}
 
 @pytest.fixture(autouse=True)
 def _address(monkeypatch: pytest.MonkeyPatch) -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
+    monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
 
