@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler
@@ -13,22 +13,19 @@ from neuclip_ds.engine.zero import forget_gradients
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
-class Update(NamedTuple):
-    """What became of a gradient; equal on all ranks."""
+def update_weights(engine: Any) -> tuple[float, bool]:
+    """Step DeepSpeed's engine after a backward pass; a skipped update leaves weights and moments as they were.
 
-    grad_norm: float  # of the encoders; not finite where the update was skipped
-    applied: bool  # whether the weights have moved
-
-
-def update_weights(engine: Any) -> Update:
-    """Step DeepSpeed's engine after a backward pass; a skipped update leaves weights and moments as they were."""
+    Returns the gradient's norm, not finite where the update was skipped, and whether the weights have moved; both are
+    equal on all ranks.
+    """
     if engine.optimizer is not engine.basic_optimizer:  # DeepSpeed's wrappers skip by themselves
         engine.step()
         if not engine.was_step_applied():
             forget_gradients(engine)
         elif (scale := loss_scale_of(engine)) is not None:
             scale.grow()
-        return Update(float(engine.get_global_grad_norm()), engine.was_step_applied())
+        return float(engine.get_global_grad_norm()), engine.was_step_applied()
     norm = float(get_total_norm([p.grad for p in engine.module.parameters() if p.grad is not None]))
     applied = math.isfinite(norm)
     if applied:
@@ -36,7 +33,7 @@ def update_weights(engine: Any) -> Update:
     else:
         engine.optimizer.zero_grad()
         engine.skipped_steps += 1
-    return Update(norm, applied)
+    return norm, applied
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:

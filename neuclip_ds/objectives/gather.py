@@ -59,7 +59,8 @@ class FeatureGather:
 
     def features(self, dtype: torch.dtype, rows: Tensor | None) -> tuple[Tensor, Tensor]:
         """Wait for and return (K b, d) image and text features in rank order, or (B, d): those of these B rows."""
-        image, text = (self._selected(pieces, rows).to(dtype) for pieces in (self._images, self._texts))
+        whole = (self._joined(pieces) for pieces in (self._images, self._texts))
+        image, text = ((x if rows is None else x.index_select(0, rows)).to(dtype) for x in whole)
         return image, text
 
     def _begin(self, rows: Tensor) -> Pending:
@@ -68,10 +69,6 @@ class FeatureGather:
             self._prefetch(self.padded_index)
             self._prefetch = None
         return pending
-
-    def _selected(self, pieces: list[Pending], rows: Tensor | None) -> Tensor:
-        whole = self._joined(pieces)
-        return whole if rows is None else whole.index_select(0, rows)
 
     def _joined(self, pieces: list[Pending]) -> Tensor:
         arrived = [piece.wait() for piece in pieces]

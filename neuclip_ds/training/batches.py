@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
 from contextlib import closing, nullcontext
 from typing import NamedTuple, cast
 
@@ -70,13 +69,13 @@ class DeviceBatches(Iterator["DeviceBatch"]):
     def start(self, source: Iterator[RankBatch]) -> None:
         """Continue with these batches."""
         self._source = source
-        self._prefetched: Future[DeviceBatch] | None = None
+        self._prefetched: DeviceBatch | Exception | None = None
 
     def __next__(self) -> DeviceBatch:
-        if self._prefetched is None:
-            return self._fetch()
-        prefetched, self._prefetched = self._prefetched, None
-        return prefetched.result()
+        batch, self._prefetched = self._prefetched or self._fetch(), None
+        if isinstance(batch, Exception):
+            raise batch
+        return batch
 
     def prefetch(self) -> None:
         """On a GPU, fetch the next batch and start to copy it; call this when a step has been launched.
@@ -85,17 +84,14 @@ class DeviceBatches(Iterator["DeviceBatch"]):
         """
         if self._stream is None:
             return
-        self._prefetched = Future()
         launched, fetched = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         launched.record()
         try:
-            batch = self._fetch()
-        except Exception as error:
-            self._prefetched.set_exception(error)
-        else:
-            fetched.record()
+            self._prefetched = batch = self._fetch()
             batch.idle = launched, fetched
-            self._prefetched.set_result(batch)
+        except Exception as error:
+            self._prefetched = error
+        fetched.record()
 
     def copy(self, pieces: Sequence[tuple[Tensor, Tensor]]) -> tuple[tuple[Tensor, Tensor], torch.cuda.Event | None]:
         """Start to copy two tensors, which come in consecutive pieces of rows; a GPU's event is recorded at the end."""

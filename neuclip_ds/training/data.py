@@ -14,6 +14,7 @@ from neuclip_ds.config import CLIP_BPE, Config, DataConfig, TextConfig
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.decoders import Captions, CaptionSources
 from neuclip_ds.data.images import DECODERS, train_transform
+from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.manifest_file import check_distinct
@@ -24,7 +25,7 @@ from neuclip_ds.files import explain_disk, private_folder
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.training.batches import TrainingData
-from neuclip_ds.training.data_order import TrainingSet, needs_cache, open_order, saved_interleave
+from neuclip_ds.training.data_order import TrainingSet, needs_cache, open_order
 from neuclip_ds.training.run_folder import TOKENIZER, link_or_copy
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ def open_training_data(
     loading = loader_options(data, manifest, communicator)
     nodes = communicator.world_size // len(communicator.ranks_of_node())
     facts = communicator.on_rank_zero(lambda: read_meta(resumed)["facts"] if resumed is not None else None)
-    saved = None if facts is None else saved_interleave(facts)
+    saved = None if facts is None else Interleave(facts["shard_streams"], facts["shuffle_block_size"])
     order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, saved))
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
 

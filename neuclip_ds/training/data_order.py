@@ -4,8 +4,7 @@ The order is chosen when the run starts and kept by its checkpoints.
 """
 
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 
@@ -104,7 +103,6 @@ def open_order(
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
     interleave = saved or _choose(data, training_set, nodes, cache)
-    _check_same(data, interleave)
     if cache is not None and (needed := training_set.resident_bytes(interleave, nodes)) > cache:
         problem = (
             f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
@@ -143,16 +141,6 @@ def _choose(data: DataConfig, training_set: TrainingSet, nodes: int, cache: floa
     return found
 
 
-def _check_same(data: DataConfig, interleave: Interleave) -> None:
-    for name, found in order_facts(interleave).items():
-        wanted = getattr(data, name)
-        if wanted not in (None, found):
-            raise UserError(
-                f"The run was started with data.{name}={found}, but this start has data.{name}={wanted}: set it back, "
-                "or give the run another name (--run.name)."
-            )
-
-
 def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
     """Return whether a node keeps copies of shards."""
     return data.cache_local or not all(is_local(shard.path) for shard in manifest.shards)
@@ -161,11 +149,6 @@ def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
 def order_facts(interleave: Interleave) -> dict[str, int]:
     """Return what a checkpoint keeps of the interleave, by the names of the options."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
-
-
-def saved_interleave(facts: Mapping[str, Any]) -> Interleave:
-    """Return the interleave of the run that wrote a checkpoint."""
-    return Interleave(facts["shard_streams"], facts["shuffle_block_size"])
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:

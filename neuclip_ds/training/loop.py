@@ -177,7 +177,12 @@ class Loop:
 
     def _run(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> bool:
         self.checkpoints.set_aside_beyond(self.done)
-        self._announce()
+        manifest, facts = self.context.data.manifest, self.fingerprint
+        log.info(
+            "%s: %d pairs in %d shards, %d parameters, %d ranks, batch %d, %d steps of which %d are done",
+            *(facts["method"], manifest.n_used, manifest.n_shards, facts["parameters"]),
+            *(self.context.communicator.world_size, facts["batch_size"], self.total, self.done),
+        )
         with self.resources, closing(self._batches()) as source:
             self._hooks = every_hook = [*hooks, *standard_hooks(evaluate)]
             for hook in every_hook:
@@ -282,11 +287,3 @@ class Loop:
         set_patch_drop(self.context.engine.module, phase.patch_drop)
         if len(self.phases) > 1:
             log.info("phase %d of %d, %s", self.phases.index(phase) + 1, len(self.phases), phase.describe())
-
-    def _announce(self) -> None:
-        manifest, config = self.context.data.manifest, self.context.config
-        log.info(
-            "%s: %d pairs in %d shards, %d parameters, %d ranks, batch %d, %d steps of which %d are done",
-            self.fingerprint["method"], manifest.n_used, manifest.n_shards, self.fingerprint["parameters"],
-            self.context.communicator.world_size, config.data.batch_size, self.total, self.done,
-        )  # fmt: skip

@@ -45,7 +45,15 @@ from neuclip_ds.training.data_order import order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext, StepResult
 from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
-from neuclip_ds.training.recovery import RECOVERY, epochs_behind, find_reused, recover, recovery_loop, take_over
+from neuclip_ds.training.recovery import (
+    RECOVERY,
+    epochs_behind,
+    find_reused,
+    recover,
+    recovered_objective,
+    recovery_loop,
+    take_over,
+)
 from neuclip_ds.training.run_folder import (
     MODEL,
     read_complete,
@@ -236,7 +244,10 @@ def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) 
     if newest is not None:
         training.read(newest, fingerprint(config))
     elif config.recovery.epochs and config.recovery.reuse is None:
-        newest = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1).newest()
+        recovery = Checkpoints(folder / RECOVERY / "checkpoints", communicator, 1)
+        newest = recovery.newest()
+        if newest is not None:
+            recovery.read(newest, {**fingerprint(config), "method": recovered_objective(config).method})
     return newest
 
 

@@ -1,5 +1,67 @@
-"""What happens around training steps, one hook a concern."""
+"""What happens around training steps, one hook a concern; this is their protocol."""
 
-from neuclip_ds.training.hooks.base import Hook
+from __future__ import annotations
 
-__all__ = ["Hook"]
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.loader import RankBatch
+from neuclip_ds.distributed.communicator import Communicator
+
+if TYPE_CHECKING:
+    from neuclip_ds.training.loop import Loop, StepResult
+
+
+class Hook:
+    """Act around the steps of a training loop: override the methods you need.
+
+    All ranks have the same hooks and call them in the same order, so a hook may use collectives. Hooks that you pass to
+    `train` run before the built-in ones (health, metrics, signals, checkpoints, evaluation) and close after them.
+
+    Attributes:
+        in_recovery: whether the hook also runs during the recovery of statistics (`recovery.*`).
+
+    Example:
+        class StopBelow(Hook):
+            def after_step(self, loop: Loop, result: StepResult) -> None:
+                if result.loss < 0.1:
+                    loop.stop_requested = True
+    """
+
+    in_recovery = False
+
+    def before_run(self, config: Config, communicator: Communicator, folder: Path) -> None:
+        """Called before data and model are opened; the folder of the run may not exist yet."""
+
+    def start(self, loop: Loop) -> None:
+        """Called before the first step after a launch, a resume or a rollback, when `loop.done` steps are done."""
+
+    def before_step(self, loop: Loop) -> None:
+        """Called before the loop waits for the next batch."""
+
+    def on_batch(self, loop: Loop, batch: RankBatch) -> None:
+        """Called with the batch, before the step trains on it."""
+
+    def after_step(self, loop: Loop, result: StepResult) -> None:
+        """Called after a step."""
+
+    def finish(self, loop: Loop) -> None:
+        """Called after the last step, unless the loop was stopped earlier."""
+
+    def state(self, loop: Loop) -> dict[str, Any]:
+        """Return the state to save in a checkpoint, as JSON that is equal on all ranks; called on all ranks."""
+        return {}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Called before `start` with the state in the checkpoint, if it has any of this hook."""
+
+    def close(self, loop: Loop, error: BaseException | None) -> None:
+        """Release the resources of `start`. Always called, with the exception that ended the loop, if any; a `RollBack`
+        means that the run returns to its newest checkpoint."""
+
+    def after_run(self, loop: Loop) -> None:
+        """Called when the run is complete, also if an earlier launch completed it.
+
+        The ranks have left their process group: a collective would fail.
+        """

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from neuclip_ds.data.dataset import PADDING
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.errors import RollBack, TrainingDiverged
-from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks import Hook
 
 if TYPE_CHECKING:
     from neuclip_ds.training.loop import Loop, StepResult
@@ -60,27 +60,20 @@ class LossSpikeDetector:
     def update(self, loss: float) -> Spike | None:
         """Add a step's loss; return a spike that begins with it, otherwise None."""
         found = None
-        if self._spike is None:
-            found = self._begin(loss)
-        else:
-            self._follow(self._spike, loss)
+        if self._spike is not None:
+            level, deviation = self._spike
+            self._calm, self._age = self._calm + 1 if loss <= level + _END * deviation else 0, self._age + 1
+            if self._calm >= _CALM or self._age >= 2 * _WINDOW:
+                self._spike = None
+        elif len(self._losses) >= _MIN_LOSSES:
+            level = median(self._losses)
+            deviation = max(1.4826 * median(abs(x - level) for x in self._losses), _MIN_DEVIATION * abs(level))
+            if loss > level + _BEGIN * deviation:
+                self._spike = found = Spike(level, deviation)
+                self._calm, self._age = 0, 1
         if math.isfinite(loss):
             self._losses.append(loss)
         return found
-
-    def _begin(self, loss: float) -> Spike | None:
-        if len(self._losses) < _MIN_LOSSES:
-            return None
-        level = median(self._losses)
-        deviation = max(1.4826 * median(abs(x - level) for x in self._losses), _MIN_DEVIATION * abs(level))
-        if loss > level + _BEGIN * deviation:
-            self._spike, self._calm, self._age = Spike(level, deviation), 0, 1
-        return self._spike
-
-    def _follow(self, spike: Spike, loss: float) -> None:
-        self._calm, self._age = self._calm + 1 if loss <= spike.level + _END * spike.deviation else 0, self._age + 1
-        if self._calm >= _CALM or self._age >= 2 * _WINDOW:
-            self._spike = None
 
 
 class StallDetector:

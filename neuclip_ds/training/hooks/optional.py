@@ -18,7 +18,7 @@ from neuclip_ds.objectives.base import Objective
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.reporting.report import Histogram, write_report
 from neuclip_ds.state.sample_store import columns
-from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.remote import CopyRun
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import sync_folders
-from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.recovery import RECOVERY
 
 if TYPE_CHECKING:

@@ -19,7 +19,7 @@ from neuclip_ds.distributed.stop_signals import deferring, take_signal
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
 from neuclip_ds.reporting.metrics import MetricsLog, read_metrics, score_lines, scores_among
-from neuclip_ds.training.hooks.base import Hook
+from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.health import WatchHealth
 
 if TYPE_CHECKING:
