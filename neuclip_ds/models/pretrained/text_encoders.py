@@ -80,7 +80,7 @@ class TextEncoder:
         """
         if weights:
             trunk, _ = read_model(self._kind, self._folder, self._published, optional=("pooler.",))
-            trunk = resized_model(trunk, self._config, self._stretch, self._special)
+            trunk = resized_model(trunk, self._published, self._config, self._stretch, self._special)
         else:
             trunk = self._kind(self._config)
         if getattr(trunk, "pooler", None) is not None:

@@ -122,7 +122,7 @@ class TransformersCheckpoint(ModelSource):
     def load(self, tokenizer: Any = None) -> LoadedModel:
         model, missing = read_model(self._kind.model, self._folder, self._published, optional=("logit_",), whole=True)
         state = {name: value for name, value in model.named_parameters() if name not in missing}
-        model = resized_model(model, self._resized, self.config.context_stretch)
+        model = resized_model(model, self._published, self._resized, self.config.context_stretch)
         return LoadedModel(self._wrapped(model), read_logit_parameters(state))
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
@@ -188,9 +188,9 @@ def read_model(
     return model, missing
 
 
-def resized_model(model: Any, config: Any, stretch: str, special: int = 0) -> Any:
-    """Return a transformers model with position embeddings of a config's sizes; see `fit_positions`."""
-    if config.to_dict() == model.config.to_dict():
+def resized_model(model: Any, published: Any, config: Any, stretch: str, special: int = 0) -> Any:
+    """Return a transformers model of a published config with position embeddings of another's; see `fit_positions`."""
+    if config.to_dict() == published.to_dict():
         return model
     resized = type(model)(config)
     resized.load_state_dict(fit_positions(model.state_dict(), resized.state_dict(), stretch, special))

@@ -20,7 +20,7 @@ from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
-from neuclip_ds.models.towers import TextTower
+from neuclip_ds.models.towers import TextTower, new_projection
 
 VISION = {"name": "test_vit", "image_size": 32}
 WORDS = ["a", "dog", "runs", "on", "grass", "##s", "two", "cats", "##leeping", "schlaf", "犬"]
@@ -142,6 +142,14 @@ def test_features_are_the_librarys_own(name: str, tmp_path: Path) -> None:
     """Padded rows in one batch give what each caption gives alone, at every pooling."""
     make, usual = ENCODERS[name]
     encoder = make(tmp_path)
+    source = source_of(config_of(tmp_path))
+    assert source._text is not None
+    tokenizer, before = source._text.tokenizer(), torch.get_rng_state()
+    source._text.tower(tokenizer, 16, weights=True)
+    drawn = torch.get_rng_state()
+    torch.set_rng_state(before)
+    new_projection(encoder.model.config.hidden_size, 16)
+    assert torch.equal(torch.get_rng_state(), drawn), "the projection alone is random"
     for pooling in (None, "cls", "mean", "last"):
         tower, tokenizer = tower_of(source_of(config_of(tmp_path, pooling=pooling)))
         assert tower.pooling == (pooling or usual)
