@@ -9,12 +9,14 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from forks import Program
 from safetensors.torch import load_file
+from torch import Tensor
 
+from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.objectives import METHODS
 
@@ -137,6 +139,22 @@ def newest_checkpoint(runs: Path, run: str = "run") -> Path:
     return max((runs / run / "checkpoints").glob("step_*"))
 
 
+def records(path: Path) -> list[dict[str, Any]]:
+    """The lines of a file of JSON."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def weights(checkpoint: Path) -> dict[str, Tensor]:
+    files = StateFiles(checkpoint / "engine")
+    return {name: files.read(name, WEIGHT) for name in files.names()}
+
+
+def log_u(checkpoint: Path) -> Tensor:
+    """(n, 2), joined from what each rank wrote."""
+    parts = [load_file(path) for path in sorted(checkpoint.glob("samples.*.safetensors"))]
+    return torch.cat([table for part in parts for table in part.values()])
+
+
 def tensors(checkpoint: Path) -> dict[str, bytes]:
     """All that a checkpoint's files hold, by file and name."""
     files = {str(path.relative_to(checkpoint)): load_file(path) for path in sorted(checkpoint.rglob("*.safetensors"))}
@@ -151,7 +169,7 @@ def outcome(runs: Path, run: str = "run") -> dict[str, object]:
     """What two equal runs leave: tensors and counters of the newest checkpoint, metrics, the samples of every step."""
     checkpoint = newest_checkpoint(runs, run)
     counters = json.loads((checkpoint / "engine" / "engine.json").read_text())["counters"]
-    lines = [json.loads(line) for line in (runs / run / "metrics.jsonl").read_text().splitlines()]
+    lines = records(runs / run / "metrics.jsonl")
     metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     samples = {path.name: path.read_text() for path in sorted((runs / run / "samples").iterdir())}
     return {**tensors(checkpoint), **counters, **samples, "metrics": metrics}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shutil
 import subprocess
 import sys
@@ -76,11 +75,3 @@ def test_a_run_from_the_wheel(installed: Path, tmp_path: Path) -> None:
     options = [f"--data.train={data}", "--data.batch-size=8", "--data.workers=1", "--max_steps=2", *SMALL]
     run(installed, tmp_path, "train", "demo", *options)
     assert (tmp_path / "runs" / "demo" / "checkpoints" / "step_000000002").is_dir()
-
-
-def test_no_text_installs_this_package_from_an_index() -> None:
-    """It is not on one; extras are installed from a checkout, as in pip install '.[wandb]'."""
-    folders = [ROOT / name for name in ("neuclip_ds", "tools", "tests", "docs")]
-    texts = [path for folder in folders for path in folder.rglob("*") if path.suffix in (".py", ".md", ".yaml")]
-    from_index = re.compile(r"pip install ['\"]?neuclip_ds")
-    assert [path for path in [*texts, ROOT / "README.md"] if from_index.search(path.read_text())] == []

@@ -21,6 +21,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.methods import find_method, method_of
+from neuclip_ds.planning import memory
 from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 from neuclip_ds.section import merge
@@ -215,8 +216,11 @@ def test_every_recipe_builds_its_objective(name: str) -> None:
 
 
 @pytest.mark.parametrize("parameters", MODELS)
-def test_models_are_the_published_ones(parameters: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_models_are_the_published_ones(
+    parameters: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The plan builds them on the meta device, then misses the data."""
+    monkeypatch.setattr(memory, "count_activations", lambda *_: 0)  # which takes seconds
     config, *others = (config_of(f"{data}_openclip") for data in MODELS[parameters])
     assert all(other.model == config.model for other in others)
     with pytest.raises(UserError, match="training data"):
@@ -256,16 +260,6 @@ def test_every_part_is_used() -> None:
         found = [(folder / f"{part}.yaml").resolve() for part in parts for folder in (path.parent, RECIPES)]
         used.update(candidate for candidate in found if candidate.is_file())
     assert {path for path in FILES if path.parent != RECIPES} <= used
-
-
-def test_an_unknown_recipe_is_told_where_recipes_are() -> None:
-    with pytest.raises(UserError) as caught:
-        parse(["nothing_like_it"])
-    said = str(caught.value)
-    assert "neuclip_ds/recipes/NAME.yaml" in said
-    assert len(said) < 600
-    with pytest.raises(UserError, match=r"No recipe or file cc3m_neuclipp; did you mean cc3m_neuclip\?$"):
-        parse(["cc3m_neuclipp"])
 
 
 # TuneCLIP Table 7: checkpoint, global batch over 8 GPUs (that of ViT-H/14 is not published)

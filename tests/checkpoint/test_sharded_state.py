@@ -74,17 +74,6 @@ def test_files_are_plain_safetensors_without_padding(tmp_path: Path) -> None:
     assert load_file(tmp_path / "fragments.00000-of-00003.safetensors")["step/bias/scalar"].shape == ()
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.int64, torch.float16])
-def test_every_dtype_and_strided_tensors_come_back(dtype: torch.dtype, tmp_path: Path) -> None:
-    value = torch.arange(12).to(dtype)
-    shards = {shard_key("kind", "p", 0, 6): value[::2]}
-    shards_file(0, 1, shards).write(tmp_path)
-    index_file({"p": [6]}, [list(shards)], {}).write(tmp_path)
-    found = StateFiles(tmp_path).read("p", "kind")
-    assert found.dtype == dtype
-    assert torch.equal(found, value[::2])
-
-
 def test_a_missing_range_is_named(tmp_path: Path) -> None:
     write(tmp_path)
     index = json.loads((tmp_path / "engine.json").read_text())

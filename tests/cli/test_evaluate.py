@@ -11,11 +11,8 @@ from pathlib import Path
 import pytest
 from evaluation_sets import write_shards
 from miniatures import save_open_clip
-from small_runs import ROOT, call, demo_shards, environment, train
+from small_runs import ROOT, call, demo_shards, environment, records, train
 from tars import jpeg
-
-from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.tasks import load_tasks
 
 CLASSES = ["red dog", "blue cat", "green tree", "old car", "night sky", "bread"]
 
@@ -44,7 +41,7 @@ def write_own(root: Path) -> None:
 
 
 def lines_of(folder: Path) -> dict[str, dict[str, float]]:
-    rows = [json.loads(line) for line in (folder / "eval_results.jsonl").read_text().splitlines()]
+    rows = records(folder / "eval_results.jsonl")
     return {row["dataset"]: row["metrics"] for row in rows}
 
 
@@ -89,7 +86,7 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
         tmp_path / "runs", str(data), 6, f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1"
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = [json.loads(line) for line in (tmp_path / "runs/run/metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "runs/run/metrics.jsonl")
     during = [line for line in metrics if "task/cifar10" in line]
     assert [line["step"] for line in during] == [3, 6]
     assert "average/retrieval" not in during[-1]
@@ -114,15 +111,3 @@ def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     both = subprocess.run([*launcher, *tool], env=env, cwd=tmp_path, capture_output=True, text=True, timeout=240)
     assert both.returncode == 0, both.stdout + both.stderr
     assert lines_of(tmp_path / "two") == scores
-
-
-def test_tasks_that_are_not_there(tmp_path: Path) -> None:
-    tasks = load_tasks()
-    with pytest.raises(UserError, match="is not a folder; name the one"):
-        tasks.on_disk([tmp_path / "nowhere"])
-    with pytest.raises(UserError, match=r"Not found below .*: Caltech-101 \(wds_vtab-caltech101_test\), CIFAR-10"):
-        tasks.on_disk([tmp_path])
-    (tmp_path / "wds_cifar10_test").mkdir()
-    assert [task.name for task, _ in tasks.on_disk([tmp_path])] == ["CIFAR-10"]
-    with pytest.raises(UserError, match="MNIST"):
-        tasks.on_disk([tmp_path], ["mnist", "cifar10"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import open_clip
@@ -10,7 +9,7 @@ import pytest
 import torch
 from miniatures import save_clip, save_open_clip
 from safetensors.torch import load_file
-from small_runs import TRAIN, call
+from small_runs import TRAIN, call, records
 from test_image_weights import saved_timm
 from test_text_encoders import xlm_roberta
 from transformers import AutoModel, AutoProcessor
@@ -37,7 +36,7 @@ def test_fine_tuning_and_export(shards: Path, tmp_path: Path) -> None:
     options = [*OPTIONS, f"--data.train={shards}", "--deepspeed=zero1_bf16"]
     done = call(TRAIN, "demo", f"--model.pretrained={tmp_path}/clip", *options, folder=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "runs/fine/metrics.jsonl")
     assert metrics[0]["tau"] == pytest.approx(0.018315638)
     assert "zero_shot_top1" in metrics[-1]
     (tmp_path / "clip").rename(tmp_path / "moved")  # the run keeps what it needs
@@ -96,7 +95,7 @@ def test_learned_temperature_and_bias_are_exported(engine: str, method: str, sha
     done = call("tools/export.py", "runs/fine", "--out=exported", "--format=open_clip", folder=tmp_path)
     assert done.returncode == 0, done.stderr
     after = load_file(tmp_path / "exported/open_clip_model.safetensors")
-    metrics = [json.loads(line) for line in (tmp_path / "runs/fine/metrics.jsonl").read_text().splitlines()]
+    metrics = records(tmp_path / "runs/fine/metrics.jsonl")
     assert metrics[0]["tau"] == pytest.approx(0.018315638, rel=2e-3)  # after one Adam step of 1e-3 in log(1/tau)
     assert after["logit_scale"] != 4.0
     assert ("logit_bias" in after) == (method == "siglip")

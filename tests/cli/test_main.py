@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from small_runs import ROOT, TINY, call, environment
+from small_runs import ROOT, environment
 
 from neuclip_ds.cli.main import COMMANDS, main
 
@@ -86,15 +86,7 @@ def test_the_rank_that_launchers_add_is_dropped(rank: str, capsys: pytest.Captur
         assert capsys.readouterr().out == expected
 
 
-def test_without_a_recipe_the_demo_is_trained(shards: Path, tmp_path: Path) -> None:
-    options = [*TINY[1:], f"--data.train={shards}", "--max_steps=3"]
-    done = call("train.py", *options, folder=tmp_path, ranks=2)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("No recipe is named: this is the recipe demo") == 1
-    assert (tmp_path / "runs" / "demo" / "checkpoints" / "step_000000003").is_dir()
-
-
-def test_underscores_in_the_options_of_any_command(tmp_path: Path) -> None:
-    sizes = ["--pairs=20", "--held_out=5", "--zero_shot", "80", "--size=16"]
-    main(["make-demo-data", str(tmp_path / "data"), *sizes])
-    assert (tmp_path / "data" / "val").is_dir()
+def test_without_a_recipe_it_is_the_demo(capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture) -> None:
+    main(["train", "--print-config"])
+    assert "name: demo\n" in capsys.readouterr().out
+    assert caplog.text.count("No recipe is named: this is the recipe demo") == 1

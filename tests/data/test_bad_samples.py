@@ -69,13 +69,6 @@ def test_ranks_settle_together(tmp_path):
     assert sorted(listed(tmp_path)) == [1, 7, 8]
 
 
-def test_padding_is_not_counted(tmp_path):
-    log = BadSampleLog(tmp_path, 0.0)
-    log.record(Batch(torch.zeros(3), torch.zeros(3), torch.tensor([4, -1, -1]), torch.tensor([True, False, False])))
-    log.merge()
-    assert (log.seen, log.bad) == (1, 0)
-
-
 def test_bad_fraction_stops_the_run(tmp_path):
     log = BadSampleLog(tmp_path, 0.01)
     log.record(bad_batch(list(range(10))))

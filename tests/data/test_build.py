@@ -84,15 +84,6 @@ def test_shards_that_cannot_be_trained_on(tmp_path, members, message):
         write_manifest(tmp_path / "m", [str(path)], Worker())
 
 
-def test_damage_is_logged_and_counted_out(folder, caplog):
-    path = folder / "00000.tar"
-    raw = path.read_bytes()
-    path.write_bytes(raw[: len(raw) // 3])
-    manifest = build_manifest(paths_of(folder), processes=1)
-    assert manifest.shards[0].n < 4
-    assert "00000.tar is damaged" in caplog.text
-
-
 def test_what_a_run_builds_is_used_until_a_shard_changes(folder, tmp_path):
     cache, built = tmp_path / "cache", []
 

@@ -96,15 +96,6 @@ def test_the_least_recently_used_makes_room(http, tmp_path):
     assert held(tmp_path) == [0, 4, 5]
 
 
-def test_an_open_shard_can_be_read_after_it_was_pushed_out(http, tmp_path):
-    cache = cache_in(tmp_path, 1)
-    fd = cache.open(url(http, 7), SIZE)
-    cache.path(url(http, 8), SIZE)
-    assert held(tmp_path) == [8]
-    assert os.pread(fd, 4, SIZE - 4) == bytes([7]) * 4
-    os.close(fd)
-
-
 def test_a_shard_that_has_changed_is_fetched_again(http, tmp_path):
     cache = cache_in(tmp_path, 1.5)
     cache.path(url(http, 1), SIZE)

@@ -38,14 +38,6 @@ def test_sources(sources, expected):
     assert set(captions.extensions) == {source.partition(":")[0].lower() for source in sources}
 
 
-def test_absent_and_broken_members_have_no_captions():
-    captions = Captions(["txt", "json:a"])
-    assert captions.of({}) == []
-    assert captions.of({"json": b'{"a": "cut', "txt": b"\xff ok"}) == ["\ufffd ok"]
-    assert captions.of({"json": b'["a"]'}) == []
-    assert captions.of({"json": b'{"a": null}'}) == []
-
-
 @pytest.mark.parametrize("source", ["", "text", "json", "json:", "txt:words", "jpg", ".txt", "a/b.txt"])
 def test_unknown_sources_are_refused(source):
     with pytest.raises(UserError, match="a source is txt, txt:lines or json:KEY"):

@@ -234,14 +234,6 @@ def test_errors_of_s3(kind: Kind, codes: dict[str, int]) -> None:
     assert explain(exceptions.NoCredentialsError()).kind == "refused"
 
 
-def test_pauses_grow_up_to_a_minute() -> None:
-    retries = Retries("url", max_outage=1e9)
-    pauses = [retries.pause_after(AttemptFailed("500")) for _ in range(10)]
-    assert all(
-        limit / 2 <= pause <= limit for pause, limit in zip(pauses, [1, 2, 4, 8, 16, 32] + 4 * [60], strict=True)
-    )
-
-
 @pytest.mark.parametrize(
     ("kind", "attempts", "error", "message"),
     [

@@ -20,6 +20,7 @@ from neuclip_ds.data.images import EvalTransform, train_transform
 from neuclip_ds.data.loader import PART_BYTES, LoaderOptions, RankBatch, join_parts, part_count, part_rows
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import GlobalOrder
+from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.worker_pool import PROCESS_NAME
 from neuclip_ds.errors import UserError
 from neuclip_ds.training.data import iter_captions
@@ -185,17 +186,16 @@ def test_unreadable_shards_are_bad_samples_after_one_retry(tmp_path):
 
 
 def test_a_short_outage_is_retried(manifest, monkeypatch):
-    dataset, calls = PairDataset(manifest, TRANSFORM, tokenize), []
-    read = dataset._reader.read
+    calls, read = [], TarReader.read
 
-    def every_second_fails(index: int):
+    def every_second_fails(reader: TarReader, index: int):
         calls.append(index)
         if len(calls) % 2:
             raise OSError("outage")
-        return read(index)
+        return read(reader, index)
 
-    monkeypatch.setattr(dataset._reader, "read", every_second_fails)
-    assert dataset.batch([(0, 0), (0, 1)]).valid.all()
+    monkeypatch.setattr(TarReader, "read", every_second_fails)
+    assert PairDataset(manifest, TRANSFORM, tokenize).batch([(0, 0), (0, 1)]).valid.all()
     assert calls == [0, 0, 1, 1]
 
 

@@ -187,19 +187,6 @@ def test_headers_are_walked_once_a_node(tmp_path: Path) -> None:
         assert pool.submit(read_all, manifest, cache).result() == expected
 
 
-def test_a_shard_that_is_fetched_again_is_walked_again(tmp_path: Path) -> None:
-    tar = write_pairs(tmp_path / "shards", [5]) / "00000.tar"
-    manifest, cache = cached(tmp_path, tar)
-    read_all(manifest, cache)
-    other = {index: {"jpg": b"other" * index, "txt": b"x"} for index in range(5)}
-    data = (write_pairs(tmp_path / "other", [5], other) / "00000.tar").read_bytes()
-    tar.write_bytes(data[: manifest.shards[0].bytes].ljust(manifest.shards[0].bytes, b"\0"))
-    (copy,) = (tmp_path / "cache" / "shards").iterdir()
-    copy.unlink()  # evicted
-    with pytest.raises(UserError, match="has other samples than the manifest, in as many bytes"):
-        read_all(manifest, cache)
-
-
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

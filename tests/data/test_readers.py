@@ -88,13 +88,13 @@ def test_a_file_that_fails_is_opened_anew(tmp_path, monkeypatch):
 
 def test_samples_are_announced_by_their_extents(tmp_path, monkeypatch):
     write_tar(tmp_path / "0.tar", [("a.jpg", b"1" * 700), ("a.txt", b"22"), ("b.txt", b"333")])
-    reader = TarReader(manifest_of(tmp_path))
+    manifest = manifest_of(tmp_path)
     advised = []
     monkeypatch.setattr(os, "posix_fadvise", lambda _, offset, size, advice: advised.append((offset, size, advice)))
-    reader.announce([0, 1])
+    TarReader(manifest).announce([0, 1])
     assert advised == [(offset, size, os.POSIX_FADV_WILLNEED) for offset, size in ((512, 700), (2048, 2), (3072, 3))]
     (tmp_path / "0.tar").unlink()
-    TarReader(reader._manifest).announce([0, 1])  # leaves the error to the read
+    TarReader(manifest).announce([0, 1])  # leaves the error to the read
 
 
 def test_file_descriptors_are_bounded(tmp_path, monkeypatch):

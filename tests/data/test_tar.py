@@ -122,19 +122,6 @@ def test_base_256_sizes_and_signed_checksums(tmp_path):
     assert as_samples(path, read_index(path)) == [("a", {"jpg": b"x" * 700}), ("é", {"txt": b"signed"})]
 
 
-def test_a_size_beyond_eight_gigabytes_is_read(tmp_path):
-    path = write_tar(tmp_path / "a.tar", [("a.jpg", b""), ("b.jpg", b"")])
-    raw = path.read_bytes()
-    huge = 9 << 30
-    with path.open("wb") as out:
-        out.write(with_field(raw[:512], 124, b"\x80" + huge.to_bytes(11, "big")))
-        out.seek(512 + huge)  # sparse on disk
-        out.write(raw[512:])
-    samples = read_index(path).samples
-    assert [sample.key for sample in samples] == ["a", "b"]
-    assert samples[0].members["jpg"].size == huge
-
-
 PAIRS = [(f"{i:03d}.{e}", f"{i}{e}".encode() * 300) for i in range(6) for e in ("jpg", "txt")]
 
 

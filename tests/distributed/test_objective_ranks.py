@@ -76,7 +76,7 @@ def test_ranks_equal_one(world_size: int) -> None:
     check_ranks(trained(world_size))
 
 
-@pytest.mark.parametrize("world_size", [2, 4])
+@pytest.mark.parametrize("world_size", [pytest.param(2, marks=pytest.mark.slow), 4])
 def test_more_prototypes_than_pairs_and_fewer_than_ranks(world_size: int) -> None:
     """m > B: prototypes are drawn from several batches, and no world size divides them. m < K: a rank has none."""
     assert {"neuclip", "neuclip_stop", "neuclip_positive", "neuclip_no_rho", "neuclip_queue"} <= MORE_PROTOTYPES.keys()

@@ -57,7 +57,9 @@ def resume(communicator: Communicator, folder: Path) -> dict[str, Any]:
     return results
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 3), (4, 2)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(4, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in ((2, 1), (1, 3)))]
+)
 def test_another_world_size(before: int, after: int, tmp_path: Path) -> None:
     def on(world_size: int, work: Any) -> list[Any]:
         return run_ranks(world_size, work, tmp_path) if world_size > 1 else [work(Communicator(), tmp_path)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from ranks import run_ranks
 from small_checkpoints import save_engine
-from small_runs import TINY, demo_shards, train_connected
+from small_runs import TINY, demo_shards, records, train_connected
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.engine_state import load_engine
@@ -150,5 +150,5 @@ def test_a_run_finds_its_scale_without_counting_the_steps_as_failed(tmp_path: Pa
         assert not any(skipped)
         assert [moved for applied, moved, _ in steps if applied] == [True] * (30 - len(skipped))
         assert steps[-1][2] == 2.0 ** (40 - len(skipped))
-    kinds = [json.loads(line)["kind"] for line in (tmp_path / "run" / "events.jsonl").read_text().splitlines()]
+    kinds = [event["kind"] for event in records(tmp_path / "run" / "events.jsonl")]
     assert kinds == ["loss_scale"] * len(skipped)

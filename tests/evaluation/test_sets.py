@@ -125,11 +125,6 @@ def test_names_and_prompts_without_files(tmp_path: Path) -> None:
     assert labels == [("1", "a.png"), ("1", "2.JPG"), ("2", "1.webp")]
 
 
-def test_copies_that_differ_are_told_apart(tmp_path: Path) -> None:
-    one, other = (write(tmp_path / name, ["a/1.jpg", f"b/{name}.jpg"]) for name in ("x", "y"))
-    assert open_set(one).contents != open_set(other).contents
-
-
 def test_what_is_no_such_folder(tmp_path: Path) -> None:
     assert not is_set(write(tmp_path / "one", ["images/1.jpg"])), "a class alone, or images next to a table"
     assert not is_set(write(tmp_path / "none", ["a/1.tar", "b/2.txt"]))

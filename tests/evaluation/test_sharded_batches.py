@@ -77,13 +77,3 @@ def test_a_broken_sample_is_the_same_error_as_in_this_process(
             load(tmp_path, one)
         messages.append(str(raised.value))
     assert messages[0].removeprefix("rank 0: ") == messages[1].removeprefix("rank 0: ")
-
-
-def test_a_shard_that_vanishes_is_named(tmp_path: Path, loader: Loader) -> None:
-    labeled_set(tmp_path, 400)
-    batches = sharded_batches(open_shards(tmp_path), pixels_and_process, Communicator(), 20, loader)
-    next(batches)
-    for shard in (tmp_path / "test").glob("*.tar"):
-        shard.unlink()
-    with pytest.raises(UserError, match=r"\.tar.* cannot be read .*; check the storage"):
-        list(batches)

@@ -131,17 +131,3 @@ def test_broken_metadata_is_named(tmp_path: Path, run_ranks: Any, data: bytes, m
     write_shards(tmp_path, [{"jpg": b"1 2", "cls": b"0", "npy": data}], 1)
     with pytest.raises(UserError, match=rf"0\.tar: sample s0000000.*{message}"):
         on_ranks(run_ranks, "wilds/fmow", tmp_path, 2)
-
-
-@pytest.mark.parametrize(
-    ("key", "kind", "message"),
-    [
-        ("retrieval/m*", "classification", "is a classification set, not a retrieval set"),
-        ("cifar10", "multilabel", "is a multilabel set"),
-    ],
-)
-def test_set_of_another_kind(tmp_path: Path, run_ranks: Any, key: str, kind: str, message: str) -> None:
-    labeled_set(tmp_path, 3)
-    (tmp_path / "dataset_type.txt").write_text(kind)
-    with pytest.raises(UserError, match=message):
-        on_ranks(run_ranks, key, tmp_path, 2)

@@ -66,13 +66,6 @@ def test_mean_jaccard_by_number_of_candidates(tmp_path: Path, run_ranks: Any) ->
     assert measure(run_ranks, tmp_path, 3, 8) == pytest.approx(found, abs=1e-12)
 
 
-def test_sizes_that_do_not_occur_have_no_score(tmp_path: Path, run_ranks: Any) -> None:
-    winogavil_set(tmp_path, [5, 5, 6])
-    found = measure(run_ranks, tmp_path, 2)
-    assert found["jaccard_score_10-12"] is None
-    assert found["jaccard_score_5-6"] is not None
-
-
 def test_prompt() -> None:
     assert prompt("Pogonophile") == "A pogonophile"
     assert prompt("Owl") == "An owl"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -14,7 +13,6 @@ from typing import NamedTuple
 import numpy as np
 import psutil
 
-_PERIOD = 5.0  # seconds between two looks at the processes
 _SETTLES = 0.25  # share of a process's life that is left out of its slope
 _ROOM = 200_000  # bytes that are left free on a full disk
 _LIFE = 300.0  # seconds below which a life tells nothing of slopes
@@ -31,23 +29,22 @@ class Look(NamedTuple):
 
 
 class Usage:
-    """Looks at processes every few seconds, in a thread, for as long as the block runs."""
+    """What processes take over their lives."""
 
     def __init__(self) -> None:
-        self._watched: dict[int, list[Look]] = {}
-        self._lives: list[list[Look]] = []
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._lives: dict[int, list[Look]] = {}
 
-    def watch(self, pids: list[int]) -> None:
-        """Watch these processes instead of those before."""
-        self._lives += self._watched.values()
-        self._watched = {pid: [] for pid in pids}
+    def look(self, pids: list[int]) -> None:
+        for pid in pids:
+            process = psutil.Process(pid)
+            own, children = process.memory_full_info().uss, len(process.children(recursive=True))
+            look = Look(time.monotonic(), own, process.num_fds(), process.num_threads(), children)
+            self._lives.setdefault(pid, []).append(look)
 
     def slopes(self) -> list[dict[str, float]]:
         """Return growth an hour (memory in MB) over each life of more than five minutes."""
         found = []
-        for life in [*self._lives, *self._watched.values()]:
+        for life in self._lives.values():
             life = life[int(_SETTLES * len(life)) :]
             if len(life) < 2 or life[-1].time - life[0].time < _LIFE:
                 continue
@@ -57,32 +54,6 @@ class Usage:
             growth["memory"] /= 1e6
             found.append({"hours": hours[-1], "megabytes": columns[0][-1] / 1e6, **growth})
         return [{name: round(float(value), 3) for name, value in one.items()} for one in found]
-
-    def __enter__(self) -> Usage:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._ended.set()
-        self._thread.join()
-
-    def _run(self) -> None:
-        while not self._ended.wait(_PERIOD):
-            for pid, looks in list(self._watched.items()):
-                try:
-                    process = psutil.Process(pid)
-                    own = process.memory_full_info().uss
-                    looks.append(
-                        Look(
-                            time.monotonic(),
-                            own,
-                            process.num_fds(),
-                            process.num_threads(),
-                            len(process.children(recursive=True)),
-                        )
-                    )
-                except psutil.Error:  # it has just ended
-                    continue
 
 
 class Faults:

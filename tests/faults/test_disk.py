@@ -113,6 +113,7 @@ def test_the_disk_of_one_rank(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000002"]
 
 
+@pytest.mark.slow
 def test_training_outlives_a_full_disk(disk: Path, shards: Path) -> None:
     """Checkpoints 4, 6 and 8 fail, and so do metrics and log; with more room the run resumes from step 2."""
     assert train(disk, shards, 2, *EVERY).returncode == 0

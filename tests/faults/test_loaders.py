@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -16,7 +15,7 @@ import pytest
 import torch
 from processes import children_of
 from sample_log import read_samples
-from small_runs import TRAIN, start, train, training
+from small_runs import TRAIN, records, start, train, training
 from tars import assert_same, load_evaluation, load_training, manifest_of, write_pairs
 
 from neuclip_ds.data import worker_pool
@@ -121,7 +120,7 @@ def test_a_stopped_worker_is_replaced(training_batches: Load, caplog: pytest.Log
 
 
 def what_was_trained(runs: Path) -> tuple[list[object], list[float]]:
-    lines = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(runs / "run" / "metrics.jsonl")
     return list(read_samples(runs / "run" / "samples")), [line["loss"] for line in lines if "loss" in line]
 
 

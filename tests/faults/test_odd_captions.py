@@ -28,13 +28,16 @@ SOURCES = ["txt", "json:caption"]
     ("members", "expected"),
     [
         ({"json": SURROGATE}, ["a \ufffd dog \ufffd and \U0001f600"]),
+        ({}, []),
+        ({"json": b'["caption"]'}, []),
+        ({"json": b'{"caption": null}'}, []),
         ({"json": DEEP}, []),
         ({"json": DIGITS}, []),
         ({"json": b"1" * 5000}, []),
         ({"txt": NUL}, ["a dog"]),
         ({"txt": b"\0" * 9}, []),
         ({"txt": LONG}, [LONG.decode()[:10_000]]),
-        ({"txt": b"\xed\xa0\x80 \xff"}, ["\ufffd\ufffd\ufffd \ufffd"]),
+        ({"txt": b"\xed\xa0\x80 \xff", "json": b'{"caption": "cut'}, ["\ufffd\ufffd\ufffd \ufffd"]),
     ],
 )
 def test_captions_are_text_or_absent(members: dict[str, bytes], expected: list[str]) -> None:

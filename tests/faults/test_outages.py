@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import threading
@@ -17,7 +16,7 @@ import torch
 from forks import fork
 from sample_log import read_samples
 from servers import Files, files_server
-from small_runs import TRAIN, call, environment, start, train, training
+from small_runs import TRAIN, call, environment, records, start, train, training
 from tars import load_training, manifest_of, write_pairs
 
 from neuclip_ds.data.cache import ShardCache
@@ -216,7 +215,6 @@ def test_a_run_through_an_outage_equals_an_undisturbed_one(http: Files, tmp_path
     found, wanted = (list(read_samples(tmp_path / name / "run" / "samples")) for name in ("remote", "disk"))
     assert found == wanted
     losses = [
-        [json.loads(line).get("loss") for line in (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()]
-        for name in ("remote", "disk")
+        [line.get("loss") for line in records(tmp_path / name / "run" / "metrics.jsonl")] for name in ("remote", "disk")
     ]
     assert losses[0] == losses[1]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import torch
 from ranks import run_ranks
 from safetensors.torch import load_file
-from small_runs import SMALL, newest_checkpoint, read_options, train_connected
+from small_runs import SMALL, newest_checkpoint, read_options, records, train_connected
 from test_non_finite import differing, state_of
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -64,10 +63,6 @@ def run(communicator: Communicator, shards: Path, runs: Path, times: int) -> Any
     except TrainingDiverged as error:
         message = str(error)
     return hook.steps, hook.states, message
-
-
-def records(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_nothing_else(shards: Path, tmp_path: Path) -> None:

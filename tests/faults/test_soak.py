@@ -87,10 +87,10 @@ def train_under_faults(
         ranks = [program.pid for program in programs]
         try:
             wait_for(partial(_reached, runs, steps_done(runs) + 20), programs, limit=300)
-            usage.watch(ranks)
             dies = time.monotonic() - began + chance.expovariate(20 / end)
             dies = dies if dies < end / 4 else end  # then one unbroken life, for the slopes
             while time.monotonic() - began < dies:
+                usage.look(ranks)
                 faults.one(ranks)
                 time.sleep(chance.uniform(1, 10))
                 wait_for(partial(_reached, runs, steps_done(runs) + 10), programs, limit=300)
@@ -127,9 +127,8 @@ def test_hours_of_faults(tmp_path: Path, disk: Path | None) -> None:
     shards, manifest, runs = demo_shards(tmp_path / "data", PAIRS), tmp_path / "manifest", disk or tmp_path
     assert call("tools/build_manifest.py", str(manifest), str(shards)).returncode == 0
     command = [TRAIN, "demo", f"--data.train={manifest}", f"--run.output_dir={runs}", "--run.name=run"]
-    faults = Faults(seed, shards, disk)
-    with Usage() as usage:
-        ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
+    faults, usage = Faults(seed, shards, disk), Usage()
+    ended = train_under_faults([*command, *read_options(_OPTIONS)], runs, faults, usage, random.Random(seed))
     meta = json.loads((newest_checkpoint(runs) / "meta.json").read_text())
     rows, counted = check_samples(runs / "run", meta["step"]), meta["data"]["hooks"]["WriteRecords"]
     slopes = usage.slopes()

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -29,6 +30,12 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "neuclip": {"npn": {"prototypes": 7, "inner_steps": 3, "lr": 0.1, "initial_accumulator": 0.1}},
     "fastclip_v3": {"temperature": {"rho": 2.0}},
 }
+# a method that keeps statistics of samples on one process and one with prototypes on two, then the other way round
+METHODS_AND_RANKS = [
+    ("fastclip_v3", 1),
+    ("neuclip", 2),
+    *(pytest.param(*case, marks=pytest.mark.slow) for case in (("fastclip_v3", 2), ("neuclip", 1))),
+]
 # variables of launchers that tests/ranks.py leaves out, as the process group is there already
 RENDEZVOUS = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
@@ -175,6 +182,12 @@ def replay(
         place = Step(number, number // (total // EPOCHS), calls[0].lr, peak, number / total)
         step(Batch(images[index], texts[index], index, torch.ones(len(index), dtype=torch.bool)), place)
     return Trained.of(model, float(objective.replicated_state()["temperature.theta"].neg().exp()), ranks[0])
+
+
+def replay_encoders(ranks: list[list[Call]], method: str) -> Trained:
+    """Train `Encoders` on the pairs that the pages' loops are given."""
+    model = Encoders()
+    return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
 
 
 def assert_equal(found: Trained, wanted: Trained) -> None:

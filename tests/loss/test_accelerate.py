@@ -6,20 +6,17 @@ import os
 from pathlib import Path
 
 import pytest
-import torch
 from ranks import run_ranks
 from replay import (
-    LR,
-    OPTIONS,
+    METHODS_AND_RANKS,
     RENDEZVOUS,
-    Call,
     Encoders,
     Trained,
     assert_equal,
     code_blocks,
     pairs,
     recorded,
-    replay,
+    replay_encoders,
     run_code,
 )
 
@@ -38,23 +35,17 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     return Trained.of(model, names["loss_fn"].temperature, calls)
 
 
-def _replayed(ranks: list[list[Call]], method: str) -> Trained:
-    model = Encoders()
-    return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("method", OPTIONS)
+@pytest.mark.parametrize(("method", "ranks"), METHODS_AND_RANKS)
 def test_the_loop_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
     found = run_ranks(ranks, _trained, method, tmp_path, {})
     assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks
-    wanted = _replayed([rank.calls for rank in found], method)
+    wanted = replay_encoders([rank.calls for rank in found], method)
     for rank in found:
         assert_equal(rank, wanted)
     second = {"range(epochs)": "[1]", "\nfor epoch": '\naccelerator.load_state("runs/clip/epoch_0")\nfor epoch'}
     resumed = run_ranks(ranks, _trained, method, tmp_path, second)
     before = len(found[0].calls) // 2
     calls = [[*first.calls[:before], *rest.calls] for first, rest in zip(found, resumed, strict=True)]
-    wanted = _replayed(calls, method)
+    wanted = replay_encoders(calls, method)
     for rank in resumed:
         assert_equal(rank, wanted)

@@ -228,28 +228,6 @@ def test_the_state_of_another_method_is_refused() -> None:
         loss_of("neuclip").load_state_dict(loss_of("openclip").state_dict())
 
 
-def _saved(communicator: Communicator, name: str, folder: Path, loads: bool) -> Tensor:
-    loss_fn = loss_of(name, reduction="sum")
-    rows = ROWS // communicator.world_size
-    mine = slice(communicator.rank * rows, (communicator.rank + 1) * rows)
-    if loads:
-        loss_fn.load(folder)
-    for number in range(3, 5) if loads else range(3):
-        image, text, index = (x.detach()[mine] for x in features(number))
-        loss = loss_fn(image.float(), text.float(), index)
-    if not loads:
-        loss_fn.save(folder)
-    return loss.detach()
-
-
-@pytest.mark.parametrize("name", ["neuclip", "isogclr", "amorlip", "openclip"])
-def test_saved_state_loads_at_another_world_size(name: str, tmp_path: Path) -> None:
-    run_ranks(2, _saved, name, tmp_path, False)
-    one = _saved(Communicator(), name, tmp_path, True)
-    for found in run_ranks(3, _saved, name, tmp_path, True):
-        assert torch.allclose(found, one, rtol=1e-4)
-
-
 @pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip", "amorlip"])
 def test_parameters_are_handed_out_with_the_gradients_of_the_loss(name: str) -> None:
     loss_fn = loss_of(name, own_optimizer=False)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from replay import DIM, LR, OPTIONS, RENDEZVOUS, SAMPLES, Trained, assert_equal, code_blocks, recorded, replay, run_code
+from replay import DIM, LR, RENDEZVOUS, SAMPLES, Trained, assert_equal, code_blocks, recorded, replay, run_code
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -74,7 +74,8 @@ def _replayed(found: list[Trained], kind: str, method: str) -> Trained:
 @pytest.mark.parametrize(
     ("kind", "method", "ranks"),
     [
-        *(("CLIPModel", method, ranks) for method in OPTIONS for ranks in (1, 2)),
+        ("CLIPModel", "fastclip_v3", 1),
+        ("CLIPModel", "neuclip", 2),
         ("VisionTextDualEncoder", "neuclip", 1),
     ],
 )

@@ -9,7 +9,18 @@ from typing import Any
 import pytest
 import torch
 from ranks import run_ranks
-from replay import LR, OPTIONS, Call, Encoders, Trained, assert_equal, code_blocks, pairs, recorded, replay, run_code
+from replay import (
+    LR,
+    METHODS_AND_RANKS,
+    Encoders,
+    Trained,
+    assert_equal,
+    code_blocks,
+    pairs,
+    recorded,
+    replay_encoders,
+    run_code,
+)
 from torch.utils.data import DataLoader
 
 from neuclip_ds.distributed.communicator import Communicator
@@ -49,23 +60,17 @@ def _trained(communicator: Communicator, method: str, folder: Path, changes: dic
     return Trained.of(encoders, loss_fn.temperature, calls)
 
 
-def _replayed(ranks: list[list[Call]], method: str) -> Trained:
-    model = Encoders()
-    return replay(ranks, pairs(), method, model, torch.optim.AdamW(model.parameters(), LR))
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("method", OPTIONS)
+@pytest.mark.parametrize(("method", "ranks"), METHODS_AND_RANKS)
 def test_the_module_equals_the_trainer(method: str, ranks: int, tmp_path: Path) -> None:
     found = run_ranks(ranks, _trained, method, tmp_path, {})
     assert len({call.lr for call in found[0].calls}) == len(found[0].calls) == 12 // ranks
-    wanted = _replayed([rank.calls for rank in found], method)
+    wanted = replay_encoders([rank.calls for rank in found], method)
     for rank in found:
         assert_equal(rank, wanted)
     before = 6 // ranks
     resume = {"val_loader)": f"val_loader, ckpt_path='saved/epoch=0-step={before}.ckpt')"}
     resumed = run_ranks(ranks, _trained, method, tmp_path, resume)
     calls = [[*first.calls[:before], *rest.calls] for first, rest in zip(found, resumed, strict=True)]
-    wanted = _replayed(calls, method)
+    wanted = replay_encoders(calls, method)
     for rank in resumed:
         assert_equal(rank, wanted)

@@ -17,7 +17,6 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.pretrained.open_clip_models import architecture
 from neuclip_ds.models.trained_parts import (
-    Trainable,
     add_adapters,
     learning_rate_scales,
     merge_adapters,
@@ -128,12 +127,6 @@ def test_frozen_random_weights_are_reported() -> None:
     slips = likely_slips(config_of(model={"text": {"trainable": "frozen"}}), [])
     assert slips == ["model.text.trainable=frozen freezes random weights: name weights with model.text.pretrained."]
     assert likely_slips(config_of(model={"text": {"trainable": "frozen"}, "pretrained": "weights"}), []) == []
-
-
-def test_numbers_of_parameters() -> None:
-    model = build(text={"trainable": "frozen"})
-    text = sum(parameter.numel() for parameter in model.text.parameters())
-    assert Trainable.of(model) == Trainable(sum(p.numel() for p in model.vision.parameters()), text)
 
 
 def test_learning_rates_of_towers_and_layers() -> None:
@@ -283,10 +276,3 @@ def test_attention_of_torch_gets_no_adapters() -> None:
         add_adapters({"vision": tower}, LoraConfig(rank=2, targets=["out_proj"]))
     add_adapters({"vision": tower}, LoraConfig(rank=2))
     assert sum(".lora_A." in name for name, _ in tower.named_parameters()) == 4
-
-
-@pytest.mark.usefixtures("quick_meta_models")
-def test_adapters_take_no_memory_in_a_plan() -> None:
-    with torch.device("meta"):
-        model = build(lora={"rank": 2})
-    assert all(parameter.is_meta for parameter in model.parameters())

@@ -21,10 +21,11 @@ def amorlip(
     tau: float = TAU,
     rho: float | list[float] = 0.0,
     dtype: torch.dtype = torch.float64,
+    chunk_size: int | None = None,
     **options: Any,
 ) -> Any:
-    temperature = {"initial": tau, "rho": rho, "lr": 0.0}
-    return objective("amorlip", Communicator(), DIM, dtype, temperature=temperature, amortized=options)
+    common = {"temperature": {"initial": tau, "rho": rho, "lr": 0.0}, "chunk_size": chunk_size}
+    return objective("amorlip", Communicator(), DIM, dtype, amortized=options, **common)
 
 
 class Net(nn.Module):

@@ -20,10 +20,8 @@ from neuclip_ds.distributed.communicator import Communicator
 def test_stage_two(c: float, encoder_normalizer: str, tau: float, chunk: int | None) -> None:
     """Loss, its feature gradients and its gradient by theta = log(1/tau), rho included."""
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
-    method = amorlip(
-        tau, rho=3.0, positive_weight=c, encoder_normalizer=encoder_normalizer, ema=0.5, target_every=1, lr=0.05
-    )
-    method._config = method._config.model_copy(update={"chunk_size": chunk})
+    options = {"encoder_normalizer": encoder_normalizer, "ema": 0.5, "target_every": 1, "lr": 0.05}
+    method = amorlip(tau, rho=3.0, chunk_size=chunk, positive_weight=c, **options)
     found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
     target = predict(net_of(method, "target"), image, text)
     log_lambda = target if encoder_normalizer == "ema" else log_partition(image, text, tau, c)

@@ -115,6 +115,30 @@ def test_neuclip(size: int, dim: int, prototypes: int, tau: float, reading: str,
     assert found.loss.item() == pytest.approx(loss.item(), rel=1e-9)
 
 
+@pytest.mark.parametrize("tau", [0.01, 0.1, 1.0])
+@pytest.mark.parametrize("bias", [-10.0, 0.0, 3.0])
+@pytest.mark.parametrize(("size", "chunk"), [(2, None), (33, 5), (33, None)])
+def test_siglip(tau: float, bias: float, size: int, chunk: int | None) -> None:
+    image, text = leaves(size, 5)
+    theta, offset = log_inverse(tau), torch.tensor(bias, dtype=torch.float64, requires_grad=True)
+    loss = oracle.siglip(image, text, (-theta).exp(), offset)
+    wanted = torch.autograd.grad(loss, (image, text, theta, offset))
+    options = {"siglip": {"bias": bias}, "chunk_size": chunk, "temperature": {"initial": tau}}
+    method = objective("siglip", Communicator(), 5, **options)
+    found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
+    for value, target in zip((found.image, found.text, seen["theta"], seen["bias"]), wanted, strict=True):
+        assert relative_error(value, target) < 1e-10
+    assert float(found.loss) == pytest.approx(float(loss), rel=1e-12)
+
+
+def test_temperature_and_bias_of_siglip_are_learned() -> None:
+    method = objective("siglip", Communicator(), 5, temperature={"initial": 0.1})
+    for number in range(3):
+        found = method(batch(*pairs(8, 5, seed=number)), step(number))
+    assert float(found.metrics["bias"]) != -10.0
+    assert float(found.metrics["tau"]) != 0.1
+
+
 @pytest.mark.parametrize("tau", TAUS)
 def test_no_rho_is_openclip_over_the_data_set(tau: float) -> None:
     """With the whole data set as the batch, and no prototypes yet, the gradients are OpenCLIP's."""

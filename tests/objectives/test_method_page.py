@@ -68,11 +68,3 @@ def test_the_added_method_trains_alike_on_one_rank_and_two(extended: Path, tmp_p
     for one, two in zip(*found, strict=True):
         assert two == pytest.approx(one, rel=1e-4)
     assert found[0][0][0] != found[0][-1][0]
-
-
-@pytest.mark.slow
-def test_the_tests_of_the_table_run_the_added_method(extended: Path) -> None:
-    tests = [
-        str(ROOT / "tests" / name) for name in ("objectives/test_every_method.py", "gpu_ready/test_fake_objectives.py")
-    ]
-    call(extended, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "pythonpath=", *tests, "-k", "offset")

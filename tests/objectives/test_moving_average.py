@@ -19,22 +19,22 @@ from neuclip_ds.objectives.options import MovingAverageConfig
 from neuclip_ds.state.partition import load_rows, save_rows
 
 
-def test_gamma_falls_from_one_to_its_minimum() -> None:
-    config = MovingAverageConfig(gamma_min=0.2, gamma_epochs=4)
-    found = [gamma_of(step(epoch, epoch), config) for epoch in range(6)]
-    assert found == pytest.approx([1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2])
-
-
-def test_constant_gamma() -> None:
-    config = MovingAverageConfig(gamma="constant", gamma_min=0.6)
-    assert gamma_of(step(0, 0), config) == gamma_of(step(90, 30), config) == 0.6
-
-
-def test_gamma_of_a_run_within_one_epoch() -> None:
-    """Ten steps count as an epoch: the schedule goes through its four values though the data's epoch stays 0."""
-    config = MovingAverageConfig(gamma_min=0.2, gamma_epochs=4, gamma_epoch_steps=10)
-    found = [gamma_of(step(number, 0), config) for number in (0, 9, 10, 20, 39, 40)]
-    assert found == pytest.approx([1.0, 1.0, 0.8828427, 0.6, 0.3171573, 0.2])
+@pytest.mark.parametrize(
+    ("options", "steps", "wanted"),
+    [
+        ({"gamma_epochs": 4}, [(n, n) for n in range(6)], [1.0, 0.8828427, 0.6, 0.3171573, 0.2, 0.2]),
+        ({"gamma": "constant"}, [(0, 0), (90, 30)], [0.2, 0.2]),
+        # ten steps count as an epoch, though the data's epoch stays 0
+        (
+            {"gamma_epochs": 4, "gamma_epoch_steps": 10},
+            [(9, 0), (10, 0), (39, 0), (40, 0)],
+            [1, 0.8828427, 0.3171573, 0.2],
+        ),
+    ],
+)
+def test_gamma(options: dict[str, Any], steps: list[tuple[int, int]], wanted: list[float]) -> None:
+    config = MovingAverageConfig(gamma_min=0.2, **options)
+    assert [gamma_of(step(*at), config) for at in steps] == pytest.approx(wanted)
 
 
 def test_first_visit_takes_the_batch_value() -> None:

@@ -8,7 +8,8 @@ from typing import Any
 import oracle
 import pytest
 import torch
-from build import batch, objective, pairs, relative_error, step
+from amortization import DIM, MLP
+from build import batch, objective, pairs, relative_error, step, with_scalar_gradients
 
 from neuclip_ds.distributed.communicator import Communicator
 
@@ -109,22 +110,13 @@ def test_a_runaway_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     image, text = pairs(8, 4, likeness=3.0)
     method(batch(image, -image), step(0))
     with caplog.at_level(logging.WARNING):
-        method(batch(image, text), step(1))
+        method(batch(image, text), step(1)._replace(logs=False))
+        assert not caplog.records, "steps that do not log leave the device alone"
         method(batch(image, text), step(2))
+        method(batch(image, text), step(3))
     said = [record.getMessage() for record in caplog.records if "lost the normalizer" in record.getMessage()]
     assert len(said) == 1
-    assert "objective.npn.lr" in said[0]
-
-
-def test_health_is_read_in_steps_that_log_alone(caplog: pytest.LogCaptureFixture) -> None:
-    method = objective("neuclip", Communicator(), 4, npn={"prototypes": 8, "inner_steps": 0})
-    image, text = pairs(8, 4, likeness=3.0)
-    method(batch(image, -image), step(0))
-    with caplog.at_level(logging.WARNING):
-        method(batch(image, text), step(1)._replace(logs=False))
-        assert not caplog.records
-        method(batch(image, text), step(2))
-    assert "step 2" in caplog.text
+    assert "step 2" in said[0] and "objective.npn.lr" in said[0]
 
 
 @pytest.mark.parametrize("network", ["prototypes", "mlp"])
@@ -178,3 +170,56 @@ def test_each_step_is_one_of_adamw_on_the_papers_objective() -> None:
 def test_the_mlp_is_refused() -> None:
     with pytest.raises(ValueError, match=r"order=joint is for prototypes; .* use simultaneous"):
         objective("neuclip", Communicator(), 4, npn={"network": "mlp", "order": "joint"})
+
+
+EPS = 1e-6
+
+
+def mlp(**npn: Any) -> Any:
+    """The MLP form of the network."""
+    return objective("neuclip", Communicator(), DIM, eps=EPS, npn={"network": "mlp", **npn}, temperature={"lr": 0.0})
+
+
+@pytest.mark.parametrize("goal", ["unified", "separate"])
+def test_updates_of_the_mlp_follow_adam_on_the_objective(goal: str) -> None:
+    method = mlp(inner_steps=3, objective=goal, mlp_lr=0.01)
+    image, text = pairs(15, DIM)
+    tau = torch.tensor(0.07, dtype=torch.float64)
+    start = method.replicated_state()["normalizer.weights"].clone()
+    g = torch.stack([oracle.log_mean_exp(x).exp() for x in oracle.logits(image, text, tau)])
+    features, positive = torch.stack([image, text]), (image * text).sum(1) / tau
+    with torch.no_grad():
+        level = (torch.log(EPS + g) + positive - MLP(start, features)).mean(1)
+        MLP.weights(start).out_bias.add_(level.view(2, 1, 1))
+    weights = torch.nn.Parameter(start)
+    adam = torch.optim.Adam([weights], lr=0.01)
+    for _ in range(3):
+        adam.zero_grad()
+        alpha = torch.log(EPS + (MLP(weights, features) - positive).exp())
+        unified = tau * ((-alpha).exp() * (EPS + g) + alpha)
+        (unified if goal == "unified" else (alpha - torch.log(EPS + g)).square()).mean(1).sum().backward()
+        adam.step()
+    found = method(batch(image, text), step())
+    assert relative_error(method.replicated_state()["normalizer.weights"], weights.detach()) < 1e-9
+    with torch.no_grad():
+        alpha = torch.log(EPS + (MLP(weights, features) - positive).exp())
+    assert float(found.metrics["alpha"]) == pytest.approx(float(alpha.mean()), rel=1e-8)
+
+
+@pytest.mark.parametrize("reading", ["full", "positive", "stop"])
+@pytest.mark.parametrize("max_ratio", [None, 0.8])
+def test_gradients_through_the_mlp_are_autograds(reading: str, max_ratio: float | None) -> None:
+    """Of the features, and of theta = log(1/tau), through f where alpha_grad=full."""
+    method = mlp(inner_steps=2, mlp_lr=0.1, alpha_grad=reading, max_ratio=max_ratio)
+    method(batch(*pairs(15, DIM, seed=1)), step())
+    image, text = (x.requires_grad_() for x in pairs(15, DIM))
+    found, scalars = with_scalar_gradients(method, batch(image.detach(), text.detach()), step(1))
+    theta = torch.tensor(method.replicated_state()["temperature.theta"].item(), dtype=torch.float64, requires_grad=True)
+    tau, positive = (-theta).exp(), (image * text).sum(1)
+    log_normalizer = MLP(method.replicated_state()["normalizer.weights"], torch.stack([image, text]))
+    alpha = torch.log(EPS + (log_normalizer - positive / tau).exp())
+    loss = tau * oracle.conjugate(image, text, tau, alpha, EPS, reading, max_ratio)
+    by_image, by_text, by_theta = torch.autograd.grad(loss, (image, text, theta))
+    assert relative_error(found.image, by_image) < 1e-10
+    assert relative_error(found.text, by_text) < 1e-10
+    assert float(scalars["theta"]) == pytest.approx(float(by_theta), rel=1e-10)

@@ -100,37 +100,6 @@ def test_what_fits_the_gpus(
     assert "smallest   no stage fits: use a smaller data.micro_batch" in capsys.readouterr().out
 
 
-def part(said: str, name: str) -> float:
-    """MB of a line of the account."""
-    (line,) = [line for line in said.splitlines() if line.startswith(f"  {name}")]
-    return float(line.removeprefix(f"  {name}").split()[-1].replace(",", ""))
-
-
-def test_four_million_pairs_on_eight_gpus(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Inf-CL's largest batch, B = 4,194,304, for ViT-B/32 on 8 x 80 GB: every term."""
-    of_512 = 15_961_200_000  # bytes of a micro-batch, as counted in nine seconds
-    monkeypatch.setattr(memory, "count_activations", lambda *_: of_512)
-    options = ["--objective.method=openclip", "--data.batch_size=4194304", "--data.workers=8", "--data.val="]
-    options += ["--data.zero_shot=", f"--data.train={tmp_path}/nothing"]
-    hostfile, rows, batch, width = ROOT / "hostfiles" / "1node8gpu", 524_288, 4_194_304, 512
-    micro = 512
-    with pytest.raises(UserError, match="nothing"):
-        print_dry_run(parse(["models/vitb32", *options, f"--data.micro_batch={micro}"]).config, ONE, hostfile, 80)
-    said = capsys.readouterr().out
-    assert f"batch      {batch} = 8 ranks x {rows}, micro-batch {micro}" in said
-    assert "zero1_bf16 fits 8 x 80 GB" in said
-    # of each side: local rows and their gradient in float32, all ranks' in float32 and as sent
-    assert part(said, "features") == pytest.approx(2 * width * (8 * rows + (4 + 2) * batch) / 1e6, abs=0.1)
-    assert part(said, "similarities") == pytest.approx(5 * 2**26 / 1e6, abs=0.1), "five copies of a block of 67 MB"
-    assert part(said, "pixels and tokens") == pytest.approx(2 * micro * (3 * 224**2 + 8 * 77) / 1e6, abs=0.1)
-    assert part(said, "gradients") > 4 * 150  # of 151 million weights
-    assert 40_000 < part(said, "peak, in the towers") < 50_000
-    # the pixels wait on the host: 79 GB a rank, 632 GB a node, besides parts on their way
-    assert "node of 8: 7" in said
-
-
 def test_other_ranks_say_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse(["demo", f"--data.train={tmp_path}/nothing"]).config
     with pytest.raises(UserError):

@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import io
 import itertools
 
 import benchmark_images
 import pytest
-from benchmark_images import CONTENDERS, LONGER, SHORTER, Setting
-from benchmarking.mosaic import samples_of
-from PIL import Image
+from benchmark_images import CONTENDERS, Setting
 from tars import write_pairs
-
-from neuclip_ds.data.build import build_manifest
 
 
 @pytest.fixture(scope="module")
@@ -28,25 +23,12 @@ def setting(tmp_path_factory: pytest.TempPathFactory) -> Setting:
     return setting
 
 
-def test_photographs_have_their_size(setting: Setting) -> None:
-    images = [Image.open(io.BytesIO(sample.image or b"")) for sample in samples_of(build_manifest(setting.tars))]
-    assert len(images) == 16
-    assert {tuple(sorted(image.size)) for image in images} == {(SHORTER, LONGER)}
-
-
 @pytest.mark.parametrize("name", CONTENDERS)
 def test_a_contender_yields_whole_batches_without_end(name: str, setting: Setting) -> None:
     pytest.importorskip("open_clip_train")
     sizes = CONTENDERS[name](setting)
     assert list(itertools.islice(sizes, 6)) == [4] * 6
     del sizes
-
-
-def test_stages_and_passes_are_timed(setting: Setting) -> None:
-    for stages in (benchmark_images.our_stages(setting, 8), benchmark_images.open_clip_stages(setting, 8)):
-        assert stages.decode > 0  # the next stage's time is a difference, which a busy machine makes negative
-    for passes in (benchmark_images.evaluation_set(setting), benchmark_images.evaluation_pairs(setting)):
-        assert min(passes) > 0
 
 
 def test_pils_pixels_are_open_clips(setting: Setting) -> None:

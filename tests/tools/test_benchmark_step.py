@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import math
 import re
 import sys
 from pathlib import Path
 
 import pytest
-from benchmarking.step_speed import samples_per_second, table
-from profile_communication import run_on_ranks
+from benchmarking.step_speed import samples_per_second
 from small_runs import ROOT, SMALL, call, demo_shards
 from torch.utils.tensorboard import SummaryWriter
 
@@ -30,23 +28,6 @@ def test_speed_is_that_between_the_points_after_the_warm_up(tmp_path: Path) -> N
         samples_per_second(tmp_path, "loss", 19, batch=32)
     with pytest.raises(UserError, match="two points of train/loss"):
         samples_per_second(tmp_path, "train/loss", 0, batch=32)
-
-
-def test_table_takes_ratios_turn_by_turn() -> None:
-    speeds = {"here: openclip": [100.0, 50.0, 90.0], "plain DDP": [50.0, 100.0, 100.0], "open_clip": []}
-    lines = table({2: speeds}, ["here: openclip"], {"open_clip": "not installed"})
-    assert lines[2] == "| here: openclip | 2 | 90.0 | 50.0 - 100.0 | 1.00 |"
-    assert lines[3] == "| plain DDP | 2 | 100.0 | 50.0 - 100.0 | 0.90 |"
-    assert lines[4] == "| open_clip | 2 | not run: not installed | - | - |"
-
-
-def test_a_program_that_fails_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    launcher = tmp_path / "python"  # in place of torchrun, which takes seconds to start
-    launcher.write_text("#!/bin/sh\necho the disk is full\necho torch/distributed/elastic: failed\nexit 3\n")
-    launcher.chmod(0o755)
-    monkeypatch.setattr(sys, "executable", str(launcher))
-    with pytest.raises(UserError, match=r"(?s)it on 1 ranks ended with exit code 3;.*the disk is full$"):
-        run_on_ranks("it", ["script.py"], 1, tmp_path / "out", threads=1)
 
 
 def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,13 +52,6 @@ def test_open_clip_is_told_of_a_model_of_the_same_size(tmp_path: Path, monkeypat
     given = open_clip_program.command_line(config, arguments, 2)
     read = params.parse_args(given)
     assert (read.batch_size, read.train_num_samples, read.grad_clip_norm) == (32, 192, config.optimizer.max_grad_norm)
-
-
-def test_the_peers_start_at_the_configs_temperature(monkeypatch: pytest.MonkeyPatch) -> None:
-    from benchmarking import initial_logit_scale
-
-    configs = [parse(["demo", *SMALL, *more]).config for more in ([], ["--objective.temperature.initial=0.01"])]
-    assert [math.exp(-initial_logit_scale(config)) for config in configs] == pytest.approx([0.07, 0.01])
 
 
 @pytest.mark.slow

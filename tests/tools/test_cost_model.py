@@ -10,7 +10,6 @@ from cost_model import (
     Observation,
     Range,
     Rates,
-    Table,
     compare_published,
     find_machine,
     fit,
@@ -42,13 +41,6 @@ def test_a_known_machine_is_found_again() -> None:
             assert getattr(fitted, name) == pytest.approx(getattr(wanted, name), rel=1e-3), name
 
 
-def test_nothing_is_fitted_below_zero() -> None:
-    """Times that fall with the work give no negative rate."""
-    found, network = fit([observed(rows, 1)._replace(total=1.0 / rows) for rows in (16, 64, 256)], cores=2)
-    assert min(found.overhead, found.tower_rate, found.objective_rate, found.update_rate) >= 0
-    assert network.start == 0, "one rank shows no network"
-
-
 def test_machines_by_name(tmp_path: Path) -> None:
     machine, busy = find_machine("h100", "slingshot"), work(64, 16)._replace(rows=64)
     slow, slow_towers, slow_network, fast = machine.cases(
@@ -64,16 +56,6 @@ def test_machines_by_name(tmp_path: Path) -> None:
         find_machine("z80", "slingshot")
     with pytest.raises(UserError, match=r"nowhere/machine\.json holds no machine"):
         find_machine("nowhere/machine.json", "slingshot")
-
-
-def test_tables_replace_those_below_their_titles(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("# A page\n\n<!-- Speeds -->\n\n| old |\n|---|\n| 1 |\n\nText | with a bar.\n\n| kept |\n")
-    replace_tables(page, [Table("Speeds", ["new"], [["3"], ["4"]])])
-    wanted = "# A page\n\n<!-- Speeds -->\n\n| new |\n| --- |\n| 3 |\n| 4 |\n\nText | with a bar.\n\n| kept |\n"
-    assert page.read_text() == wanted
-    with pytest.raises(UserError, match=r"page\.md has no line `<!-- Absent -->`"):
-        replace_tables(page, [Table("Absent", ["x"], [["1"]])])
 
 
 @pytest.mark.slow
@@ -101,8 +83,3 @@ def test_scale() -> None:
         [method, nodes, batch] for method in methods[1:] for nodes, batch in (("1", "16"), ("4", "64"))
     ]
     assert " - " in rows[2][3], "a range, as nobody has measured the machine"
-
-
-def test_mistakes_are_named(tmp_path: Path) -> None:
-    nothing = call("tools/cost_model.py", "fit", str(tmp_path), "--cores", "2")
-    assert nothing.returncode == 2 and "tools/profile_communication.py writes them" in nothing.stderr

@@ -44,14 +44,6 @@ def test_every_method_is_compared_by_valid_commands() -> None:
         Regime.parse("32")
 
 
-def test_an_arm_takes_rate_and_start_of_the_one_it_is_like() -> None:
-    best = {**BEST, (SEARCHED[0], "openclip"): Point(7e-3, 0.05), (SEARCHED[0], "fastclip_v3, Lion"): Point(5e-5, 0.03)}
-    arms = {"neuclip, at OpenCLIP's rate and start": (7e-3, 0.05), "fastclip_v3, Lion": (5e-5, 0.03)}
-    for job in study.finals([Regime(16, 3)], arms, best, STUDY):
-        wanted = arms[job.name.split("/")[1]]
-        assert (job.options["optimizer.lr"], job.options["objective.temperature.initial"]) == wanted
-
-
 def test_a_search_ends_inside_its_rates() -> None:
     """The best rate has a worse one on both sides, and both values of the option were tried there."""
     search = SEARCHES["openclip"]

@@ -38,10 +38,3 @@ def test_a_slow_link_makes_training_wait():
     flow = flow_of(order_of(8, 500), 120, bandwidth=0.4 * BYTES)
     assert flow.stalled == pytest.approx(0.5, abs=0.08)
     assert flow.first_seconds == pytest.approx(flow.first / BYTES / 0.4, rel=0.3)
-
-
-def test_a_cache_that_is_too_small_for_a_batch():
-    flow = flow_of(order_of(80, 300), 20)
-    assert flow.is_estimate
-    assert flow.amplification > 20
-    assert any("estimated" in line for line in flow.lines())

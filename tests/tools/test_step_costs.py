@@ -8,7 +8,6 @@ import math
 import pytest
 import torch
 from benchmarking.openclip_reference import REFERENCES
-from benchmarking.synthetic_profile import prototypes_of
 from step_costs import (
     Call,
     Cluster,
@@ -95,11 +94,6 @@ def test_operations_are_those_of_the_formulas() -> None:
         assert wanted <= found * (1 + 1e-9) and found <= wanted + 3 * positives
 
 
-@pytest.mark.parametrize(("method", "wanted"), [("openclip", 0), ("neuclip", 9), ("neuclip_queue", 9)])
-def test_prototypes_are_those_of_the_method(method: str, wanted: int) -> None:
-    assert prototypes_of(config_of(method)) == wanted
-
-
 COMPUTE = Compute(0.02, 4e10, 1e10, 5e8, 5e7, 1e4, skew=0.1, cores=2, sharing=0.4)
 NETWORK = Network(start=1e-3, inner_latency=2e-4, inner_bandwidth=5e8)
 
@@ -128,13 +122,6 @@ def test_the_ring_crosses_nodes_at_their_bandwidth() -> None:
     assert within == pytest.approx(1e-5 + 14 * 2e-6 + ring_bytes("all_reduce", size, 8) / 4e11)
     assert between == pytest.approx(1e-5 + 14 * 1e-5 + ring_bytes("all_reduce", size, 8) / 1e10)
     assert collective_seconds("all_gather", size, Cluster(1, 1, network)) == 0
-
-
-def test_a_tree_takes_small_all_reduces_over_many_nodes() -> None:
-    ring = Network(0, 1e-6, 1e12, latency=1e-5, bandwidth=1e12)
-    tree = Network(0, 1e-6, 1e12, latency=1e-5, bandwidth=1e12, trees=True)
-    times = [collective_seconds("all_reduce", 8, Cluster(64, 8, network)) for network in (ring, tree)]
-    assert times == pytest.approx([2 * 511 * 1e-5, 2 * (6 * 1e-5 + 7 * 1e-6)], rel=1e-3)
 
 
 def test_what_travels_under_computation_is_not_exposed() -> None:

@@ -11,10 +11,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from sample_log import read_samples
-from small_runs import SMALL, TRAIN, demo_shards, ends, read_options, start, wait_for
+from small_runs import SMALL, TRAIN, demo_shards, ends, newest_checkpoint, read_options, start, wait_for, weights
 from torch import Tensor
-
-from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
 
 PAIRS, BATCH = 300, 32
 EPOCH = 10  # steps: the last batch has 20 empty rows
@@ -75,7 +73,7 @@ def options(shards: Path, steps: int, *more: str) -> list[str]:
 
 
 def checkpoint(run: Path) -> Path:
-    return max((run / "checkpoints").glob("step_*"))
+    return newest_checkpoint(run.parent, run.name)
 
 
 def tables(run: Path) -> dict[str, Tensor]:
@@ -85,11 +83,6 @@ def tables(run: Path) -> dict[str, Tensor]:
         for key, value in load_file(path).items():
             found.setdefault(f"{path.name.split('.')[0]} {key}", []).append(value)
     return {key: torch.cat(parts) for key, parts in found.items()}
-
-
-def weights(run: Path) -> Tensor:
-    files = StateFiles(checkpoint(run) / "engine")
-    return torch.cat([files.read(name, WEIGHT) for name in files.names()])
 
 
 def same_batches(run: Path, whole: Path, steps: int) -> None:
@@ -104,7 +97,7 @@ def same_batches(run: Path, whole: Path, steps: int) -> None:
 
 def same_end(run: Path, whole: Path) -> None:
     """To what other orders of reduction make of float32; the distance is that of all weights together."""
-    found, wanted = weights(run), weights(whole)
+    found, wanted = (torch.cat(list(weights(checkpoint(folder)).values())) for folder in (run, whole))
     assert (found - wanted).norm() < 1e-5 * wanted.norm()
     ours, theirs = tables(run), tables(whole)
     assert ours.keys() == theirs.keys()

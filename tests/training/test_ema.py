@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 from ranks import run_ranks
-from small_runs import TINY, newest_checkpoint, train_connected
+from small_runs import TINY, newest_checkpoint, records, train_connected
 
 from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
@@ -21,7 +20,7 @@ EMA = ["--deepspeed=zero1_fp32", "--ema.decay=0.5", "--optimizer.warmup_steps=0"
 
 
 def evaluations(runs: Path) -> list[dict[str, float]]:
-    lines = [json.loads(line) for line in (runs / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(runs / "run" / "metrics.jsonl")
     return [line for line in lines if "loss" not in line]
 
 

@@ -6,20 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sample_log import read_samples
-from small_runs import call, newest_checkpoint, train
+from small_runs import call, log_u, newest_checkpoint, train
 from tars import write_pairs
-from torch import Tensor
-
-from neuclip_ds.data.shards import resolve_shards
-
-
-def log_u(runs: Path) -> Tensor:
-    """(n, 2) of the newest checkpoint."""
-    (path,) = newest_checkpoint(runs).glob("samples.*.safetensors")
-    (table,) = load_file(path).values()
-    return table
 
 
 @pytest.mark.slow
@@ -32,7 +21,7 @@ def test_grown_data(tmp_path: Path) -> None:
     runs = tmp_path / "runs"
     begun = train(runs, manifest, 6)  # 4 steps an epoch: into the second one
     assert begun.returncode == 0, begun.stderr
-    before = log_u(runs)
+    before = log_u(newest_checkpoint(runs))
     assert before.shape == (26, 2)
     assert torch.isfinite(before).all()
 
@@ -42,7 +31,7 @@ def test_grown_data(tmp_path: Path) -> None:
     assert "changed from 2 shards to 3 (35 samples in use): epoch 2, from step 8 on, is the first" in grown.stderr
     seen = dict(read_samples(runs / "run" / "samples"))
     assert sorted(i for step in range(5, 9) for i in seen[step] if i >= 0) == list(range(26))
-    after = log_u(runs)
+    after = log_u(newest_checkpoint(runs))
     assert after.shape == (35, 2)
     assert torch.isneginf(after[[index for index in range(26, 35) if index not in seen[9]]]).all()
     assert torch.isfinite(after[seen[9]]).all()
@@ -58,27 +47,3 @@ def test_grown_data(tmp_path: Path) -> None:
     assert refused.returncode == 2
     assert "written with other data" in refused.stderr
     assert "Traceback" not in refused.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("removed", [0, 2])
-def test_removed_shards_leave_the_rest_in_place(tmp_path: Path, removed: int) -> None:
-    folder, manifest = write_pairs(tmp_path / "shards", [13, 13, 13]), str(tmp_path / "manifest")
-    assert call("tools/build_manifest.py", manifest, str(folder), "--processes", "1").returncode == 0
-
-    runs = tmp_path / "runs"
-    assert train(runs, manifest, 6).returncode == 0  # one step of the second epoch
-    before, begun = log_u(runs), dict(read_samples(runs / "run" / "samples"))[6]
-    paths = resolve_shards(str(folder))
-    Path(paths.pop(removed)).unlink()
-    assert call("tools/build_manifest.py", manifest, *paths, "--update").returncode == 0
-    changed = train(runs, manifest, 14)
-    assert changed.returncode == 0, changed.stderr
-    assert "epoch 2, from step 10 on" in changed.stderr
-    after, seen = log_u(runs), dict(read_samples(runs / "run" / "samples"))
-    gone = range(13 * removed, 13 * removed + 13)
-    assert torch.equal(after[list(gone)], before[list(gone)])
-    kept = [index for index in range(39) if index not in gone]
-    rest = [i for step in (7, 8, 9, 10) for i in seen[step] if i >= 0]
-    assert sorted(rest) == [index for index in kept if index not in begun], "the rest of the epoch"
-    assert sorted(i for step in range(11, 15) for i in seen[step] if i >= 0) == kept

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,7 +9,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from small_runs import SMALL, TINY, TRAIN, start
+from small_runs import SMALL, TINY, TRAIN, records, start
 from tars import jpeg, write_tar
 
 from neuclip_ds.data import loader
@@ -107,7 +106,7 @@ def test_65536_pairs_in_a_step_within_8_gb(tmp_path: Path) -> None:
     with peak_memory(program.pid) as peak:
         done = program.wait(timeout=1200)
     assert done.returncode == 0, done.stderr
-    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(tmp_path / "run" / "metrics.jsonl")
     (line,) = [line for line in lines if "loss" in line]
     print(f"peak {peak[0] / 1e9:.2f} GB, loss {line['loss']:.4f}")
     assert line["skipped_steps"] == 0

@@ -8,16 +8,16 @@ import shutil
 import sys
 from pathlib import Path
 from subprocess import CompletedProcess
-from typing import Any
 
 import pytest
 from forks import Program
-from small_runs import ROOT, environment, training
+from small_runs import ROOT, environment, records, training
 from tars import write_pairs
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks.optional import optional_hooks
+from neuclip_ds.training.run_lock import LOCK
 
 STAND_IN = Path(__file__).with_name("wandb_stand_in.py")
 
@@ -31,16 +31,13 @@ def run(folder: Path, tool: str, *options: str, **variables: str) -> CompletedPr
     return Program(ROOT / tool, *options, "--run.log_every=1", "--run.wandb=team/clip", variables=where).wait()
 
 
-def lines(path: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_a_finished_run_stays_complete_whatever_fails_after_it(tmp_path: Path) -> None:
     write_pairs(tmp_path / "val", [9, 17])
     shards = write_pairs(tmp_path / "shards", [13, 13])  # batches of 8, 8, 8 and 2
     options = [*training(tmp_path, str(shards), 4), f"--data.val={tmp_path / 'val'}", "--run.evaluate_every=2"]
     folder = tmp_path / "run"
     (folder / "report.html").mkdir(parents=True)  # where a file is to be written
+    (folder / LOCK).touch()  # as of a start before
     done = run(tmp_path, "train.py", *options, WANDB_BREAKS="1")
     assert done.returncode == 0, done.stderr
     assert json.loads((folder / "complete.json").read_text()) == {"step": 4}
@@ -51,7 +48,7 @@ def test_a_finished_run_stays_complete_whatever_fails_after_it(tmp_path: Path) -
     assert log.count("image_to_text_recall@1: ") == 2, "in the middle and at the end"
     scores = re.findall(r"INFO step (\d)/4  text_to_image_recall@10: [\d.]+ \(chance ([\d.]+)\)", log)
     assert scores == [("2", "0.385"), ("4", "0.385")]
-    of_steps = {line["step"]: line for line in lines(folder / "metrics.jsonl") if "lr" in line}
+    of_steps = {line["step"]: line for line in records(folder / "metrics.jsonl") if "lr" in line}
     assert ["loss" in of_steps[step] for step in (1, 2, 3, 4)] == [True, True, True, False], "4 is an epoch's rest"
     last = re.search(r"step 4/4  loss ([-\d.]+)", log)
     assert last is not None
@@ -71,15 +68,15 @@ def test_a_run_that_diverges_has_failed_for_weights_and_biases_too(tmp_path: Pat
     diverging = [*training(tmp_path, str(shards), 50), "--optimizer.lr=1e30", "--optimizer.warmup_steps=1"]
     ended = run(tmp_path, "tests/logged_train.py", *diverging)
     assert ended.returncode == 1, ended.stderr
-    *_, event = lines(tmp_path / "run" / "events.jsonl")
+    *_, event = records(tmp_path / "run" / "events.jsonl")
     assert event["kind"] == "diverged"
     assert f"to {event['step']} were skipped" in event["words"]
     assert "and there is no checkpoint to return to: lower optimizer.lr" in event["words"]
     assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [f"error: {event['words']}"]
     assert event["words"] in (tmp_path / "run" / "log.txt").read_text()
-    seen = {line["step"]: line["indices"] for line in lines(tmp_path / "run" / "samples" / "rank00000.jsonl")}
+    seen = {line["step"]: line["indices"] for line in records(tmp_path / "run" / "samples" / "rank00000.jsonl")}
     assert event["indices"] == seen[event["step"]]
-    init, finish = lines(tmp_path / "calls")
+    init, finish = records(tmp_path / "calls")
     identity, config = init.pop("id"), init.pop("config")
     assert len(identity) == 8
     assert config["optimizer"]["lr"] == 1e30

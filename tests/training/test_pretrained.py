@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from miniatures import CAPTIONS, images, save_clip, save_open_clip, save_siglip, save_siglip2
+from miniatures import CAPTIONS, images, no_training, save_clip, save_open_clip, save_siglip, save_siglip2
 from ranks import run_ranks
 from test_image_weights import saved_timm
 from test_text_encoders import xlm_roberta
@@ -20,7 +20,6 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import build_optimizer, start_engine
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.source import ModelSource, locate_model, locate_on_rank_zero, model_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
@@ -64,21 +63,17 @@ def config_of(folder: Path, engine: str = "zero0_fp32") -> Config:
     )
 
 
-def untrained() -> CaptionTokenizer:
-    raise AssertionError("a pretrained model has its own tokenizer")
-
-
 def batch_of(source: ModelSource, number: int) -> Batch:
     captions = [f"{CAPTIONS[row % 2]} {row} {number}" for row in range(ROWS)]
     valid = torch.ones(ROWS, dtype=torch.bool)
-    return Batch(images(32, ROWS) ^ number, source.tokenizer(untrained)(captions), torch.arange(ROWS), valid)
+    return Batch(images(32, ROWS) ^ number, source.tokenizer(no_training)(captions), torch.arange(ROWS), valid)
 
 
 def plain(folder: Path) -> dict[str, torch.Tensor]:
     config = config_of(folder)
     source = model_source(config.model, locate_model(config.model))
     torch.manual_seed(0)  # new projections
-    model, logits = source.load(source.tokenizer(untrained))
+    model, logits = source.load(source.tokenizer(no_training))
     optimizer = build_optimizer(model, config.optimizer)
     context = Context(source.embed_dim, 100, Communicator(), temperature=logits.temperature)
     objective = build_objective(config, context, torch.float32)
@@ -104,7 +99,7 @@ def under_deepspeed(communicator: Communicator, folder: Path) -> dict[tuple[str,
         config = config_of(folder / family, name)
         source = model_source(config.model, locate_on_rank_zero(config.model, communicator))
         torch.manual_seed(0)
-        model, logits = source.load(source.tokenizer(untrained))
+        model, logits = source.load(source.tokenizer(no_training))
         engine = start_engine(model, config.optimizer, load_engine_config(config, 2), communicator)
         context = Context(source.embed_dim, 100, communicator, temperature=logits.temperature)
         step = TrainStep(engine, build_objective(config, context, torch.float32), communicator, 2, seed=0)
@@ -145,6 +140,6 @@ def test_the_plan_knows_the_checkpoint(family: str, tmp_path: Path, capsys: pyte
         print_dry_run(config, RankEnvironment(0, 0, 2), None)
     said = capsys.readouterr().out
     source = model_source(config.model, locate_model(config.model))
-    total = Trainable.of(source.build(source.tokenizer(untrained))).total
+    total = Trainable.of(source.build(source.tokenizer(no_training))).total
     assert f"= {total:,} parameters" in said
     assert f"{4 * (2 * source.embed_dim * 4 + 8) / 1e6:,.2f} MB of features received" in said

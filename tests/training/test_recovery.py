@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
-from small_runs import ROOT, newest_checkpoint, read_options, train
+from small_runs import ROOT, log_u, newest_checkpoint, read_options, records, train, weights
 from tars import write_pairs
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.checkpoint.sharded_state import StateFiles
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
 ENGINES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json") if not path.stem.endswith("_fp16"))
@@ -36,11 +34,6 @@ def recovered(runs: Path) -> Path:
     return max((runs / "run" / "recovery" / "checkpoints").glob("step_*"))
 
 
-def weights(checkpoint: Path) -> dict[str, Tensor]:
-    files = StateFiles(checkpoint / "engine")
-    return {name: files.read(name, WEIGHT) for name in files.names()}
-
-
 def moments(checkpoint: Path) -> dict[str, Tensor]:
     files = StateFiles(checkpoint / "engine")
     return {f"{kind} {name}": files.read(name, kind) for name in files.names() for kind in ("exp_avg", "exp_avg_sq")}
@@ -49,12 +42,6 @@ def moments(checkpoint: Path) -> dict[str, Tensor]:
 def counts(checkpoint: Path) -> set[float]:
     files = StateFiles(checkpoint / "engine")
     return {float(value) for name in files.names() for value in files.scalars(name).values()}
-
-
-def log_u(checkpoint: Path) -> Tensor:
-    """(n, 2), joined from what each rank wrote."""
-    parts = [load_file(path) for path in sorted(checkpoint.glob("samples.*.safetensors"))]
-    return torch.cat([table for part in parts for table in part.values()])
 
 
 def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:
@@ -141,7 +128,7 @@ def moments_of_a_method(method: str, shards: str, folder: Path, *options: str) -
     assert counts(recovered(folder)) == {4.0}
     assert counts(newest_checkpoint(folder)) == {5.0}
     assert all(value.abs().max() > 0 for value in moments(recovered(folder)).values())
-    lines = [json.loads(line) for line in (folder / "run" / "recovery" / "metrics.jsonl").read_text().splitlines()]
+    lines = records(folder / "run" / "recovery" / "metrics.jsonl")
     assert len({line["tau"] for line in lines if "tau" in line}) == 1, "the temperature stands still"
     run(folder / "still", shards, 1, *read_options([f"--objective.method={method}", *options]), "--optimizer.lr=0")
     before, after = weights(newest_checkpoint(folder / "still")), weights(recovered(folder))

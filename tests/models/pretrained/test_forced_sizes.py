@@ -8,7 +8,7 @@ from typing import Any
 import open_clip
 import pytest
 import torch
-from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, PE_CONFIG, SAVERS, images, save_open_clip
+from miniatures import CAPTIONS, OPEN_CLIP_CONFIG, PE_CONFIG, SAVERS, images, no_training, save_open_clip
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -21,7 +21,7 @@ def test_both_towers_at_other_sizes(family: str, tmp_path: Path) -> None:
     SAVERS[family](tmp_path / "published")
     config = ModelConfig(pretrained=str(tmp_path / "published"), force_image_size=48, force_context_length=24)
     source = model_source(config, locate_model(config))
-    tokenizer = source.tokenizer(_no_training)
+    tokenizer = source.tokenizer(no_training)
     assert source.preprocessing.size == 48
     assert tokenizer(CAPTIONS).shape == (4, 24)
     model, logits = source.load(tokenizer)
@@ -94,7 +94,3 @@ def by_open_clip(config: dict[str, Any], folder: Path, **sizes: int) -> Any:
         return open_clip.create_model("miniature", pretrained=weights, **sizes).eval()
     finally:
         del open_clip.factory._MODEL_CONFIGS["miniature"]
-
-
-def _no_training() -> Any:
-    raise AssertionError("a checkpoint has its own tokenizer")

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.source import FromConfig, locate_model, model_source, open_saved
+from neuclip_ds.models.source import FromConfig, locate_model, model_source
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 1, "heads": 2}
@@ -86,19 +86,6 @@ def test_a_tag_comes_from_the_hubs_cache(tmp_path: Path, monkeypatch: pytest.Mon
         source = source_of(config_of(name))
         assert source.preprocessing[1:3] == ((0.1, 0.2, 0.3), (0.4, 0.5, 0.6))
         torch.testing.assert_close(trunk_feature(source, 160), by_timm(model, source, 160), rtol=0, atol=1e-5)
-
-
-def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
-    saved_timm(tmp_path / "weights.safetensors")
-    config = config_of(tmp_path / "weights.safetensors")
-    source = source_of(config)
-    tokenizer = source.tokenizer(bpe)
-    model, logits = source.load(tokenizer)
-    source.save(tmp_path / "run", logits)
-    (tmp_path / "weights.safetensors").unlink()
-    again, _ = open_saved(config, tmp_path / "run")
-    assert again.preprocessing == source.preprocessing
-    again.build(tokenizer).load_state_dict(model.state_dict())
 
 
 def refusal(config: ModelConfig) -> str:

@@ -11,7 +11,8 @@ import pytest
 import torch
 import transformers
 from host_reads import HostReads
-from miniatures import CAPTIONS, save_clip, siglip_tokenizer, small, xlm_roberta_tokenizer
+from miniatures import CAPTIONS, no_training, save_clip, siglip_tokenizer, small, xlm_roberta_tokenizer
+from test_image_weights import saved_timm
 from torch import Tensor
 from torch.nn import functional
 from transformers import BertTokenizer, PreTrainedTokenizerFast
@@ -120,7 +121,7 @@ def source_of(config: ModelConfig) -> FromConfig:
 
 
 def tower_of(source: FromConfig) -> tuple[TextTower, Any]:
-    tokenizer = source.tokenizer(_no_training)
+    tokenizer = source.tokenizer(no_training)
     tower = source.load(tokenizer).model.eval().text
     assert isinstance(tower, TextTower)
     return tower, tokenizer
@@ -219,20 +220,25 @@ def test_positions_are_stretched_beyond_the_checkpoints(name: str, tmp_path: Pat
     with torch.no_grad():
         hidden = [tower.trunk(input_ids=rows).last_hidden_state for tower in (short, longer)]
         torch.testing.assert_close(*hidden)
-        assert longer(source_of(config).tokenizer(_no_training)(["dog " * 200])).isfinite().all()
+        assert longer(source_of(config).tokenizer(no_training)(["dog " * 200])).isfinite().all()
 
 
 def test_a_run_reopens_without_the_weights(tmp_path: Path) -> None:
+    """Of both towers."""
     xlm_roberta(tmp_path / "published")
+    saved_timm(tmp_path / "published" / "image.safetensors")
     config = config_of(tmp_path / "published", context_length=96)
+    vision = config.vision.model_copy(update={"pretrained": f"{tmp_path}/published/image.safetensors"})
+    config = config.model_copy(update={"vision": vision})
     source = source_of(config)
-    tokenizer = source.tokenizer(_no_training)
+    tokenizer = source.tokenizer(no_training)
     model, logits = source.load(tokenizer)
     source.save(tmp_path / "run", logits)
     (tmp_path / "published").rename(tmp_path / "moved")
     again, _ = open_saved(config, tmp_path / "run")
-    assert torch.equal(again.tokenizer(_no_training)(CAPTIONS), tokenizer(CAPTIONS))
-    again.build(again.tokenizer(_no_training)).load_state_dict(model.state_dict())
+    assert again.preprocessing == source.preprocessing
+    assert torch.equal(again.tokenizer(no_training)(CAPTIONS), tokenizer(CAPTIONS))
+    again.build(again.tokenizer(no_training)).load_state_dict(model.state_dict())
 
 
 def refusal(config: ModelConfig) -> str:
@@ -258,7 +264,3 @@ def test_what_is_refused(tmp_path: Path) -> None:
     config = tmp_path / "deep" / "config.json"
     config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
     assert "16 tensors are missing (first encoder.layer.2.attention" in refusal(config_of(tmp_path / "deep"))
-
-
-def _no_training() -> Any:
-    raise AssertionError("an encoder has its own tokenizer")
