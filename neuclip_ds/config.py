@@ -464,7 +464,7 @@ class Config(Section):
     """Steps to train, instead of `epochs`."""
     phases: list[PhaseConfig] = Field([])
     """Parts of the run with other sizes of images and captions, patch dropout or rates, in their order:
-    [{epochs: 6, image_size: 112, patch_drop: 0.5}, {lr: 1e-4}] (docs/how-to/schedules.md)."""
+    [{epochs: 6, image_size: 112, patch_drop: 0.5}, {lr: 1e-4}] (docs/how-to/runs.md)."""
     deepspeed: str = "zero1_bf16"
     """DeepSpeed config: a name in ds_configs/ or the path of a JSON file."""
 
