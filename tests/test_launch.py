@@ -147,7 +147,8 @@ def ssh_port(folder: Path) -> Iterator[str]:
     settings += [f"AuthorizedKeysFile {files}/user.pub", "PermitRootLogin yes", "UsePAM no"]
     (files / "config").write_text("\n".join(settings) + "\n")
     sshd = subprocess.Popen([server, "-D", "-e", "-f", str(files / "config")], stderr=subprocess.DEVNULL)
-    (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\n")  # float sums depend on the number of threads
+    # float sums depend on the device and the number of threads
+    (folder / ".deepspeed_env").write_text("OMP_NUM_THREADS=1\nDS_ACCELERATOR=cpu\n")
     yield str(port)
     sshd.terminate()
     sshd.wait()

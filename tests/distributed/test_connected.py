@@ -57,6 +57,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
     socket.gethostname = lambda: f"node{rank}"
     failure_detector._PATIENCE, failure_detector._SPREAD = 2.0, 3.0
     if work == "lack_gpu" and rank == 1:
+        del os.environ["DS_ACCELERATOR"]
         environment.find_gpus = lambda: ["/dev/nvidia0"]
     if work == "never_join":
         failure_detector._LONGEST_START = 3.0
@@ -70,7 +71,7 @@ def one_rank(rank: int, folder: str, work: str) -> None:
 def started(folder: Path, work: str, *addresses: str) -> Iterator[list[BaseProcess]]:
     """Start both ranks, each as a node's first, at rank 0's address as each knows it."""
     shared = {"MASTER_PORT": str(free_port()), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "OMP_NUM_THREADS": "1"}
-    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "HOME") if name in os.environ}
+    kept = {name: os.environ[name] for name in ("PATH", "PYTHONPATH", "DS_ACCELERATOR") if name in os.environ}
     processes = []
     try:
         for rank, address in enumerate(addresses or ("127.0.0.1", "127.0.0.1")):

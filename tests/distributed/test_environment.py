@@ -22,7 +22,11 @@ from neuclip_ds.distributed.environment import (
 )
 from neuclip_ds.errors import UserError
 
-CHECK = "from neuclip_ds.distributed.environment import refuse_missing_gpus as check; check('torch'); print('fine')"
+CHECK = """import neuclip_ds.distributed.environment as checked
+checked.find_gpus = list  # none, whatever machine this is
+checked.refuse_missing_gpus("torch")
+print("fine")
+"""
 # what the launcher is here: a program of that name, whose child's child is the rank
 LAUNCHER = f"""#!{sys.executable}
 import subprocess, sys
