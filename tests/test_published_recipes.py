@@ -196,12 +196,6 @@ def test_amorlip_is_as_published() -> None:
         assert row(f"{data}_amorlip") == (*large, math.ceil(batch * steps / pairs - 1e-3))
 
 
-def test_every_cell_of_neuclips_table_1_has_a_recipe() -> None:
-    datas = ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b")
-    methods = ("openclip", "fastclip_v3", "siglip", "amorlip", "neuclip")
-    assert {f"{data}_{method}" for data in datas for method in methods} <= set(recipe_names())
-
-
 def test_budgets_in_steps_are_the_published_samples() -> None:
     for name, samples in (("dfn14m", 320e6), ("dfn192m", 1.3e9), ("dfn1b", 1.0e9)):
         batch, steps = ENCODERS[name][:2]
