@@ -4,8 +4,6 @@ Each is a fresh process with its own globals, environment and exit code, as a sp
 spawned ones: the server has told DeepSpeed that there are none.
 """
 
-from __future__ import annotations
-
 import atexit
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Count the numbers that the host reads from tensors, each of which would make it wait for a GPU."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The processes below a process, and whether one is alive."""
 
-from __future__ import annotations
-
 from contextlib import suppress
 
 import psutil

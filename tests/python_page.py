@@ -1,7 +1,5 @@
 """Write docs/reference/python.md from signatures and docstrings: `python tests/python_page.py`."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import re

@@ -1,7 +1,5 @@
 """A hook that logs the samples of every step, and the reader of its files: the order that a run has seen."""
 
-from __future__ import annotations
-
 import heapq
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Checkpoints of a model of two layers' size, without DeepSpeed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

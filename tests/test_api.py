@@ -1,7 +1,5 @@
 """The trainer as a library: `neuclip_ds.train`, its results, and the model that it leaves."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

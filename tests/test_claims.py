@@ -1,7 +1,5 @@
 """The page of claims: every row has a state, and what it tells the reader to run exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a global batch is cut over ranks and micro-batches."""
 
-from __future__ import annotations
-
 import pytest
 
 from neuclip_ds.config import Config

@@ -1,7 +1,5 @@
 """What README.md and docs/ name exists and what they show runs: files, recipes, options, commands, messages, code."""
 
-from __future__ import annotations
-
 import ast
 import fnmatch
 import itertools

@@ -1,7 +1,5 @@
 """Two nodes on this machine, by every launcher: the same weights as two ranks of one node, and one end for all."""
 
-from __future__ import annotations
-
 import getpass
 import os
 import shutil

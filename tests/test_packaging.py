@@ -1,7 +1,5 @@
 """The wheel holds all that the programs need: they run from it, in another folder, without the checkout."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import sys

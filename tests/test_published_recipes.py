@@ -1,7 +1,5 @@
 """The shipped recipes against the papers' tables, and how they are composed."""
 
-from __future__ import annotations
-
 import math
 import re
 import shlex

@@ -1,7 +1,5 @@
 """From the command line and YAML to a validated config."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

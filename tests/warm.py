@@ -1,7 +1,5 @@
 """Imports what tests' processes need; the fork server loads this module once, and its forks have it all at once."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import importlib

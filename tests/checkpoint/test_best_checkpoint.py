@@ -1,7 +1,5 @@
 """The checkpoint with the best evaluation stays, whatever comes after it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from types import SimpleNamespace

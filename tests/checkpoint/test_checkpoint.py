@@ -1,7 +1,5 @@
 """Checkpoints are complete or absent, and belong to their run."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

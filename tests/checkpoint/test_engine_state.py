@@ -1,7 +1,5 @@
 """Engines that other numbers of ranks, ZeRO stages and precisions have saved go on as if nothing had happened."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The model card of an export: metadata that the hub reads, scores, data and method, and nothing of this machine."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The copy of a run in a remote store: complete there or invisible, fetched again, and kept through faults."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Fragments of parameters in files: what several ranks wrote is read in any ranges; damage is one sentence."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

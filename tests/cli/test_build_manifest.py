@@ -1,7 +1,5 @@
 """`neuclip-ds build-manifest` as a user starts it: alone, by mpirun, killed in the middle, with mistakes."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

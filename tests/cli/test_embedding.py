@@ -1,7 +1,5 @@
 """embed and filter as a user calls them: with a pretrained model, on two ranks, killed and started again."""
 
-from __future__ import annotations
-
 import json
 import time
 from pathlib import Path

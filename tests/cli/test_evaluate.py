@@ -1,7 +1,5 @@
 """tools/evaluate.py as a user calls it: of a pretrained model, of a run, on two ranks."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A run from a pretrained checkpoint to its export: train.py and tools/export.py as a user calls them."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import open_clip

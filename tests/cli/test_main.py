@@ -1,7 +1,5 @@
 """`neuclip-ds`, `python -m neuclip_ds` and the files that stand for them: which command runs, and at what cost."""
 
-from __future__ import annotations
-
 import runpy
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A mistake is one sentence with the fix and exit code 2, on one rank and on two, without traceback or hang."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

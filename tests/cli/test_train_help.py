@@ -1,7 +1,5 @@
 """`neuclip-ds train --help`: which options each form lists."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """An HTTP server with injected faults."""
 
-from __future__ import annotations
-
 import socket
 import threading
 import time

@@ -1,7 +1,5 @@
 """Write and load small shards for the tests of data loading."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from collections.abc import Iterable, Iterator, Sequence

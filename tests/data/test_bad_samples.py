@@ -1,7 +1,5 @@
 """The log of bad samples: each is listed once, counted by cause over all ranks, and too many stop the run."""
 
-from __future__ import annotations
-
 import json
 from contextlib import suppress
 from pathlib import Path

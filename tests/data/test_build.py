@@ -1,7 +1,5 @@
 """Building manifests: in memory, on disk, interrupted, grown, from subsets of uids."""
 
-from __future__ import annotations
-
 import json
 import os
 import uuid

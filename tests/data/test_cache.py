@@ -1,7 +1,5 @@
 """The shard cache under several processes: each shard is fetched once, the limit holds, killed processes do no harm."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import threading

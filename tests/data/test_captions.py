@@ -1,7 +1,5 @@
 """Sources of captions: whole texts, lines, keys of the JSON."""
 
-from __future__ import annotations
-
 from collections import Counter
 
 import pytest

@@ -1,7 +1,5 @@
 """Helper processes: started alike whatever Python's default is, and without the locks of the process's threads."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import threading

@@ -1,7 +1,5 @@
 """Fetching from real servers and commands with injected faults, and what their failures mean."""
 
-from __future__ import annotations
-
 import errno
 import multiprocessing
 import os

@@ -1,7 +1,5 @@
 """Decoders agree with PIL; pixels depend on the seed alone and agree with torchvision's own pipeline."""
 
-from __future__ import annotations
-
 import io
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The interleave fits the cache of a node, gives each node its own streams and divides the batch."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Loaders: batches are independent of workers, ranks and starting step; bad samples keep their row."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Indices, identity, files of manifests, and the refusal of unusable ones."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

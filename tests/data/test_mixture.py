@@ -1,7 +1,5 @@
 """Mixtures: every source in its share, each sample once per epoch of its source, from any step on."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 from collections import Counter

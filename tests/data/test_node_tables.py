@@ -1,7 +1,5 @@
 """Sample tables are made once a node and mapped by all of its processes; damaged or stale files are made again."""
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 import signal

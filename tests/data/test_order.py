@@ -1,7 +1,5 @@
 """The order's contracts: exactly once, independent of ranks and starts, stable across versions."""
 
-from __future__ import annotations
-
 import hashlib
 import itertools
 

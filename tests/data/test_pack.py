@@ -1,7 +1,5 @@
 """Packing: every row of any form of table is in a shard or listed as broken, and the folder is complete or absent."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The prefetching process: it fetches what comes first, within the cache's limits, and ends with its parent."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

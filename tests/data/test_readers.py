@@ -1,7 +1,5 @@
 """The reader gives what webdataset gives; caches stay within bounds; changed shards are refused."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Resolution of what a user names to a list of shards."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

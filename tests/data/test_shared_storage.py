@@ -1,7 +1,5 @@
 """Shards on file systems that nodes share: copied to the node's disk on request, by path or as file:/// URLs."""
 
-from __future__ import annotations
-
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Manifests from img2dataset's side files: no shard is read, whichever store has them and whatever fails."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """The tar reader against webdataset on well-formed shards, and alone on damaged ones."""
 
-from __future__ import annotations
-
 import io
 import os
 import tarfile

@@ -1,7 +1,5 @@
 """Search in sorted 128-bit uids."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given

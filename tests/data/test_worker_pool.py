@@ -1,7 +1,5 @@
 """Worker processes survive from one series of jobs to the next, are replaced where they die, and leave none behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

@@ -1,7 +1,5 @@
 """Collectives on real gloo ranks, their traffic counts, and errors raised on all ranks."""
 
-from __future__ import annotations
-
 import pickle
 import socket
 import threading

@@ -1,7 +1,5 @@
 """Two ranks that connect as those of a launch do: the network that they take, GPUs that fail, and ranks that hang."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

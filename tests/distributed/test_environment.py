@@ -1,7 +1,5 @@
 """Reading and completing the launchers' environment variables; GPUs that torch cannot use; gloo's interface."""
 
-from __future__ import annotations
-
 import os
 import socket
 import subprocess

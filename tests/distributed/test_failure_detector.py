@@ -1,7 +1,5 @@
 """Failure detector: however one process ends, all end with one reason; their "collective" never returns."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -1,7 +1,5 @@
 """K real gloo ranks compute what one rank computes: gradients, temperature, u, NPN columns and their AdaGrad state."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from functools import cache

@@ -1,7 +1,5 @@
 """Rendezvous of ranks, as threads: missing ranks, duplicate ranks, ranks with another config."""
 
-from __future__ import annotations
-
 import re
 import socket
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """The per-sample store on real ranks: each reads its samples, whichever rank holds them."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

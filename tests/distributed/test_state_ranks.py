@@ -1,7 +1,5 @@
 """State of every method saved by some ranks and loaded by others: training continues as if nothing had changed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

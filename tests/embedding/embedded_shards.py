@@ -1,7 +1,5 @@
 """Shards of samples with uids, an encoder without weights, and how features are written with it."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

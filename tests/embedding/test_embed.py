@@ -1,7 +1,5 @@
 """Features by sample: which rows, the same files at any number of ranks and after any end, and what is left out."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Which uids a rule keeps, and that the files are those that the data engine and DataComp read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """The moving average of the weights in every ZeRO stage: its values, its use, and what checkpoints make of it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

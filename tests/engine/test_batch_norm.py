@@ -1,7 +1,5 @@
 """Batch normalization of 16-bit towers: statistics follow float32 arithmetic, and are saved, resumed and exported."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The DeepSpeed JSON files, ours and a user's."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 from pathlib import Path

@@ -1,7 +1,5 @@
 """fp16 towers: the loss scale grows and falls, leaves no trace in the weights, and a skipped step changes nothing."""
 
-from __future__ import annotations
-
 import json
 import math
 from pathlib import Path

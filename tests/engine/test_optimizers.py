@@ -1,7 +1,5 @@
 """The encoders' optimizers: what decays, the written-out formulas, and the same steps under every ZeRO stage."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

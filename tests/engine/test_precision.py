@@ -1,7 +1,5 @@
 """Precisions that a device has, matrix products of float32 towers on a GPU, and deterministic algorithms."""
 
-from __future__ import annotations
-
 import logging
 import os
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """All collectives of a step, DeepSpeed's and ours, are of one process group, in the same order on all ranks."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch.distributed as dist

@@ -1,7 +1,5 @@
 """The rules of DeepSpeed: which optimizer class a config gets, what it does, and where weights lie."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

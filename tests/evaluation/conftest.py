@@ -1,7 +1,5 @@
 """Simulated ranks: threads of this process that synchronize at a barrier in each collective."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor

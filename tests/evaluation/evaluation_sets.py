@@ -1,7 +1,5 @@
 """Small evaluation sets on disk, and a model that reads its features from the pixels."""
 
-from __future__ import annotations
-
 import io
 import json
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """The same data and weights scored by us and by clip-benchmark (`pip install '.[clip_benchmark]'`)."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

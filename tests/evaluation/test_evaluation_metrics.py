@@ -1,7 +1,5 @@
 """Metrics, accumulators and chance, against lists of predictions written out as scikit-learn defines them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import statistics

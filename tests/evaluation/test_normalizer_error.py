@@ -1,7 +1,5 @@
 """The normalizers' error against a float64 reference from the method's state, on one to three ranks."""
 
-from __future__ import annotations
-
 import math
 from typing import Any, NamedTuple
 

@@ -1,7 +1,5 @@
 """Scores on disk: DataComp's layout, continuing after a crash, averages that never hide a missing task."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

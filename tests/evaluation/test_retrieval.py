@@ -1,7 +1,5 @@
 """Retrieval of pairs and of captions against brute-force oracles, with ties, padding and several ranks."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any, NamedTuple

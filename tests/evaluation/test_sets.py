@@ -1,7 +1,5 @@
 """Evaluation sets in all their forms: CLIP_benchmark's layout, images by class, tables of pairs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

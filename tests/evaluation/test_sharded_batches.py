@@ -1,7 +1,5 @@
 """Evaluation sets and pairs are loaded by the same processes, with the results of this one."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Tasks with every metric of DataComp, against predictions on whole sets; on simulated and on real ranks."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """DataComp's list: its tasks, scores and groups; where tasks are found on disk."""
 
-from __future__ import annotations
-
 from collections import Counter
 from pathlib import Path
 

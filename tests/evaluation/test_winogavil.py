@@ -1,7 +1,5 @@
 """WinoGAViL: the images chosen for a cue, on sets whose associations are known."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Zero-shot classification on synthetic sets whose right answers are known: pixels are the scores of the classes."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

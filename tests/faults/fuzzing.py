@@ -3,8 +3,6 @@
 Runs in a process of its own (`watched`), which notes every file that is opened outside the folder of the input.
 """
 
-from __future__ import annotations
-
 import io
 import json
 import os

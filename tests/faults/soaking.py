@@ -1,7 +1,5 @@
 """Faults for a run of hours, and what its processes take meanwhile."""
 
-from __future__ import annotations
-
 import random
 import time
 from collections import Counter

@@ -1,7 +1,5 @@
 """Checkpoints that are written while training continues: equal to those in the foreground, and safe to be killed in."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """The default shard cache: a folder that no other user can write to."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile

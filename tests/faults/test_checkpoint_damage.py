@@ -1,7 +1,5 @@
 """A checkpoint with a damaged, empty or missing file is never loaded: the one before it is, or the run is refused."""
 
-from __future__ import annotations
-
 import logging
 import random
 import shutil

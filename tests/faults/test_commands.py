@@ -1,7 +1,5 @@
 """A manifest or list from others must not run commands here; what you type yourself runs."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

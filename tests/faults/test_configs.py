@@ -1,7 +1,5 @@
 """Generated wrong recipes, options, DeepSpeed JSONs and hostfiles: one sentence each, never a traceback."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json

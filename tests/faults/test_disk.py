@@ -3,8 +3,6 @@
 The disks are real file systems in memory, which only root may mount.
 """
 
-from __future__ import annotations
-
 import resource
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """A resume does the evaluation that a kill has cut off, and counts bad samples on; a finished run does nothing."""
 
-from __future__ import annotations
-
 import os
 import signal
 from pathlib import Path

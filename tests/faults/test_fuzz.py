@@ -1,7 +1,5 @@
 """Ten thousand mutated shards, manifests, images and lists: nothing crashes, hangs or leaves its folder."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Runs killed at random moments, fifty times, end bit-equal to one that was left alone."""
 
-from __future__ import annotations
-
 import os
 import random
 import shutil

@@ -1,7 +1,5 @@
 """Loader processes that are killed or stopped at any moment: no sample is lost or doubled, no bit of a run changes."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Steps with features, losses or gradients that are not finite: skipped on all ranks, without a trace in any state."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any

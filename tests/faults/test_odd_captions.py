@@ -1,7 +1,5 @@
 """Captions and JSON that nobody checked: text for the tokenizer or a bad sample, never the end of a run."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

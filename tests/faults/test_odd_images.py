@@ -1,7 +1,5 @@
 """Images of odd formats: converted by rule or bad samples, by all decoders alike, and never run by a program."""
 
-from __future__ import annotations
-
 import io
 import os
 import struct

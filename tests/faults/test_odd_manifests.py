@@ -1,7 +1,5 @@
 """Manifests that are cut, empty, lack a part or are impossible: one sentence, and nothing is allocated."""
 
-from __future__ import annotations
-
 import random
 import resource
 import shutil

@@ -1,7 +1,5 @@
 """Tars made to break their reader: each costs its own member and little time, never the run."""
 
-from __future__ import annotations
-
 import os
 import tarfile
 import time

@@ -1,7 +1,5 @@
 """Storage that throttles, refuses, stalls or cuts: readers wait, and no sample is bad or out of order."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """A start that is refused leaves the run's folder as it was, to the byte."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

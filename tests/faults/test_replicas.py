@@ -1,7 +1,5 @@
 """What all ranks must hold with the same bits is compared, and the rank that drifted is named before a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A run whose steps stay not finite returns to its newest checkpoint once, and ends if it fails there again."""
 
-from __future__ import annotations
-
 from multiprocessing import active_children
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Secrets of a remote store are in nothing that a run prints or writes, and its files have the umask's mode."""
 
-from __future__ import annotations
-
 import os
 import re
 from pathlib import Path

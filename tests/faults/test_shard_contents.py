@@ -1,7 +1,5 @@
 """Flipped bits, replaced shards, shards that count twice, and validation on what was trained on are found."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from pathlib import Path

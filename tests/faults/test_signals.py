@@ -1,7 +1,5 @@
 """Signals in every phase of a run: one line, one exit code on all ranks, a checkpoint, nothing left behind."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """What a dry run and the start of a run refuse or warn of, in the same sentences."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

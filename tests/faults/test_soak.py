@@ -1,7 +1,5 @@
 """Two hours of training on two ranks under faults: nothing grows, and every sample is accounted for."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

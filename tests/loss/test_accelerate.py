@@ -1,7 +1,5 @@
 """The page's Accelerate loop gives the weights of the project's trainer, on one process and on two, and resumes."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The loss gives the objective's gradient, whatever the loop does: ranks, dtypes, evaluation, misuse, state."""
 
-from __future__ import annotations
-
 import copy
 from pathlib import Path
 from typing import Any

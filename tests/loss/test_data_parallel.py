@@ -1,7 +1,5 @@
 """The loops of the pages on DDP and FSDP2, on two ranks, give the weights and gradients of the project's trainer."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 from typing import Any

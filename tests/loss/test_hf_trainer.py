@@ -1,7 +1,5 @@
 """The page's `transformers.Trainer` gives the weights of the project's trainer, on one process and on two."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Samples carry their place in the data set, through the pipelines of the page and webdataset's usual stages."""
 
-from __future__ import annotations
-
 import io
 import tarfile
 from pathlib import Path

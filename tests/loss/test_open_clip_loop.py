@@ -1,7 +1,5 @@
 """open_clip's own training loop with the loss of the page gives the weights and gradients of the project's trainer."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

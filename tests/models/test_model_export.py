@@ -1,7 +1,5 @@
 """Exported models, read by transformers and open_clip, give the trained features."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Position embeddings that are fitted to another size, against the libraries and the paper's own positions."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from timm.layers import resample_abs_pos_embed

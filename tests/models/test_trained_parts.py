@@ -1,7 +1,5 @@
 """What trains of a dual encoder, and at which learning rate."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any

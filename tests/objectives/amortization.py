@@ -1,7 +1,5 @@
 """AmorLIP for the tests: the specified net out of torch's layers, and the partition function written out."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

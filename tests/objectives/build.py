@@ -1,7 +1,5 @@
 """Random features and objectives for the tests."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest.mock import patch
 

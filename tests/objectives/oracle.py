@@ -3,8 +3,6 @@
 Features are (B, d) leaves, all rows valid. Sums over j != i use the full similarity matrix and a boolean mask.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

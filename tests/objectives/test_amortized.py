@@ -1,7 +1,5 @@
 """AmorLIP's stage II against autograd of its loss, and the method as a part of a run."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

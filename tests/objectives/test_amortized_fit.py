@@ -1,7 +1,5 @@
 """AmorLIP's stage I: nets, targets and schedule by hand; fitting losses against autograd of the written-out form."""
 
-from __future__ import annotations
-
 import oracle
 import pytest
 import torch

@@ -1,7 +1,5 @@
 """The closed-form gradients equal float64 autograd of the losses as the papers write them."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

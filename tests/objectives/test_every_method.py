@@ -1,7 +1,5 @@
 """Promises that hold for every method of the table, with each of its test options."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a GPU fuses gives the gradient of what it does not, in few graphs; products of 16-bit features lose nothing."""
 
-from __future__ import annotations
-
 import logging
 from functools import partial
 from types import SimpleNamespace

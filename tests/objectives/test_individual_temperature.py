@@ -1,7 +1,5 @@
 """Temperatures of single samples by hand: FastCLIP eq. 9 with its own Adam, and the released code's form."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

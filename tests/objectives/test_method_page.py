@@ -1,7 +1,5 @@
 """The page about methods: its table lists them all, and the method that it adds works."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

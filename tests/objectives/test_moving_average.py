@@ -1,7 +1,5 @@
 """gamma's schedule and the update of u in the log domain."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The NPN's closed-form updates against autograd and torch's Adagrad and AdamW (Algorithm 3), and its queue."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

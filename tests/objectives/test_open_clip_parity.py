@@ -4,8 +4,6 @@ To 1e-6 relative in float32 at usual temperatures. At tau = 0.01 exponents reach
 there we are as near to open_clip in float64 as open_clip in float32 is.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from typing import Any
 

@@ -1,7 +1,5 @@
 """No method computes with subnormal numbers; TF32 is on in the products that lose nothing by it, and nowhere else."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

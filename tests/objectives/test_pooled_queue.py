@@ -1,7 +1,5 @@
 """The queue's normalizer against float64 autograd, its queue, and its numbers in float32."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

@@ -1,7 +1,5 @@
 """The temperature's gradients against autograd, its schedule and its clamp."""
 
-from __future__ import annotations
-
 import math
 
 import oracle

@@ -1,7 +1,5 @@
 """`--dry-run`: the plan of every recipe, and what is wrong with hostfiles and data."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The memory account against the bytes that real engines and real passes allocate, and what the plan says of it."""
 
-from __future__ import annotations
-
 import gc
 import time
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """The account of the loaders' memory, against what real loaders on two ranks hold in shared memory."""
 
-from __future__ import annotations
-
 import os
 import time
 from contextlib import closing

@@ -1,7 +1,5 @@
 """Real steps under DeepSpeed on two gloo ranks: they send the bytes of docs/reference/methods.md."""
 
-from __future__ import annotations
-
 import gzip
 import json
 from collections import Counter

@@ -1,7 +1,5 @@
 """Profiles by `train.py --profile` and tools/profile_communication.py, as a user calls them."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

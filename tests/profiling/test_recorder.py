@@ -1,7 +1,5 @@
 """The recorder in one process: which steps it profiles, and that a failing profile does not end a run."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

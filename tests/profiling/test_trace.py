@@ -1,7 +1,5 @@
 """Hand-written traces with gloo and with NCCL: steps, computation, and collectives with purpose and bytes."""
 
-from __future__ import annotations
-
 import gzip
 import itertools
 import json

@@ -1,7 +1,5 @@
 """What each rank logs, and where: console, log.txt, other libraries."""
 
-from __future__ import annotations
-
 import logging
 import warnings
 

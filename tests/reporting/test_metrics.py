@@ -1,7 +1,5 @@
 """metrics.jsonl and TensorBoard: valid JSON for all numbers, and a resumed run equals an uninterrupted one."""
 
-from __future__ import annotations
-
 import json
 import logging
 import math

@@ -1,7 +1,5 @@
 """The report of a run: one file with everything that was logged, which a browser shows."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Tables for random access: forked processes have no part of them, which would copy each page that is written to."""
 
-from __future__ import annotations
-
 import mmap
 import os
 import resource

@@ -1,7 +1,5 @@
 """Partitions of rows over ranks, and files that any number of ranks can read."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

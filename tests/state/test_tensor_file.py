@@ -1,7 +1,5 @@
 """Files written chunk by chunk are what the safetensors library writes and reads."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

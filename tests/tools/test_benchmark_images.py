@@ -1,7 +1,5 @@
 """The loaders of tools/benchmark_images.py give batches of its photographs, and its figures are of what they say."""
 
-from __future__ import annotations
-
 import itertools
 
 import benchmark_images

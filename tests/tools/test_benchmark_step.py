@@ -1,7 +1,5 @@
 """Programs side by side: what a speed is read from, what a table says, and that all train the same towers."""
 
-from __future__ import annotations
-
 import argparse
 import re
 import sys

@@ -1,7 +1,5 @@
 """The contenders of tools/benchmark_streaming.py read whole and resumed epochs, from disk and from S3."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

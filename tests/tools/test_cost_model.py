@@ -1,7 +1,5 @@
 """The cost model finds a known machine again, knows machines by name, and gives published times its range."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

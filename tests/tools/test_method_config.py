@@ -1,7 +1,5 @@
 """One command line for several methods: each takes the options that it reads."""
 
-from __future__ import annotations
-
 from benchmarking.method_config import config_for
 
 

@@ -1,7 +1,5 @@
 """The loop that newcomers read first learns, and two ranks print what one prints."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

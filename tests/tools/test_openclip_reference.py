@@ -1,7 +1,5 @@
 """OpenCLIP's own communication scheme computes what the method `openclip` does, and sends B x d gradients besides."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

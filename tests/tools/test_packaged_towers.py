@@ -1,7 +1,5 @@
 """Towers of Python packages: found without running the packages' code, with weights under timm's names."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

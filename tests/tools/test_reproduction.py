@@ -1,7 +1,5 @@
 """The comparison of methods: its runs are valid, its tables show what they found, and no run is done twice."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

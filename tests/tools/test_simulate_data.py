@@ -1,7 +1,5 @@
 """The simulated flow of shards: nothing is fetched twice where the cache suffices, and waits are the link's."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from simulate_data import Node, simulate

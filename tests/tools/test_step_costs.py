@@ -1,7 +1,5 @@
 """What an objective sends and multiplies at another size than it was counted at, and how long a step takes."""
 
-from __future__ import annotations
-
 import dataclasses
 import math
 

@@ -1,7 +1,5 @@
 """Shards that a node lacks or cannot have, and the tokenizer that a run keeps."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The training set and the order of its samples: chosen once and kept by checkpoints, also of weighted sources."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from pathlib import Path

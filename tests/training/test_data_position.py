@@ -1,7 +1,5 @@
 """Steps and epochs of a run whose data may have grown while it was interrupted."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A run that is stopped and goes on with other numbers of ranks sees the same batches and learns the same."""
 
-from __future__ import annotations
-
 import signal
 from collections import Counter
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A run with a moving average of its weights: resumed exactly, evaluated and exported by choice."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The loader processes of a run's evaluations are those of its first one, and end with the run."""
 
-from __future__ import annotations
-
 import json
 import multiprocessing
 from pathlib import Path

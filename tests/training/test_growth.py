@@ -1,7 +1,5 @@
 """A run whose data grow while it is interrupted keeps its per-sample state; other data are refused."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Loss spikes and data stalls: found once, never in noise; warnings and events.jsonl with step, values, samples."""
 
-from __future__ import annotations
-
 import logging
 from pathlib import Path
 from types import SimpleNamespace

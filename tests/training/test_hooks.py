@@ -1,7 +1,5 @@
 """Hooks of the user run around the steps of a run, in order, and may end it with a checkpoint."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

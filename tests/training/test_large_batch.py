@@ -1,7 +1,5 @@
 """Batches in several parts train as whole ones do; one step on 65,536 pairs stays within 8 GB on a CPU."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress

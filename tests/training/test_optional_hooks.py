@@ -1,7 +1,5 @@
 """What a run has besides its training: the report, and Weights & Biases; a failure of neither ends a run."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """Phases of a run and learning rates: where they begin, what they train on; a stop in or between changes nothing."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, cast
 

@@ -1,7 +1,5 @@
 """Pretrained models under DeepSpeed: what open_clip uses outside of a module's forward, micro-batches."""
 
-from __future__ import annotations
-
 from itertools import product
 from pathlib import Path
 

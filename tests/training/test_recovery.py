@@ -1,7 +1,5 @@
 """Recovered statistics: the weights stand still, moments and u are those of a plain replay, and training takes over."""
 
-from __future__ import annotations
-
 import re
 import shutil
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A run whose checkpoints are copied to a remote store, and that resumes from there on another machine."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from pathlib import Path

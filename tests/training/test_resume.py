@@ -1,7 +1,5 @@
 """A killed run, started again with the same command, ends bit-equal to one that was never interrupted."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

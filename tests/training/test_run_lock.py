@@ -1,7 +1,5 @@
 """One process at a time trains into a run's folder, and only into one that is a run's."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -1,7 +1,5 @@
 """Training under DeepSpeed equals training without it: ZeRO 0-3, micro-batches, two real ranks."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Stand-in for the module wandb, which records its calls in the file WANDB_CALLS."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

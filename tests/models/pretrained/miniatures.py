@@ -1,7 +1,5 @@
 """Miniature models of every family with random weights, saved as their libraries save them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Checkpoints that cannot be loaded: the message names what is missing and where to put it."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Miniatures of every family, saved by their libraries and loaded here; published sizes on the meta device."""
 
-from __future__ import annotations
-
 import json
 import math
 import pickle

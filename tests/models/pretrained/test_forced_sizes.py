@@ -1,7 +1,5 @@
 """Pretrained models at another resolution and context length than their checkpoints'."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

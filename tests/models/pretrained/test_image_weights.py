@@ -1,7 +1,5 @@
 """Image towers that start from weights of timm: files, folders and tags, at their own and another resolution."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Text towers from encoders of transformers: tiny ones of real architectures, against the library alone."""
 
-from __future__ import annotations
-
 import pickle
 from collections.abc import Callable
 from pathlib import Path
