@@ -18,12 +18,7 @@ from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_p
 
 
 class DualEncoder(nn.Module):
-    """An image and a text tower with features of width d.
-
-    Args:
-        vision: (b, 3, H, W) uint8 pixels to (b, d).
-        text: (b, T) int64 ids to (b, d).
-    """
+    """An image and a text tower with features of width d."""
 
     def __init__(self, vision: VisionTower, text: TextTower) -> None:
         super().__init__()
@@ -73,7 +68,7 @@ def build_dual_encoder(
         text_tower: builds the text tower; by default a new one of the config.
 
     Raises:
-        UserError: the config does not fit timm or the tokenizer; see `new_vision_tower` and `prepare`.
+        UserError: the towers cannot be built, or cannot do what the config asks for.
     """
     vision = new_vision_tower(config.vision, config.embed_dim, image_weights)
     if text_tower is None:
@@ -89,11 +84,7 @@ def build_dual_encoder(
 
 
 def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
-    """Apply the options that hold for every model, in place: activation checkpointing, what trains, adapters.
-
-    Raises:
-        UserError: the model cannot do what they ask for.
-    """
+    """Apply the options that hold for every model, in place: activation checkpointing, what trains, adapters."""
     for name in TOWERS:
         checkpoint_activations(model.get_submodule(name), name, config.activation_checkpointing)
     freeze(model, config)

@@ -108,7 +108,6 @@ def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
 
 def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, from a trial run on the meta device."""
-    _check_names(config)
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
     try:
