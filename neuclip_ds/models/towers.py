@@ -83,11 +83,10 @@ class VisionTower(Encoder):
         return pixels
 
     def feature(self, x: Tensor) -> Tensor:
-        pixels = self.normalize(x).to(next(self.parameters()).dtype)
-        if pixels.is_cuda and self._is_convolutional:
-            # cuDNN's kernels for channels-last save a transposition around each convolution. Activations follow the
-            # pixels; weights stay contiguous, as ZeRO flattens them, and are transposed in each convolution.
-            pixels = pixels.contiguous(memory_format=torch.channels_last)
+        # Channels-last saves cuDNN a transposition around each convolution. Activations follow the pixels; weights stay
+        # contiguous, as ZeRO flattens them, and are transposed in each convolution.
+        layout = torch.channels_last if x.is_cuda and self._is_convolutional else torch.preserve_format
+        pixels = self.normalize(x).to(next(self.parameters()).dtype, memory_format=layout)
         return _pooled(self.trunk(pixels, **self._arguments))
 
 
