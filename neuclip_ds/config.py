@@ -117,7 +117,7 @@ class DataConfig(Section):
     """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next
     to `train`, empty is none."""
     evaluation_sets: Path | None = None
-    """Folder of evaluation sets to score, DataComp's or your own (docs/reference/evaluation.md). By default none."""
+    """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default none."""
     evaluation_tasks: list[str] = Field([])
     """Evaluation sets to score, by names, keys or patterns such as imagenet*. By default all in the folder."""
     batch_size: int = Field(256, ge=2, le=1 << 30)

@@ -8,7 +8,7 @@ Examples:
 
 A set of your own is a folder with a folder of images for each class, a file of pairs (.csv, .tsv, .jsonl, .parquet), or
 a folder in the webdataset layout of CLIP_benchmark under any name. Tasks with a score in the results folder are not
-scored again. docs/reference/evaluation.md explains the tasks, their metrics and where to get the data.
+scored again. docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
 from __future__ import annotations

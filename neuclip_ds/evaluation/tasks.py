@@ -118,7 +118,7 @@ class TaskList(BaseModel):
         if len(missing) == len(chosen) or (names and missing):
             named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
             raise UserError(
-                f"Not found below {below}: {named}; docs/reference/evaluation.md lists where to get them. Sets of your "
+                f"Not found below {below}: {named}; docs/how-to/evaluate.md lists where to get them. Sets of your "
                 f"own: {FORMS}."
             )
         if missing and taken:
