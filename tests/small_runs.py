@@ -146,7 +146,7 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
     files = StateFiles(checkpoint / "engine")
-    return {name: files.read(name, WEIGHT) for name in files.names()}
+    return {name: files.read(name, WEIGHT) for name in files.shapes}
 
 
 def log_u(checkpoint: Path) -> Tensor:

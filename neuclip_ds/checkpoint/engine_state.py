@@ -158,7 +158,7 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
 def _open(folder: Path, module: Any) -> StateFiles:
     """Open the files and compare the shapes of their parameters with the model's."""
     files = StateFiles(folder, verified=True)
-    found = {name: list(files.shape(name)) for name in files.names()}
+    found = {name: list(shape) for name, shape in files.shapes.items()}
     wanted = parameter_shapes(module)
     for name in sorted(found.keys() | wanted.keys()):
         if found.get(name) != wanted.get(name):

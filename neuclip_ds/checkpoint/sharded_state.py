@@ -76,12 +76,13 @@ class StateFiles:
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/engine"))
-        for name in files.names():
-            weight = files.read(name, WEIGHT).view(files.shape(name))
+        for name, shape in files.shapes.items():
+            weight = files.read(name, WEIGHT).view(shape)
 
     Attributes:
         folder: where the files are.
         counters: the engine's counts of steps and samples.
+        shapes: those of the parameters by name, in the module's order.
     """
 
     def __init__(self, folder: Path, verified: bool = False) -> None:
@@ -95,12 +96,12 @@ class StateFiles:
             verify(folder.parent)
         index = json.loads((folder / INDEX).read_text(encoding="utf-8"))
         self.counters: dict[str, int] = index["counters"]
-        self._shapes = {name: torch.Size(shape) for name, shape in index["parameters"].items()}
+        self.shapes = {name: torch.Size(shape) for name, shape in index["parameters"].items()}
         self._count = len(index["keys"])
         self._files: dict[int, Any] = {}  # open ones by number
         # name -> kind -> (start, stop, number of the file) in order of start
-        self._places: dict[str, dict[str, list[tuple[int, int, int]]]] = {name: {} for name in self._shapes}
-        self._scalars: dict[str, list[str]] = {name: [] for name in self._shapes}  # kinds
+        self._places: dict[str, dict[str, list[tuple[int, int, int]]]] = {name: {} for name in self.shapes}
+        self._scalars: dict[str, list[str]] = {name: [] for name in self.shapes}  # kinds
         for number, keys in enumerate(index["keys"]):
             for key in keys:
                 kind, _, rest = key.partition("/")
@@ -110,13 +111,6 @@ class StateFiles:
                 else:
                     start, stop = map(int, place.split("-"))
                     bisect.insort(self._places[name].setdefault(kind, []), (start, stop, number))
-
-    def names(self) -> list[str]:
-        """Return the parameters' names in the module's order."""
-        return list(self._shapes)
-
-    def shape(self, name: str) -> torch.Size:
-        return self._shapes[name]
 
     def kinds(self, name: str) -> list[str]:
         """Return the kinds of tensors of a parameter: WEIGHT, and the optimizer's if it was trained."""
@@ -128,7 +122,7 @@ class StateFiles:
 
     def read(self, name: str, kind: str, start: int = 0, stop: int | None = None) -> Tensor:
         """Read (stop - start,) elements of a flattened parameter, by default all, and nothing else from disk."""
-        stop = self._shapes[name].numel() if stop is None else stop
+        stop = self.shapes[name].numel() if stop is None else stop
         parts, filled = [], start
         for first, last, number in self._places[name].get(kind, []):
             low, high = max(first, filled), min(last, stop)
@@ -148,11 +142,11 @@ class StateFiles:
 
         With `average` the moving average of those that were trained; raises `UserError` where there is none.
         """
-        averaged = {name for name in self._shapes if average and AVERAGE in self.kinds(name)}
+        averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:
             raise UserError(f"{self.folder} holds no average of the weights: train with ema.decay, or omit --ema.")
-        kinds = {name: AVERAGE if name in averaged else WEIGHT for name in self._shapes}
-        parameters = {name: self.read(name, kinds[name]).view(shape) for name, shape in self._shapes.items()}
+        kinds = {name: AVERAGE if name in averaged else WEIGHT for name in self.shapes}
+        parameters = {name: self.read(name, kinds[name]).view(shape) for name, shape in self.shapes.items()}
         return {**parameters, **self.buffers()}
 
     def buffers(self) -> dict[str, Tensor]:

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from neuclip_ds.engine.zero import refresh_weights, release_gathered
 
@@ -52,16 +51,12 @@ class WeightAverage:
     @torch.no_grad()
     def _exchange(self) -> None:
         release_gathered(self._engine)
-        for master, average in self._pairs():
-            kept = master.clone()
-            master.copy_(average)
-            average.copy_(kept)
-        refresh_weights(self._engine)
-
-    def _pairs(self) -> Iterator[tuple[Tensor, Tensor]]:
         for master, state in self._engine.basic_optimizer.state.items():
             if AVERAGE in state:
-                yield master, state[AVERAGE]
+                kept = master.clone()
+                master.copy_(state[AVERAGE])
+                state[AVERAGE].copy_(kept)
+        refresh_weights(self._engine)
 
 
 def discard_average(engine: Any) -> None:

@@ -6,8 +6,10 @@ because all ranks know the values and each stores its local rows. Shapes never d
 values for a table in host memory are stored when they have arrived, so nothing waits for the device.
 """
 
+import mmap
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -16,7 +18,6 @@ from torch import Tensor
 from neuclip_ds.distributed.communicator import Communicator, Pending
 from neuclip_ds.distributed.host_copies import HostCopy, to_device
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.host_memory import random_access_table
 from neuclip_ds.state.partition import Partition, RowTable
 
 MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
@@ -128,6 +129,32 @@ class SampleStore:
         low, high = self.partition.start, self.partition.stop
         is_local = (index >= low) & (index < high)
         return torch.where(is_local, index - low, self.partition.size), is_local
+
+
+def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
+    """Return zeros of (rows, columns), which only this process may use: a forked one is killed where it touches them.
+
+    The table lies in huge pages where the kernel has them: with pages of 4 KB nearly every row misses the processor's
+    cache of addresses. Forked processes do not inherit it: while one lives, such as a loader worker, the first write
+    to each page would copy that page, which takes longer than the write and up to the table's size of memory again.
+
+    Raises:
+        UserError: there is not as much memory.
+    """
+    if type(torch.empty(0)) is not Tensor:  # under a mode whose tensors have no memory
+        return torch.zeros(rows, columns, dtype=dtype)
+    size = rows * columns * dtype.itemsize
+    try:
+        memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise UserError(
+            f"The {size / 1e9:,.1f} GB of this rank's per-sample statistics cannot be allocated ({error.strerror}); "
+            "use more ranks, or a machine with more memory."
+        ) from error
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        with suppress(OSError, AttributeError):  # a kernel without huge pages, or without the advice
+            memory.madvise(getattr(mmap, advice))
+    return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 def _last_of_each(rows: Tensor) -> Tensor:

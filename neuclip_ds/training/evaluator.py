@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch, PairDataset
@@ -34,14 +34,6 @@ from neuclip_ds.training.data import find_split, loader_options, open_data, reso
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # sources of pairs
-
-
-class HeldOut(NamedTuple):
-    """The sets that a run is evaluated on."""
-
-    val: Manifest | None
-    zero_shot: EvaluationSet | None
-    on_disk: list[tuple[Task, Path]]
 
 
 class Evaluator:
@@ -157,8 +149,10 @@ def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
     return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
 
 
-def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
-    """Open the held-out sets of a run on all ranks.
+def open_held_out(
+    config: Config, communicator: Communicator, folder: Path, train: Manifest | None
+) -> tuple[Manifest | None, EvaluationSet | None, list[tuple[Task, Path]]]:
+    """Open the held-out sets of a run on all ranks: validation, zero-shot images, and evaluation sets on disk.
 
     Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
     """
@@ -175,4 +169,4 @@ def open_held_out(config: Config, communicator: Communicator, folder: Path, trai
         zero_shot = communicator.on_every_rank(lambda: open_labeled(folder_of_images))
     if options.evaluation_sets is not None:
         on_disk = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
-    return HeldOut(manifest, zero_shot, on_disk)
+    return manifest, zero_shot, on_disk

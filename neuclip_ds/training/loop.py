@@ -51,11 +51,6 @@ class RunContext(NamedTuple):
     fingerprint: Fingerprint
     trained_with: Mapping[str, bytes]  # what each checkpoint keeps of the run: config, tokenizer, model description
 
-    @property
-    def micro_batch(self) -> int:
-        """Pairs that go through the towers at once on a rank."""
-        return self.config.micro_batch(self.communicator.world_size)
-
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
@@ -126,7 +121,8 @@ class Loop:
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
         self.objective, self._config, self._epochs_before = objective, config, epochs_before
         run, engine, communicator = context.config.run, context.engine, context.communicator
-        self._step = TrainStep(engine, objective, communicator, context.micro_batch, run.seed)
+        micro_batch = config.micro_batch(communicator.world_size)
+        self._step = TrainStep(engine, objective, communicator, micro_batch, run.seed)
         self.checkpoints = Checkpoints(
             folder / "checkpoints", communicator, run.keep_checkpoints, context.trained_with, run.background_saves
         )

@@ -103,19 +103,15 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
-        _check_temperature(checkpoint, objective)
+        states = load_file(checkpoint / "objective.safetensors"), objective.replicated_state()
+        found, here = (float(state.get(_TAU, torch.nan)) for state in states)
+        if found != here and not math.isnan(here):
+            raise UserError(
+                f"{checkpoint} holds u at the temperature {found:.6g}, this run has {here:.6g}: set "
+                "objective.temperature.initial back, or recover again."
+            )
         load_rows(checkpoint, _TABLE, objective.row_tables()[_TABLE])
     log.info("%s are taken from %s", " and ".join(transferred) or "no statistics", checkpoint)
-
-
-def _check_temperature(checkpoint: Path, objective: Objective) -> None:
-    states = load_file(checkpoint / "objective.safetensors"), objective.replicated_state()
-    found, wanted = (float(state.get(_TAU, torch.nan)) for state in states)
-    if found != wanted and not math.isnan(wanted):
-        raise UserError(
-            f"{checkpoint} holds u at the temperature {found:.6g}, this run has {wanted:.6g}: set "
-            "objective.temperature.initial back, or recover again."
-        )
 
 
 def epochs_behind(config: Config) -> int:

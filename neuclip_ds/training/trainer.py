@@ -219,7 +219,7 @@ def build(
         engine,
         Context(source.embed_dim, data.manifest.n, communicator, temperature=logits.temperature, bias=logits.bias),
         resolve_comm_dtype(config, engine_config),
-        {**fingerprint(config), **order_facts(data.order.interleave), "parameters": parameters},
+        {**fingerprint(config), "parameters": parameters},
         trained_with(staged, folder, config) if communicator.rank == 0 else {},
     )
     objective = build_objective(config, context.objective_context, context.comm_dtype)

@@ -114,14 +114,14 @@ def weights_are_masters(engine: Any, files: StateFiles) -> None:
     parameters = dict(engine.module.named_parameters())
     with deepspeed.zero.GatheredParameters(list(parameters.values())):
         for name, parameter in parameters.items():
-            wanted = files.read(name, WEIGHT).view(files.shape(name)).to(parameter.dtype)
+            wanted = files.read(name, WEIGHT).view(files.shapes[name]).to(parameter.dtype)
             assert torch.equal(parameter.detach(), wanted), name
 
 
 def content(folder: Path) -> dict[str, Tensor]:
     files = StateFiles(folder)
-    found = {f"{kind} of {name}": files.read(name, kind) for name in files.names() for kind in files.kinds(name)}
-    for name in files.names():
+    found = {f"{kind} of {name}": files.read(name, kind) for name in files.shapes for kind in files.kinds(name)}
+    for name in files.shapes:
         found.update({f"{kind} of {name}": value for kind, value in files.scalars(name).items()})
     found.update({f"counter {name}": torch.tensor(value) for name, value in files.counters.items()})
     return found | load_file(folder / "buffers.safetensors")
@@ -165,7 +165,7 @@ def complete(folder: Path, case: Case) -> None:
     """Every element is in one file alone, and what is kept is what the optimizer has."""
     kinds, scalars = OPTIMIZERS[case[0]]
     files = StateFiles(folder)
-    sizes = {name: files.shape(name).numel() for name in files.names()}
+    sizes = {name: shape.numel() for name, shape in files.shapes.items()}
     assert len(sizes) == 8
     for name in sizes:
         trained = name != FROZEN

@@ -48,8 +48,8 @@ def write(folder: Path) -> StateFiles:
 
 def test_any_range_of_what_three_ranks_wrote(tmp_path: Path) -> None:
     files = write(tmp_path)
-    assert files.names() == list(NAMES)
-    assert files.shape("a/b.weight") == (3, 4)
+    assert list(files.shapes) == list(NAMES)
+    assert files.shapes["a/b.weight"] == (3, 4)
     assert files.kinds("a/b.weight") == ["exp_avg", WEIGHT]
     assert files.kinds("one") == [WEIGHT]
     assert files.scalars("bias") == {"step": torch.tensor(7.0)}

@@ -53,7 +53,7 @@ def saved(engine: Any, communicator: Communicator, folder: Path) -> StateFiles:
 
 
 def kinds(files: StateFiles, kind: str) -> dict[str, Tensor]:
-    return {name: files.read(name, kind) for name in files.names() if kind in files.kinds(name)}
+    return {name: files.read(name, kind) for name in files.shapes if kind in files.kinds(name)}
 
 
 def weights_in_use(engine: Any) -> dict[str, Tensor]:

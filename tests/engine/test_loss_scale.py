@@ -67,7 +67,7 @@ def weights(engine: Any, communicator: Communicator, folder: Path) -> dict[str, 
     save_engine(folder, engine, communicator)
     communicator.barrier()
     files = StateFiles(folder)
-    return {name: files.read(name, WEIGHT) for name in files.names()}
+    return {name: files.read(name, WEIGHT) for name in files.shapes}
 
 
 def same(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:

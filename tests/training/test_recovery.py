@@ -34,12 +34,12 @@ def recovered(runs: Path) -> Path:
 
 def moments(checkpoint: Path) -> dict[str, Tensor]:
     files = StateFiles(checkpoint / "engine")
-    return {f"{kind} {name}": files.read(name, kind) for name in files.names() for kind in ("exp_avg", "exp_avg_sq")}
+    return {f"{kind} {name}": files.read(name, kind) for name in files.shapes for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def counts(checkpoint: Path) -> set[float]:
     files = StateFiles(checkpoint / "engine")
-    return {float(value) for name in files.names() for value in files.scalars(name).values()}
+    return {float(value) for name in files.shapes for value in files.scalars(name).values()}
 
 
 def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:

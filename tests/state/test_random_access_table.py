@@ -12,8 +12,7 @@ import torch
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.host_memory import random_access_table
-from neuclip_ds.state.sample_store import SampleStore
+from neuclip_ds.state.sample_store import SampleStore, random_access_table
 
 ROWS = 1 << 20  # 8 MB of two float32
 
