@@ -164,18 +164,12 @@ def _random_state() -> tuple[Tensor, Tensor | None]:
 @contextmanager
 def _restored(state: tuple[Tensor, Tensor | None]) -> Iterator[None]:
     """Run with an earlier random state, and continue with the present one afterward."""
-    present = _random_state()
-    _set_random_state(state)
-    try:
+    of_host, of_device = state
+    with torch.random.fork_rng([] if of_device is None else [torch.cuda.current_device()]):
+        torch.set_rng_state(of_host)
+        if of_device is not None:
+            torch.cuda.set_rng_state(of_device)
         yield
-    finally:
-        _set_random_state(present)
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None]) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1])
 
 
 @contextmanager

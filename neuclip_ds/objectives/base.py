@@ -4,7 +4,7 @@ Shapes: b rows on this rank, K ranks, B valid rows over all ranks, d features. D
 (contrasted with texts), direction 1 text anchors (contrasted with images); `(2, B)` tensors hold one row for each.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.options import AdamSettings
 from neuclip_ds.state.partition import RowTable
+from neuclip_ds.state.sample_store import SampleStore
 
 
 class Step(NamedTuple):
@@ -56,6 +57,8 @@ class Context(NamedTuple):
 class Stateful:
     """Base of everything that keeps state, none by default: equal on all ranks, partitioned by rows, or trained."""
 
+    _stores: Sequence[SampleStore] = ()  # of the state by sample
+
     def prefetch(self, padded_index: Tensor) -> None:
         """Start to read the state by sample that the next call needs, while the encoders still run.
 
@@ -73,7 +76,7 @@ class Stateful:
         return {}
 
     def restore_point(self) -> Callable[[], None]:
-        """Return what undoes the next call, from copies of the state; rows by sample are for their store to undo."""
+        """Return what undoes the next call, from copies of the state; stores undo rows by sample by themselves."""
         replicated = {name: value.clone() for name, value in self.replicated_state().items()}
         tables = [table.tensors.values() for table in self.row_tables().values() if not table.grows]
         rows = [(tensor, tensor.clone()) for tensors in tables for tensor in tensors]
@@ -82,6 +85,8 @@ class Stateful:
             self.load_replicated_state(replicated)
             for tensor, before in rows:
                 tensor.copy_(before)
+            for store in self._stores:
+                store.undo()
 
         return restore
 

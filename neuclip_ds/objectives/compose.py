@@ -20,13 +20,14 @@ where the mean logit is exp(-alpha_i)/(B-1) sum_{j != i} exp(x_ij) x_ij, x_ij = 
 
 import math
 from importlib import import_module
-from typing import NamedTuple
+
+import torch
 
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, Objective
-from neuclip_ds.objectives.contrastive import ContrastiveObjective, Scale, scale_half, scale_one, scale_tau
+from neuclip_ds.objectives.contrastive import ContrastiveObjective, Scale
 from neuclip_ds.objectives.individual_temperature import IndividualTemperature
-from neuclip_ds.objectives.methods import Method, find_method
+from neuclip_ds.objectives.methods import find_method
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import Hinge, OverBatch, PairLoss
 from neuclip_ds.objectives.sigmoid import SigmoidObjective
@@ -38,7 +39,18 @@ from neuclip_ds.objectives.temperature import (
     Temperature,
 )
 
-_SCALES: dict[str, Scale] = {"half": scale_half, "one": scale_one, "tau": scale_tau}
+_SCALES: dict[str, Scale] = {
+    "half": lambda tau: torch.full_like(tau, 0.5),  # of OpenCLIP: the mean of two directions
+    "one": torch.ones_like,
+    "tau": lambda tau: tau,
+}
+_TEMPERATURES: dict[str, type[Temperature]] = {
+    "constant": ConstantTemperature,
+    "individual": IndividualTemperature,
+    "log": LogTemperature,
+    "rescaled": RescaledTemperature,
+    "robust": RobustTemperature,
+}
 
 
 def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
@@ -46,49 +58,30 @@ def compose_objective(config: ObjectiveConfig, context: Context) -> Objective:
     method = find_method(config.method)
     if method.normalizer is None:
         return SigmoidObjective(config, context)
-    loss = _loss(method, config, context)
-    module = import_module(f"neuclip_ds.objectives.normalizers.{method.normalizer}")
-    normalizer: Normalizer = module.build(config, loss.eps, context)
+    rule, scale, eps, constant = method.temperature, method.scale, config.eps, 0.0
+    if rule == "rule":
+        rule = "robust"
+        if config.temperature.rule == "learned":
+            others = _other_samples(context)
+            rule, scale, eps, constant = "log", "half", 1 / others, math.log(others)
+    elif rule in ("constant", "individual") and config.reference == "released_code":
+        scale = "one"
     pair_loss = {
         "identity": PairLoss(),
         "over_batch": OverBatch(),
         "hinge": Hinge(config.hinge.margin, config.hinge.power),
     }[method.pair_loss]
-    return ContrastiveObjective(config, context, pair_loss, normalizer, loss.temperature, loss.scale, loss.constant)
+    module = import_module(f"neuclip_ds.objectives.normalizers.{method.normalizer}")
+    normalizer: Normalizer = module.build(config, eps, context)
+    temperature = _TEMPERATURES[rule](config, context)
+    return ContrastiveObjective(config, context, pair_loss, normalizer, temperature, _SCALES[scale], constant)
 
 
-class _Loss(NamedTuple):
-    """What the rule for the temperature decides."""
-
-    temperature: Temperature
-    scale: Scale
-    eps: float  # added to every normalizer
-    constant: float = 0.0  # of the loss
-
-
-def _loss(method: Method, config: ObjectiveConfig, context: Context) -> _Loss:
-    temperature, scale = config.temperature, _SCALES[method.scale]
-    released = config.reference == "released_code"  # FastCLIP's
-    match method.temperature:
-        case "constant":
-            return _Loss(ConstantTemperature(temperature, context), scale_one if released else scale, config.eps)
-        case "individual":
-            individual = IndividualTemperature(temperature, context, released)
-            return _Loss(individual, scale_one if released else scale, config.eps)
-        case "log":
-            return _Loss(LogTemperature(temperature, context), scale, config.eps)
-        case "rescaled":
-            return _Loss(RescaledTemperature(temperature, context), scale, config.eps)
-        case "rule" if temperature.rule == "learned":
-            return _learned_loss(config, context)
-    return _Loss(RobustTemperature(temperature, context, data_coefficient=2.0 if released else 1.0), scale, config.eps)
-
-
-def _learned_loss(config: ObjectiveConfig, context: Context) -> _Loss:
+def _other_samples(context: Context) -> int:
+    """Return n - 1."""
     if not context.samples:
         raise UserError(
             "objective.temperature.rule=learned has eps = 1/(n-1), but n is unknown: pass ContrastiveLoss the number "
             "of training samples (samples=...), or use rule=robust."
         )
-    others = max(1, context.samples - 1)
-    return _Loss(LogTemperature(config.temperature, context), scale_half, 1 / others, math.log(others))
+    return max(1, context.samples - 1)

@@ -10,27 +10,12 @@ from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Ob
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
-from neuclip_ds.objectives.pair_gradient import PairSimilarities
+from neuclip_ds.objectives.pair_gradient import pair_similarities
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, PairGrid
 from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal
 
 Scale = Callable[[Tensor], Tensor]
 """The loss's leading factor, as a function of tau."""
-
-
-def scale_half(tau: Tensor) -> Tensor:
-    """Scale of OpenCLIP's loss: the mean of its two directions."""
-    return torch.full_like(tau, 0.5)
-
-
-def scale_one(tau: Tensor) -> Tensor:
-    """Scale of FastCLIP-v0, whose loss has no leading tau."""
-    return torch.ones_like(tau)
-
-
-def scale_tau(tau: Tensor) -> Tensor:
-    """Scale of the global contrastive losses: tau itself."""
-    return tau
 
 
 class ContrastiveObjective(Objective):
@@ -62,7 +47,7 @@ class ContrastiveObjective(Objective):
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
         grid = PairGrid(batch, self._config.chunk_size, KEPT_BYTES)
-        pairs = PairSimilarities(grid, self.pair_loss, tau)
+        pairs = pair_similarities(grid, self.pair_loss, tau)
         log_g = pairs.log_mean_exp()
         estimate = self._normalizer(batch, log_g, tau, step)
         gradient = pairs.gradient(estimate.log_weight + scale.log())
@@ -119,5 +104,5 @@ class ContrastiveObjective(Objective):
         if batch.size < 2:  # no anchor has a negative
             return torch.full_like(local_tau, -math.inf), local_tau
         grid = PairGrid(batch, self._config.chunk_size, budget=0)
-        pairs = PairSimilarities(grid, self.pair_loss, tau)
+        pairs = pair_similarities(grid, self.pair_loss, tau)
         return self._normalizer.log_estimate(batch, pairs.log_mean_exp(), tau), local_tau

@@ -6,6 +6,7 @@ that shapes are known without a wait for the device.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -135,6 +136,15 @@ class GatheredFeatures:
     def size(self) -> int:
         """B, the number of rows that count."""
         return self.index.shape[0]
+
+    @cached_property
+    def positive(self) -> Tensor:
+        """(B,) s_ii, the similarities of partners."""
+        return torch.einsum("id,id->i", self.image, self.text)
+
+    def anchors(self) -> Tensor:
+        """(2, local, d) features of this rank's anchors."""
+        return torch.stack([self.image[self.local], self.text[self.local]])
 
     def require_pairs(self, step: int) -> None:
         """Raise `UserError` if fewer than two rows count, so that no anchor has a negative."""

@@ -9,8 +9,6 @@ The released code differs from the textbook's Adam: it clamps G to [-5, 5], corr
 the number of visits, and takes beta_1 = beta_2 = 0 in epoch 0, so that the first step is the sign of G.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -18,8 +16,8 @@ from neuclip_ds.distributed.communicator import Pending
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.options import TemperatureConfig
-from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal, initial_within_bounds, lr_of, rho_of
+from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.objectives.temperature import Temperature, TemperatureSignal, initial_temperature
 from neuclip_ds.state.partition import RowTable
 from neuclip_ds.state.sample_store import SampleStore
 
@@ -29,24 +27,26 @@ _RELEASED_CLAMP = 5.0
 class IndividualTemperature(Temperature):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
-    def __init__(self, config: TemperatureConfig, context: Context, released: bool = False) -> None:
-        """`released` follows the released code in its Adam."""
-        if config.schedule == "third_below_0.03":
+    _rho_share = 1.0
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        super().__init__(config, context)
+        schedule, optimizer = self._config.schedule, self._config.optimizer
+        if schedule == "third_below_0.03":
             raise UserError(
                 "objective.temperature.schedule=third_below_0.03 is a rule for one global temperature; "
                 "individual ones take constant or encoder."
             )
-        if config.optimizer != "adam":
+        if optimizer != "adam":
             raise UserError(
-                f"objective.temperature.optimizer={config.optimizer} is for one global temperature; individual ones "
-                "take adam."
+                f"objective.temperature.optimizer={optimizer} is for one global temperature; individual ones take adam."
             )
-        self._config, self._released = config, released
         self._betas, self._eps = context.adam
-        initial = {"tau": initial_within_bounds(config, context), "moment": 0.0, "square": 0.0}
+        initial = {"tau": initial_temperature(self._config, context), "moment": 0.0, "square": 0.0}
         fields = {f"{name}_{side}": value for name, value in initial.items() for side in ("image", "text")}
         fields["visits"] = 0.0
         self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
+        self._stores = (self._store,)
         self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
@@ -54,9 +54,6 @@ class IndividualTemperature(Temperature):
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         return batch.compact_all(self._reading.wait()).T.contiguous()
-
-    def rho(self, step: Step) -> float:
-        return rho_of(self._config, step)
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         """Take an Adam step on the ranks that own the samples, which hold moments and visits: only gradients travel."""
@@ -71,7 +68,7 @@ class IndividualTemperature(Temperature):
         moment = torch.lerp(gradient, moment, beta1)
         square = torch.lerp(gradient.square(), square, beta2)
         change = (moment / correction1) / ((square / correction2).sqrt() + self._eps)
-        tau = (tau - lr_of(self._config, step) * change).clamp(self._config.minimum, self._config.maximum)
+        tau = (tau - self._lr(step) * change).clamp(self._config.minimum, self._config.maximum)
         self._store.write(batch.index, torch.cat([tau, moment, square, visits + 1]).T)
 
     def _corrections(self, visits: Tensor, step: Step) -> tuple[Tensor, Tensor]:
@@ -79,9 +76,6 @@ class IndividualTemperature(Temperature):
         times = torch.full_like(visits, step.epoch + 1 if step.epoch else torch.inf) if self._released else visits
         beta1, beta2 = self._betas
         return 1 - beta1**times, 1 - beta2**times
-
-    def restore_point(self) -> Callable[[], None]:
-        return self._store.undo
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"temperatures": self._store.rows()}

@@ -34,12 +34,16 @@ class Method:
     """Leading factor of the loss."""
     pair_loss: Literal["identity", "over_batch", "hinge"] = "identity"
     """Pair loss l, and whether a sum over negatives is divided by B - 1 or, as in TuneCLIP, by B."""
-    sections: tuple[str, ...] = ()
-    """Sections of options below `objective.` that the method reads."""
     defaults: Options = field(default_factory=dict)
     """Published settings where they differ from the sections' defaults."""
     starts: Options = field(default_factory=dict)
     """Published initial values of scalars that a pretrained checkpoint may bring along, whose values then count."""
+
+    @property
+    def sections(self) -> tuple[str, ...]:
+        """Sections of options below `objective.` that the method reads."""
+        own = {"batch": (), "pooled_queue": ("queue",), None: ("siglip",)}.get(self.normalizer, (str(self.normalizer),))
+        return (*own, "hinge") if self.pair_loss == "hinge" else own
 
     def reads(self, option: str) -> bool:
         """Whether the method reads a dotted option; options outside methods' sections are read by all."""
@@ -65,7 +69,6 @@ METHODS: dict[str, Method] = {
     "siglip": Method(
         normalizer=None,
         temperature="log",
-        sections=("siglip",),
         starts={**_tau(0.1), "siglip": {"bias": -10.0}},
     ),
     # SogCLR (Yuan et al. 2022; FastCLIP eq. 1), w_i = 1/(eps + u_i): u_i averages g_i over the sample's visits.
@@ -73,7 +76,6 @@ METHODS: dict[str, Method] = {
     "sogclr": Method(
         normalizer="moving_average",
         temperature="constant",
-        sections=("moving_average",),
         defaults={"moving_average": _TUNED_GAMMA},
         starts=_tau(0.03),  # as tuned in FastCLIP's study of gamma
     ),
@@ -82,7 +84,6 @@ METHODS: dict[str, Method] = {
     "isogclr": Method(
         normalizer="moving_average",
         temperature="individual",
-        sections=("moving_average",),
         # as tuned in FastCLIP's study of gamma
         defaults={"temperature": {"lr": 1e-2, "schedule": "constant", "rho": 9.0}, "moving_average": _TUNED_GAMMA},
         starts=_tau(0.03),
@@ -93,21 +94,18 @@ METHODS: dict[str, Method] = {
         normalizer="moving_average",
         temperature="log",
         scale="one",
-        sections=("moving_average",),
         starts=_tau(0.03),  # FastCLIP's study of temperatures; the README's script starts at 0.07
     ),
     # FastCLIP-v1 (eq. 1-2): SogCLR's loss with gamma on a cosine.
     "fastclip_v1": Method(
         normalizer="moving_average",
         temperature="constant",
-        sections=("moving_average",),
         starts=_tau(0.03),  # FastCLIP's study of gamma; the README's script has 0.07
     ),
     # FastCLIP-v2 (eq. 2 and 9): iSogCLR's loss with gamma on a cosine; as tuned in FastCLIP's study of temperatures.
     "fastclip_v2": Method(
         normalizer="moving_average",
         temperature="individual",
-        sections=("moving_average",),
         defaults={"temperature": {"schedule": "constant"}},
         starts=_tau(0.03),
     ),
@@ -117,7 +115,6 @@ METHODS: dict[str, Method] = {
     "fastclip_v3": Method(
         normalizer="moving_average",
         temperature="robust",
-        sections=("moving_average",),
         defaults={"temperature": {"schedule": "third_below_0.03"}},
         starts=_tau(0.07),
     ),
@@ -130,7 +127,6 @@ METHODS: dict[str, Method] = {
     "amorlip": Method(
         normalizer="amortized",
         temperature="rescaled",
-        sections=("amortized",),
         defaults={"temperature": {"schedule": "third_below_0.03"}},
         starts=_tau(0.07),
     ),
@@ -139,7 +135,7 @@ METHODS: dict[str, Method] = {
     #   alpha1_i = log(eps + 1/m sum_k exp((cos(e1_i, W1_k) - s_ii)/tau)),   alpha2_i likewise with e2_i and W2
     # NeuCLIP Table 3. tau's start and schedule are not published: 0.07, and the encoders' schedule because its learning
     # rate is an eighth of theirs on every data set.
-    "neuclip": Method(normalizer="npn", temperature="rule", sections=("npn",), starts=_tau(0.07)),
+    "neuclip": Method(normalizer="npn", temperature="rule", starts=_tau(0.07)),
     # NeuCLIP's loss with a normalizer from a queue and no inner optimizer (this project), w_i = exp(-alpha_i).
     #   1/2n sum_i sum_{1, 2} [ exp(-alpha_i) (eps + g_i) + alpha_i - 1 ] + log(n-1),   eps = 1/(n-1)
     #   alpha_i = log(eps + (g_i + kappa ghat_i)/(1 + kappa)),   ghat1_i = 1/m sum_k c_k exp((e1_i . W_k - s_ii)/tau)
@@ -148,7 +144,6 @@ METHODS: dict[str, Method] = {
     "neuclip_queue": Method(
         normalizer="pooled_queue",
         temperature="rule",
-        sections=("queue",),
         defaults={"temperature": {"rule": "learned"}},
         starts=_tau(0.07),
     ),
@@ -159,7 +154,6 @@ METHODS: dict[str, Method] = {
         normalizer="moving_average",
         temperature="constant",
         pair_loss="over_batch",
-        sections=("moving_average",),
         defaults={"moving_average": _TUNECLIP_GAMMA},
     ),
     # TuneCLIP's hinged loss (eq. 8), for fine-tuning after recovery has filled u (training/recovery.py); tau stays at
@@ -169,7 +163,6 @@ METHODS: dict[str, Method] = {
         normalizer="moving_average",
         temperature="constant",
         pair_loss="hinge",
-        sections=("moving_average", "hinge"),
         defaults={"moving_average": _TUNECLIP_GAMMA},
     ),
 }

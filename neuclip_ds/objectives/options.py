@@ -183,13 +183,18 @@ class ObjectiveConfig(Section):
         if not isinstance(tree, dict):
             return tree
         method = method_of(tree)
+        name, temperature = tree.get("method", DEFAULT), tree.get("temperature")
         for section in SECTIONS:
             if section in tree and section not in method.sections:
-                raise UserError(_unread(tree.get("method", DEFAULT), section, tree[section]))
-        temperature = tree.get("temperature")
-        rule = temperature.get("rule") if isinstance(temperature, dict) else None
-        if rule is not None and method.temperature != "rule":
-            raise UserError(_fixed_rule(tree.get("method", DEFAULT), rule))
+                options = tree[section] if isinstance(tree[section], dict) else {}
+                given = ", ".join(f"objective.{section}.{key}" for key in options) or f"objective.{section}"
+                reads = " and ".join(f"objective.{other}" for other in method.sections) or "no section of its own"
+                readers = [other for other in METHODS if section in METHODS[other].sections]
+                raise UserError(_unread(name, given, reads, readers))
+        if isinstance(temperature, dict) and temperature.get("rule") is not None and method.temperature != "rule":
+            readers = [other for other in METHODS if METHODS[other].temperature == "rule"]
+            given = f"objective.temperature.rule={temperature['rule']}"
+            raise UserError(_unread(name, given, "no rule: its temperature has one", readers))
         return merge(merge(method.defaults, method.starts), tree)
 
     @model_serializer(mode="wrap")
@@ -216,19 +221,8 @@ class ObjectiveConfig(Section):
         ]
 
 
-def _unread(method: str, section: str, options: Any) -> str:
-    given = [f"objective.{section}.{key}" for key in options] if isinstance(options, dict) else []
-    readers = ", ".join(name for name, other in METHODS.items() if section in other.sections)
-    reads = " and ".join(f"objective.{name}" for name in METHODS[method].sections) or "no section of its own"
+def _unread(method: str, given: str, reads: str, readers: list[str]) -> str:
     return (
-        f"{', '.join(given) or f'objective.{section}'} is read by {readers} only; objective.method={method} reads "
-        f"{reads}: remove it, or choose one of those methods."
-    )
-
-
-def _fixed_rule(method: str, rule: str) -> str:
-    readers = ", ".join(name for name, other in METHODS.items() if other.temperature == "rule")
-    return (
-        f"objective.temperature.rule={rule} is read by {readers} only; objective.method={method} has one rule for its "
-        "temperature: remove the option, or choose one of those methods."
+        f"{given} is read by {', '.join(readers)} only; objective.method={method} reads {reads}: remove it, or choose "
+        "one of those methods."
     )

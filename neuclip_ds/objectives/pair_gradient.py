@@ -45,53 +45,34 @@ class PairSimilarities:
 
     Between the visits they are kept if they fit into the grid's budget, and computed again if not, so that memory is
     O(block) + budget. On a GPU the host reads no number of the device.
+
+    Any pair loss and temperatures: each pair has an exponential for either of its anchors. Each anchor's sum is taken
+    relative to its largest term, and a pair's weight is one exponential of a sum of logarithms, so that nothing that
+    counts vanishes or overflows.
     """
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         """`tau` is 0-dim if all anchors share it, else (2, B)."""
         self.divisor = pair_loss.divisor(grid.size)
-        self._grid, self._pair_loss, self._tau = grid, pair_loss, tau
-        # whether its exponentials have sufficed is read from the device, which on a GPU would stop the host
-        factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
-        self._pairs: FactoredPairs | GeneralPairs = FactoredPairs(grid, tau) if factors else self._general()
-
-    def log_mean_exp(self) -> Tensor:
-        """(2, local): log g of this rank's anchors."""
-        log_sum = self._pairs.log_sum_exp()
-        if log_sum is None:
-            self._pairs = self._general()
-            log_sum = self._pairs.log_sum_exp()
-        return log_sum - math.log(self.divisor)
-
-    def gradient(self, log_weight: Tensor) -> PairGradient:
-        """Gradient of L for weights W = exp(log_weight), (2, B); after `log_mean_exp`, and once."""
-        log_share = log_weight - math.log(self.divisor * self._grid.size)
-        gradient = self._pairs.gradient(log_share)
-        if gradient is None:
-            gradient = self._general().gradient(log_share)
-        return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
-
-    def _general(self) -> GeneralPairs:
-        return GeneralPairs(self._grid, self._pair_loss, self._tau)
-
-
-class GeneralPairs:
-    """Any pair loss and temperatures: each pair has an exponential for either of its anchors.
-
-    Each anchor's sum is taken relative to its largest term, and a pair's weight is one exponential of a sum of
-    logarithms, so that nothing that counts vanishes or overflows.
-    """
-
-    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         self._grid, self._pair_loss = grid, pair_loss
         self._shared = tau.ndim == 0
         self._scale = tau.pow(1 / pair_loss.power).expand(2, grid.size)  # that similarities are divided by
         self._origin = (grid.positive - pair_loss.margin) / self._scale
+        # a number as the others are, exact up to 2^24 rows in float32
         self._sample = torch.arange(grid.size, device=tau.device).to(tau.dtype).expand(2, -1)
         self._kept: deque[Tensor] = deque()
         self._buffers: list[Tensor] = []
 
-    def log_sum_exp(self) -> Tensor:
+    def log_mean_exp(self) -> Tensor:
+        """(2, local): log g of this rank's anchors."""
+        return self._log_sum_exp() - math.log(self.divisor)
+
+    def gradient(self, log_weight: Tensor) -> PairGradient:
+        """Gradient of L for weights W = exp(log_weight), (2, B); after `log_mean_exp`, and once."""
+        gradient = self._gradient(log_weight - math.log(self.divisor * self._grid.size))
+        return gradient._replace(mean_logit=gradient.mean_logit * self._grid.size)
+
+    def _log_sum_exp(self) -> Tensor:
         grid = self._grid
         result = grid.per_anchor(-math.inf)
         log_sums = fused(_log_sums) if grid.fuses else _log_sums
@@ -102,12 +83,11 @@ class GeneralPairs:
                 self._kept.append(similarity)
             found = log_sums(self._pair_loss, similarity, self._of_block(numbers, block), self._views(block, 1))
             for anchors, log_sum in zip(block.local_anchors, found, strict=True):
-                sums = result[anchors.side, anchors.local]
-                torch.logaddexp(sums, log_sum, out=sums)
+                torch.logaddexp(result[anchors], log_sum, out=result[anchors])
         self._buffers.clear()
         return result + self._pair_loss.offset(self._origin[:, grid.local])
 
-    def gradient(self, log_share: Tensor) -> PairGradient:
+    def _gradient(self, log_share: Tensor) -> PairGradient:
         grid, pair_loss = self._grid, self._pair_loss
         # of exp(l/tau) times the derivative of l/tau by the similarity
         log_factor = log_share + (pair_loss.power / self._scale).log()
@@ -120,9 +100,9 @@ class GeneralPairs:
             inputs = pair_loss, similarity, self._of_block(numbers, block), self._views(block, 3)
             total, by_anchor, by_product = weights(*inputs, not self._shared)
             for anchors, sums in zip(block.local_anchors, by_anchor, strict=True):
-                pull[anchors.side, anchors.local] += sums
-            for anchors, sums in zip(block.anchors, by_product, strict=False):
-                products[anchors.side, anchors.local] += sums
+                pull[anchors] += sums
+            for anchors, sums in zip(block.local_anchors, by_product, strict=False):
+                products[anchors] += sums
             return total
 
         grads = grid.gradient(weight)
@@ -213,44 +193,47 @@ def _weights(
     return parts[0].add_(parts[1]), pulls, products
 
 
-class FactoredPairs:
+class FactoredSimilarities(PairSimilarities):
     """l(x) = x and one temperature: exp((s_ij - s_ii)/tau) = exp(s_ij/tau - c) exp(c - s_ii/tau).
 
     The first factor is the same for both anchors of a pair and for both visits, so a pair costs one exponential.
-    It must be representable: c moves the largest possible exponent 1/tau down to `_limit`, and where what counts
-    would vanish below all the same, the answer is None.
+    It must be representable: c moves the largest possible exponent 1/tau down to `_limit`. Where what counts would
+    vanish below all the same, the general form takes over, which the host learns by reading the sums.
     """
 
-    def __init__(self, grid: PairGrid, tau: Tensor) -> None:
-        self._grid, self._tau = grid, tau
+    def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
+        super().__init__(grid, pair_loss, tau)
+        self._tau = tau
         # a sum of B terms, and a product with the anchor's factor, have room beyond it
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
         self._shift = max(1 / float(tau) - self._limit, 0.0)
         self._log_factor = self._shift - grid.positive / tau  # (B,)
         self._total = grid.per_anchor(0.0)
-        self._kept: deque[Tensor] = deque()
+        self._suffices = True
 
-    def log_sum_exp(self) -> Tensor | None:
+    def _log_sum_exp(self) -> Tensor:
         for block in self._grid.blocks():
             exponential = self._exponential(block)
             if self._grid.keeps:
                 self._kept.append(exponential)
-            for anchors in block.anchors:
-                if anchors.local is not None:
-                    self._total[anchors.side, anchors.local] += exponential.sum(anchors.partners)
+            for anchors, dim in zip(block.local_anchors, (1, 0), strict=False):
+                self._total[anchors] += exponential.sum(dim)
         log_total = self._total.log()
-        if not bool((log_total > -self._limit).all()):
-            self._kept.clear()
-            return None
-        return log_total + self._log_factor[self._grid.local]
+        self._suffices = bool((log_total > -self._limit).all())
+        if self._suffices:
+            return log_total + self._log_factor[self._grid.local]
+        self._kept.clear()
+        return super()._log_sum_exp()
 
-    def gradient(self, log_share: Tensor) -> PairGradient | None:
+    def _gradient(self, log_share: Tensor) -> PairGradient:
         grid = self._grid
         log_factor = log_share + self._log_factor
+        if not self._suffices:
+            return super()._gradient(log_share)
         if not bool((log_factor.abs() < 1.1 * self._limit).all()):
             self._kept.clear()
-            return None
+            return super()._gradient(log_share)
         factor = log_factor.exp().div_(self._tau)  # (2, B)
         (buffer,) = grid.buffers(1)
 
@@ -275,3 +258,9 @@ class FactoredPairs:
         exponential = exp_(exponent)
         self._grid.positives(exponential, block).fill_(0.0)
         return exponential
+
+
+def pair_similarities(grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> PairSimilarities:
+    """Return the cheapest form of a batch's similarities; a GPU's host would have to wait for the factored one."""
+    factors = tau.ndim == 0 and pair_loss.is_identity and tau.device.type == "cpu"
+    return (FactoredSimilarities if factors else PairSimilarities)(grid, pair_loss, tau)

@@ -36,12 +36,9 @@ def _cached_block_bytes(device: torch.device) -> int:
     return min(max(1 << third.bit_length() - 1, _LEAST_GPU_BLOCK), _FUSED_BLOCK)
 
 
-class Anchors(NamedTuple):
-    """The anchors along one dimension of a block."""
-
-    side: int
-    local: slice | None  # among this rank's rows, None where they are another rank's
-    partners: int  # dimension along which their partners lie
+def slices(start: int, stop: int, size: int) -> list[slice]:
+    """Cut a range into slices of at most `size`."""
+    return [slice(low, min(low + size, stop)) for low in range(start, stop, size)]
 
 
 class Block(NamedTuple):
@@ -53,14 +50,10 @@ class Block(NamedTuple):
     local: slice | None  # the columns among this rank's rows, None where they are another rank's
 
     @property
-    def anchors(self) -> tuple[Anchors, Anchors]:
-        """The anchors of the rows and of the columns."""
-        return Anchors(self.side, self.rows, 1), Anchors(1 - self.side, self.local, 0)
-
-    @property
-    def local_anchors(self) -> tuple[Anchors, ...]:
-        """Those of `anchors` that are this rank's: the rows, and the columns where they are local."""
-        return self.anchors if self.local is not None else self.anchors[:1]
+    def local_anchors(self) -> list[tuple[int, slice]]:
+        """Side and place of this rank's anchors: of the rows, whose partners lie along dimension 1, and of the columns,
+        whose partners lie along dimension 0, where they are local."""
+        return [(self.side, self.rows), *([(1 - self.side, self.local)] if self.local is not None else [])]
 
     def view(self, buffer: Tensor) -> Tensor:
         """Return the beginning of a flat buffer in the shape of the block."""
@@ -84,7 +77,7 @@ class PairGrid:
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
-        self.positive = torch.einsum("id,id->i", batch.image, batch.text)
+        self.positive = batch.positive
         self._count = self.local.stop - self.local.start
         itemsize = batch.image.element_size()
         self.keeps = self._count * (2 * self.size - self._count) * itemsize <= budget
@@ -101,15 +94,13 @@ class PairGrid:
     def blocks(self) -> Iterator[Block]:
         """Yield local columns once, as image rows x text columns, and columns of other ranks once for each side."""
         start, stop = self.local.start, self.local.stop
-        row_slices = [slice(low, min(low + self._rows, self._count)) for low in range(0, self._count, self._rows)]
-        for first, last in ((start, stop), (0, start), (stop, self.size)):
-            for low in range(first, last, self._columns):
-                columns = slice(low, min(low + self._columns, last))
-                is_local = first == start and low < stop
-                local = slice(columns.start - start, columns.stop - start) if is_local else None
-                for side in (IMAGE,) if is_local else (IMAGE, TEXT):
-                    for rows in row_slices:
-                        yield Block(side, rows, columns, local)
+        for columns in slices(start, stop, self._columns):
+            for rows in slices(0, self._count, self._rows):
+                yield Block(IMAGE, rows, columns, slice(columns.start - start, columns.stop - start))
+        for columns in slices(0, start, self._columns) + slices(stop, self.size, self._columns):
+            for side in (IMAGE, TEXT):
+                for rows in slices(0, self._count, self._rows):
+                    yield Block(side, rows, columns, None)
 
     def similarity(self, block: Block) -> Tensor:
         """Return the (rows, columns) similarities of a block."""

@@ -30,7 +30,7 @@ class SigmoidObjective(Objective):
                 "The pretrained checkpoint has no logit_bias, which SigLIP's loss starts with; give "
                 "--objective.siglip.bias (SigLIP begins with -10)."
             )
-        self._config, self._logit = config, LearnableTemperature(config.temperature, context, bias=bias)
+        self._config, self._logit = config, LearnableTemperature(config, context, bias=bias)
         super().__init__(context, {"": self._logit})
 
     @torch.no_grad()

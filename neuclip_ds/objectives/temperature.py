@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Stateful, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.options import TemperatureConfig
+from neuclip_ds.objectives.options import ObjectiveConfig, TemperatureConfig
 
 
 class TemperatureSignal(NamedTuple):
@@ -36,61 +36,63 @@ class TemperatureSignal(NamedTuple):
 class Temperature(Stateful):
     """A rule for tau."""
 
+    _rho_share = 0.0  # of the config's rho, for each anchor and direction
+
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        """Start from the config's tau, or that of the encoders."""
+        self._config, self._released = config.temperature, config.reference == "released_code"
+
     def of(self, batch: GatheredFeatures) -> Tensor:
         """Return the temperature of the batch's anchors: 0-dim if all share one, else (2, B)."""
         raise NotImplementedError
 
     def rho(self, step: Step) -> float:
-        """Return rho of a step; the loss holds rho tau for each anchor and direction."""
-        return 0.0
+        """Return rho of a step; the loss holds rho tau for each anchor and direction.
+
+        The entries of a list hold for equal parts of the run (AmorLIP's annealing).
+        """
+        rho = self._config.rho
+        present = rho if isinstance(rho, float) else rho[min(int(step.progress * len(rho)), len(rho) - 1)]
+        return self._rho_share * present
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
         """Take one optimizer step, after the gradient of the batch."""
 
+    def _lr(self, step: Step) -> float:
+        """Return the temperature's learning rate of a step, before `third_below_0.03`."""
+        peak = step.peak_lr if self._config.lr is None else self._config.lr
+        if self._config.schedule != "encoder":
+            return peak
+        return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
 
-def initial_temperature(config: TemperatureConfig, context: Context) -> float:
-    """Return tau at step 0, the config's or that of the encoders; raise `UserError` if neither has one."""
+
+def initial_temperature(config: TemperatureConfig, context: Context, learned: bool = True) -> float:
+    """Return tau at step 0, the config's or that of the encoders.
+
+    Raises:
+        UserError: neither has one, or a learned temperature's is beyond the bounds.
+    """
     tau = context.temperature if config.initial is None else config.initial
     if tau is None:
         raise UserError(
             "The pretrained checkpoint has no logit_scale, so its temperature is unknown; give "
             "--objective.temperature.initial (OpenAI's models have 0.01)."
         )
-    return tau
-
-
-def initial_within_bounds(config: TemperatureConfig, context: Context) -> float:
-    """Return tau at step 0 of a learned temperature; raise `UserError` if a checkpoint's lies beyond the bounds."""
-    tau = initial_temperature(config, context)
     bounded = min(max(tau, config.minimum), config.maximum)
-    if not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
+    if learned and not math.isclose(tau, bounded, rel_tol=1e-3):  # OpenAI's clamp at 100 leaves 0.0099999
         raise UserError(
             f"The pretrained checkpoint's temperature {tau:.4g} is outside [minimum={config.minimum}, "
             f"maximum={config.maximum}] of objective.temperature; change one of them, or set initial."
         )
-    return bounded
-
-
-def lr_of(config: TemperatureConfig, step: Step) -> float:
-    """Return the temperature's learning rate of a step, before `third_below_0.03`."""
-    peak = step.peak_lr if config.lr is None else config.lr
-    if config.schedule != "encoder":
-        return peak
-    return peak * step.lr / step.peak_lr if step.peak_lr else 0.0
-
-
-def rho_of(config: TemperatureConfig, step: Step) -> float:
-    """Return rho of a step; the entries of a list hold for equal parts of the run (AmorLIP's annealing)."""
-    if isinstance(config.rho, float):
-        return config.rho
-    return config.rho[min(int(step.progress * len(config.rho)), len(config.rho) - 1)]
+    return bounded if learned else tau
 
 
 class ConstantTemperature(Temperature):
     """tau stays at its initial value: SogCLR, FastCLIP-v1, TuneCLIP."""
 
-    def __init__(self, config: TemperatureConfig, context: Context) -> None:
-        tau = initial_temperature(config, context)
+    def __init__(self, config: ObjectiveConfig, context: Context) -> None:
+        super().__init__(config, context)
+        tau = initial_temperature(config.temperature, context, learned=False)
         self._tau = torch.tensor(tau, dtype=context.dtype, device=context.communicator.device)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
@@ -106,15 +108,16 @@ class ConstantTemperature(Temperature):
 class LearnableTemperature(Temperature):
     """theta = log(1/tau) with its optimizer, schedule and bounds; further scalars may be learned with it."""
 
-    def __init__(self, config: TemperatureConfig, context: Context, **further: float) -> None:
-        self._config, self._own_optimizer = config, context.own_optimizers
-        initial = {"theta": -math.log(initial_within_bounds(config, context)), **further}
+    def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
+        super().__init__(config, context)
+        self._own_optimizer = context.own_optimizers
+        initial = {"theta": -math.log(initial_temperature(self._config, context)), **further}
         device = context.communicator.device
         self._scalars = {
             name: Parameter(torch.tensor([value], dtype=context.dtype, device=device))
             for name, value in initial.items()
         }
-        self._optimizer = _optimizer(list(self._scalars.values()), config, context)
+        self._optimizer = _optimizer(list(self._scalars.values()), self._config.optimizer, context)
 
     def of(self, batch: GatheredFeatures) -> Tensor:
         if not self._own_optimizer:
@@ -143,7 +146,7 @@ class LearnableTemperature(Temperature):
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         if not self._own_optimizer:
             return
-        self._optimizer.param_groups[0]["lr"] = lr_of(self._config, step)
+        self._optimizer.param_groups[0]["lr"] = self._lr(step)
         with self._third_below() if self._config.schedule == "third_below_0.03" else nullcontext():
             self._optimizer.step()
         self._clamp()
@@ -184,40 +187,34 @@ class RobustTemperature(LearnableTemperature):
     """The robust global contrastive loss with one temperature, RGCL-g (FastCLIP eq. 10, NeuCLIP eq. 12).
 
     d/dtau = mean over anchors of both directions' log-normalizer terms + 2 rho - c * mean logit
+
+    c is 1 in the papers, 2 in FastCLIP's released code.
     """
 
-    def __init__(self, config: TemperatureConfig, context: Context, data_coefficient: float = 1.0) -> None:
-        """`data_coefficient` is c: 1 in the papers, 2 in FastCLIP's released code."""
-        super().__init__(config, context)
-        self._data_coefficient = data_coefficient
-
-    def rho(self, step: Step) -> float:
-        return rho_of(self._config, step)
+    _rho_share = 1.0
 
     def update(self, batch: GatheredFeatures, signal: TemperatureSignal, step: Step) -> None:
-        grad_tau = signal.tau_term + 2 * self.rho(step) - self._data_coefficient * signal.mean_logit
+        coefficient = 2.0 if self._released else 1.0
+        grad_tau = signal.tau_term + 2 * self.rho(step) - coefficient * signal.mean_logit
         self.descend(step, theta=-self.tau * grad_tau)
 
 
 class RescaledTemperature(RobustTemperature):
     """AmorLIP's rescaled loss tau l + rho tau: as RGCL-g, but rho counts once and not for each direction."""
 
-    def rho(self, step: Step) -> float:
-        return rho_of(self._config, step) / 2
+    _rho_share = 0.5
 
 
-def _optimizer(scalars: list[Parameter], config: TemperatureConfig, context: Context) -> torch.optim.Optimizer:
-    """Return the optimizer that the config names; its learning rate comes with each step."""
+def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.optim.Optimizer:
+    """Return the optimizer of that name; its learning rate comes with each step."""
     betas, eps = context.adam
-    match config.optimizer:
-        case "adam":
-            return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=eps)
-        case "lion":
-            from timm.optim import Lion
+    if name == "lion":
+        from timm.optim import Lion
 
-            return Lion(scalars, lr=0.0, betas=betas)
-        case "sgd":
-            return torch.optim.SGD(scalars, lr=0.0, momentum=betas[0])
+        return Lion(scalars, lr=0.0, betas=betas)
+    if name == "sgd":
+        return torch.optim.SGD(scalars, lr=0.0, momentum=betas[0])
+    return torch.optim.Adam(scalars, lr=0.0, betas=betas, eps=eps)
 
 
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:

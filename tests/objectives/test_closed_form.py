@@ -15,7 +15,7 @@ from neuclip_ds.objectives import build_objective, contrastive
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_arithmetic import Hinge, PairLoss
-from neuclip_ds.objectives.pair_gradient import GeneralPairs, PairSimilarities
+from neuclip_ds.objectives.pair_gradient import PairSimilarities, pair_similarities
 from neuclip_ds.objectives.pair_grid import PairGrid
 
 SIZES = [(2, 3), (7, 5), (33, 17), (64, 8)]
@@ -196,7 +196,7 @@ def test_float32_where_one_exponential_a_pair_would_not_fit(negative: float, exc
     for dtype in (torch.float32, torch.float64):
         gathered = GatheredFeatures(batch(image.to(dtype), text.to(dtype)), Communicator(), dtype)
         tau = torch.tensor(0.01, dtype=dtype)
-        similarities = PairSimilarities(PairGrid(gathered, None, 1e9), PairLoss(), tau)
+        similarities = pair_similarities(PairGrid(gathered, None, 1e9), PairLoss(), tau)
         log_g = similarities.log_mean_exp()
         results.append((log_g, *similarities.gradient(excess - log_g)))
     for single, double in zip(*results, strict=True):
@@ -227,9 +227,8 @@ def test_one_temperature_in_both_precisions(kind: str, tau: float, general: bool
     *by_features, by_tau = torch.autograd.grad(loss, (image, text, leaf))
     for dtype, limit in ((torch.float64, EXACT), (torch.float32, 1e-6 / tau)):
         gathered = GatheredFeatures(batch(image.detach().to(dtype), text.detach().to(dtype)), Communicator(), dtype)
-        similarities = PairSimilarities(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype))
-        if general:
-            similarities._pairs = GeneralPairs(similarities._grid, PairLoss(), double.to(dtype))
+        form = PairSimilarities if general else pair_similarities
+        similarities = form(PairGrid(gathered, 7, 1e9), PairLoss(), double.to(dtype))
         assert relative_error(similarities.log_mean_exp().double(), wanted.detach()) < limit
         found = similarities.gradient(log_weight.to(dtype))
         for value, exact in zip((found.image, found.text), by_features, strict=True):

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from neuclip_ds.objectives import pair_arithmetic
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_arithmetic import Hinge, PairLoss, fused, pair_products
-from neuclip_ds.objectives.pair_gradient import GeneralPairs
+from neuclip_ds.objectives.pair_gradient import PairSimilarities
 from neuclip_ds.objectives.pair_grid import PairGrid
 
 LOSSES = [PairLoss(), Hinge(0.2, 2.0), Hinge(0.2, 1.0)]
@@ -33,9 +33,9 @@ def results(
         tau = tau * torch.linspace(0.5, 2, 2 * ranks * rows, dtype=torch.float64).reshape(2, -1)
     grid = PairGrid(gathered, chunk, budget=1e9)
     grid.fuses = fuses
-    found = GeneralPairs(grid, pair_loss, tau)
-    log_share = torch.linspace(-9, -7, 2 * ranks * rows, dtype=torch.float64).reshape(2, -1)
-    return [found.log_sum_exp(), *found.gradient(log_share)]
+    found = PairSimilarities(grid, pair_loss, tau)
+    log_weight = torch.linspace(-1, 1, 2 * ranks * rows, dtype=torch.float64).reshape(2, -1)
+    return [found.log_mean_exp(), *found.gradient(log_weight)]
 
 
 def compare(pair_loss: PairLoss, rows: int, individual: bool, ranks: int = 3, chunk: int | None = 7) -> None:

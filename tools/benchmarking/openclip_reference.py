@@ -53,7 +53,7 @@ class OpenClipReference(Objective):
 
     def __init__(self, config: Config, context: Context, comm_dtype: torch.dtype) -> None:
         adam = AdamSettings(config.optimizer.betas, config.optimizer.eps)
-        self._temperature = LearnableTemperature(config.objective.temperature, context._replace(adam=adam))
+        self._temperature = LearnableTemperature(config.objective, context._replace(adam=adam))
         super().__init__(context, {"": self._temperature})
         self.comm_dtype = comm_dtype
 

@@ -62,6 +62,10 @@ class AmortizationMlp:
             shift.fill_(0.0)
         return flat
 
+    def raise_level(self, flat: Tensor, by: Tensor) -> None:
+        """Add a number of each direction, (2,), to what the nets return."""
+        self.weights(flat).out_bias.add_(by.view(2, 1, 1))
+
     def __call__(self, flat: Tensor, features: Tensor) -> Tensor:
         """(2, rows, d) image and text features -> (2, rows) log lambda."""
         w = self.weights(flat)

@@ -85,11 +85,12 @@ def _bounded_exp(x: Tensor) -> Tensor:
 class AmortizedNormalizer(Normalizer):
     """w_i = exp(L s_ii) / lambda_i."""
 
-    def __init__(self, config: AmortizedConfig, context: Context) -> None:
-        self._config, self._own_optimizer = config, context.own_optimizers
-        self._communicator = context.communicator
-        self._log_positive_weight = math.log(config.positive_weight) if config.positive_weight else -math.inf
-        self._mlp = AmortizationMlp(context.dim, max(1, int(config.width * context.dim)))
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        """AmorLIP's loss has no eps."""
+        self._config = own = config.amortized
+        self._communicator, self._own_optimizer = context.communicator, context.own_optimizers
+        self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
+        self._mlp = AmortizationMlp(context.dim, max(1, int(own.width * context.dim)))
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
         self._online = Parameter(blank)
         self._target = blank.clone()
@@ -101,24 +102,25 @@ class AmortizedNormalizer(Normalizer):
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Estimate after a fit; without learning from the nets as they are, or from the batch while none are drawn."""
         features, positive = self._inputs(batch, tau)
-        starts = step.learn and step.epoch != self._epoch
-        if starts and self._epoch >= 0:
-            self._previous = self._target.clone()
         log_total = self._log_total(log_g, positive, batch.size)
-        log_target = self._log_target(log_total, features, step.epoch if step.learn else self._epoch)
-        if starts:
-            self._draw(step.epoch, features, log_target, batch.size)
         if step.learn:
-            if self._steps % self._config.online_every == 0:
-                self._fit(features, log_target, log_total, batch.size)
-            if self._steps % self._config.target_every == 0:
-                self._target.lerp_(self._online.detach(), 1 - self._config.ema)
-            self._steps += 1
+            log_target = self._learn(step.epoch, features, log_total, batch.size)
+        else:
+            log_target = self._log_target(log_total, features, self._epoch)
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
         log_lambda = predicted if drawn and self._config.encoder_normalizer == "ema" else log_target
+        log_lambda = representable(log_lambda, log_total)
+        if self._config.max_ratio is not None:
+            log_lambda = bounded(log_lambda, log_total, math.log(self._config.max_ratio))
+        ratio = (log_total - log_lambda).exp()  # C/lambda
         error = (predicted - log_target).square()
-        return self._estimate(batch, positive, tau, log_total, log_lambda, error)
+        metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
+        feature_grad = partner_gradient(batch, 1 - ratio, tau)
+        # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
+        tau_term = positive * (1 - ratio)
+        log_weight = batch.gather(positive - log_lambda, "normalizer")
+        return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
@@ -131,8 +133,7 @@ class AmortizedNormalizer(Normalizer):
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
         """(2, local, d) features and (local,) L s_ii."""
-        image, text = batch.image[batch.local], batch.text[batch.local]
-        return torch.stack([image, text]), torch.einsum("id,id->i", image, text) / tau
+        return batch.anchors(), batch.positive[batch.local] / tau
 
     def _log_total(self, log_g: Tensor, positive: Tensor, size: int) -> Tensor:
         """(2, local) log C of anchors of a batch of `size`."""
@@ -147,13 +148,27 @@ class AmortizedNormalizer(Normalizer):
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
+    def _learn(self, epoch: int, features: Tensor, log_total: Tensor, size: int) -> Tensor:
+        """Draw the nets of a new epoch, fit them to the batch, and return (2, local) log Z."""
+        starts = epoch != self._epoch
+        if starts and self._epoch >= 0:
+            self._previous = self._target.clone()
+        log_target = self._log_target(log_total, features, epoch)
+        if starts:
+            self._draw(epoch, features, log_target, size)
+        if self._steps % self._config.online_every == 0:
+            self._fit(features, log_target, log_total, size)
+        if self._steps % self._config.target_every == 0:
+            self._target.lerp_(self._online.detach(), 1 - self._config.ema)
+        self._steps += 1
+        return log_target
+
     def _draw(self, epoch: int, features: Tensor, log_target: Tensor, size: int) -> None:
         """New nets, but for their level a function of the epoch alone, and a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
         if self._config.init == "batch_mean":
             gap = (log_target - self._mlp(self._target, features)).sum(dim=1)
-            level = self._communicator.all_reduce(gap, "normalizer") / size
-            self._mlp.weights(self._target).out_bias.add_(level.view(2, 1, 1))
+            self._mlp.raise_level(self._target, self._communicator.all_reduce(gap, "normalizer") / size)
         self._online.data.copy_(self._target)
         self._adam = self._new_adam()
         self._epoch, self._steps = epoch, 0
@@ -188,26 +203,6 @@ class AmortizedNormalizer(Normalizer):
             return peak
         return torch.minimum(peak, math.log(self._config.max_grad_norm) - gradient.norm().log())
 
-    def _estimate(
-        self,
-        batch: GatheredFeatures,
-        positive: Tensor,
-        tau: Tensor,
-        log_total: Tensor,
-        log_lambda: Tensor,
-        error: Tensor,
-    ) -> NormalizerOutput:
-        log_lambda = representable(log_lambda, log_total)
-        if self._config.max_ratio is not None:
-            log_lambda = bounded(log_lambda, log_total, math.log(self._config.max_ratio))
-        ratio = (log_total - log_lambda).exp()  # C/lambda
-        metrics = {"amortization_ratio": ratio, "amortization_error": error, "log_lambda": log_lambda}
-        feature_grad = partner_gradient(batch, 1 - ratio, tau)
-        # the data term of d/dtau has the logits L (s_ij - s_ii); this loss has L s_ij, and -2 L s_ii
-        tau_term = positive * (1 - ratio)
-        log_weight = batch.gather(positive - log_lambda, "normalizer")
-        return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
-
     def parameters(self) -> dict[str, Parameter]:
         return {"online": self._online}
 
@@ -227,6 +222,4 @@ class AmortizedNormalizer(Normalizer):
         load_adam_state(self._adam, self._online, state)
 
 
-def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
-    """Build it from its section; AmorLIP's loss has no eps."""
-    return AmortizedNormalizer(config.amortized, context)
+build = AmortizedNormalizer

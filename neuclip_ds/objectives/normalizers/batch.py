@@ -15,7 +15,10 @@ from neuclip_ds.objectives.options import ObjectiveConfig
 
 
 class BatchNormalizer(Normalizer):
-    """w_i = 1 / (1/(B-1) + g_i); keeps no state."""
+    """w_i = 1 / (1/(B-1) + g_i); has no options and keeps no state."""
+
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        pass
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         log_negatives = math.log(batch.size - 1)
@@ -28,6 +31,4 @@ class BatchNormalizer(Normalizer):
         return log_g
 
 
-def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
-    """Build it; it has no options."""
-    return BatchNormalizer()
+build = BatchNormalizer

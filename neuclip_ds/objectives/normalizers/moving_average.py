@@ -13,13 +13,13 @@ If all g are multiplied by the same factor between two visits, so is u_i, once c
 """
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Pending
-from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Stateful, Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.options import MovingAverageConfig, ObjectiveConfig
 from neuclip_ds.state.partition import RowTable
@@ -45,48 +45,20 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
     return torch.where(torch.isneginf(log_u), log_g, updated)
 
 
-class Level(Stateful):
-    """Running mean of log g in either direction, over all samples; 0 with a rate of 0."""
-
-    def __init__(self, rate: float, context: Context) -> None:
-        self._rate, self._communicator = rate, context.communicator
-        self._mean = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
-        self._batches = 0
-
-    @property
-    def value(self) -> Tensor:
-        """Present level, (2, 1)."""
-        return self._mean
-
-    def follow(self, log_g: Tensor, size: int, learn: bool) -> Tensor:
-        """Return the level after a batch of `size` anchors, of which this rank has (2, local); keep it to learn."""
-        if not self._rate:
-            return self._mean
-        mean = self._communicator.all_reduce(log_g.sum(dim=1, keepdim=True), "normalizer") / size
-        moved = self._mean.lerp(mean, max(self._rate, 1 / (self._batches + 1)))
-        if learn:
-            self._mean, self._batches = moved, self._batches + 1
-        return moved
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {"level": self._mean, "level_batches": torch.tensor(self._batches)} if self._rate else {}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        if self._rate:
-            self._mean, self._batches = state["level"].to(self._mean), int(state["level_batches"])
-
-
 class MovingAverageNormalizer(Normalizer):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
-    def __init__(self, config: MovingAverageConfig, eps: float, context: Context) -> None:
-        self._config = config
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        self._config, self._communicator = config.moving_average, context.communicator
         self._log_eps = math.log(eps)
-        self._level = Level(config.drift_rate, context)
+        # c, the running mean of log g in either direction; stays 0 with a rate of 0
+        self._level = torch.zeros((2, 1), dtype=context.dtype, device=context.communicator.device)
+        self._batches = 0
         # named apart, so that one is not loaded for the other
-        name = "log_u_above_level" if config.drift_rate else "log_u"
+        name = "log_u_above_level" if self._config.drift_rate else "log_u"
         fields = {f"{name}_image": -math.inf, f"{name}_text": -math.inf}
         self._store = SampleStore(context.samples + context.spare_rows, fields, context.communicator, context.dtype)
+        self._stores = (self._store,)
         self._reading: Pending  # after prefetch
 
     def prefetch(self, padded_index: Tensor) -> None:
@@ -94,10 +66,11 @@ class MovingAverageNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         gamma = gamma_of(step, self._config)
-        level = self._level.follow(log_g, batch.size, step.learn)
+        level = self._next_level(log_g, batch.size)
         log_u = moving_average(self._read(batch) + level, log_g, gamma)
         gathered = batch.gather(log_u, "normalizer")
         if step.learn:
+            self._level, self._batches = level, self._batches + 1
             self._store.write(batch.index, (gathered - level).T)
         log_eps = log_g.new_full((), self._log_eps)
         value = torch.logaddexp(log_u, log_eps)
@@ -105,31 +78,31 @@ class MovingAverageNormalizer(Normalizer):
         return NormalizerOutput(-torch.logaddexp(gathered, log_eps), value, value, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        return self._read(batch) + self._level.value
+        return self._read(batch) + self._level
 
     def _read(self, batch: GatheredFeatures) -> Tensor:
         """(2, local) log u of this rank's anchors, above the level."""
         return batch.compact(self._reading.wait()).T
 
+    def _next_level(self, log_g: Tensor, size: int) -> Tensor:
+        """Return c after a batch of `size` anchors, of which this rank has (2, local)."""
+        rate = self._config.drift_rate
+        if not rate:
+            return self._level
+        mean = self._communicator.all_reduce(log_g.sum(dim=1, keepdim=True), "normalizer") / size
+        return self._level.lerp(mean, max(rate, 1 / (self._batches + 1)))
+
     def replicated_state(self) -> dict[str, Tensor]:
-        return self._level.replicated_state()
+        if not self._config.drift_rate:
+            return {}
+        return {"level": self._level, "level_batches": torch.tensor(self._batches)}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        self._level.load_replicated_state(state)
-
-    def restore_point(self) -> Callable[[], None]:
-        restore_level = self._level.restore_point()
-
-        def restore() -> None:
-            restore_level()
-            self._store.undo()
-
-        return restore
+        if self._config.drift_rate:
+            self._level, self._batches = state["level"].to(self._level), int(state["level_batches"])
 
     def row_tables(self) -> dict[str, RowTable]:
         return {"samples": self._store.rows()}
 
 
-def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
-    """Build it from its section."""
-    return MovingAverageNormalizer(config.moving_average, eps, context)
+build = MovingAverageNormalizer

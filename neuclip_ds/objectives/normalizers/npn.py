@@ -58,16 +58,15 @@ from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, St
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.npn_mlp import MlpNpnNormalizer
 from neuclip_ds.objectives.normalizers.prediction import (
-    NpnHealth,
-    bounded,
+    NetworkNormalizer,
+    batch_output,
     log_eps_plus,
-    partner_gradient,
     prediction_gradient,
     representable,
 )
 from neuclip_ds.objectives.options import NpnConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
-from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
+from neuclip_ds.objectives.pair_grid import IMAGE, TEXT, slices
 from neuclip_ds.state.partition import Partition, RowTable
 
 # Elements worked on at once: on a CPU what follows a product finds them in the core's cache, on a GPU what is computed
@@ -94,7 +93,7 @@ class _Prediction(NamedTuple):
     sides: tuple[_Side, _Side]
 
 
-class NpnNormalizer(Normalizer):
+class NpnNormalizer(NetworkNormalizer):
     """w_i = exp(-alpha_i), with alpha predicted from the anchor's feature.
 
     The queue holds the last m samples, since a batch may have fewer. Until m samples have been seen there is nothing to
@@ -102,17 +101,21 @@ class NpnNormalizer(Normalizer):
     """
 
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        self._config, self._eps, self._own_optimizer = config, eps, context.own_optimizers
-        self._communicator = ranks = context.communicator
+        super().__init__(config, eps, context, config.lr)
+        ranks = context.communicator
         self._partition = Partition.of(config.prototypes, ranks.rank, ranks.world_size)
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
         self._prototypes = [Parameter(empty.clone()) for _ in (IMAGE, TEXT)]  # W1, W2, one row per prototype
         self._queue = [empty.clone() for _ in (IMAGE, TEXT)]
         self._seen = 0  # samples that have gone into the queue
         self._drawn = False
-        self._health = NpnHealth(config.lr)
-        # AdaGrad's sums of squared gradients
-        self._accumulators = [torch.full_like(empty, config.initial_accumulator) for _ in (IMAGE, TEXT)]
+        self._joint, self._adam = config.order == "joint", context.adam
+        # of AdamW, or AdaGrad's sum of squared gradients; the former moves the prototypes whoever has the optimizers
+        moments = {"moment": 0.0, "square": 0.0} if self._joint else {"accumulator": config.initial_accumulator}
+        self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
+        self._moves = self._joint or context.own_optimizers
+        self._updates = 1 if self._joint else self._updates
+        self._steps = 0  # of AdamW
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Take one step of Algorithm 1; with `order=simultaneous` the network's updates come last."""
@@ -122,24 +125,23 @@ class NpnNormalizer(Normalizer):
             self._enqueue(batch)
         if step.learn:
             self._redraw_if_due(step)
+
+        def estimate() -> NormalizerOutput:
+            found = self._predict(batch, tau)
+            return self._output(
+                found.alpha, log_target, batch, tau, step, lambda r: self._full_gradient(found, batch, r, tau)
+            )
+
         if self._drawn:
-            positive = torch.einsum("id,id->i", batch.image, batch.text)  # s_ii
-            if step.learn and self._config.order == "alternating":
-                self._fit(batch, positive, log_target, tau)
-            estimate = self._estimate(self._predict(batch, positive, tau), batch, positive, log_target, tau, step)
-            if step.learn and self._config.order == "simultaneous":
-                self._fit(batch, positive, log_target, tau)
+            output = self._in_order(lambda: self._fit(batch, log_target, tau, step.lr), estimate, step)
         else:
-            estimate = self._batch_estimate(batch, log_target)
+            output = batch_output(batch, log_target)
         if step.learn and not fills_queue:
             self._enqueue(batch)
-        return estimate
+        return output
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        if not self._drawn:
-            return log_eps_plus(log_g, self._eps)
-        positive = torch.einsum("id,id->i", batch.image, batch.text)
-        return self._predict(batch, positive, tau).alpha[:, batch.local]
+        return self._predict(batch, tau).alpha[:, batch.local] if self._drawn else log_eps_plus(log_g, self._eps)
 
     def _redraw_if_due(self, step: Step) -> None:
         """Every T_r steps set W1 to the queue's m texts and W2 to the images of the same samples.
@@ -156,14 +158,14 @@ class NpnNormalizer(Normalizer):
             prototype.copy_(queue)
         self._drawn = True
 
-    def _fit(self, batch: GatheredFeatures, positive: Tensor, log_target: Tensor, tau: Tensor) -> None:
-        """Take T_u AdaGrad updates; g_i is this batch's in all of them. The caller's optimizer takes one."""
-        for _ in range(self._config.inner_steps if self._own_optimizer else 1):
-            self._update(self._predict(batch, positive, tau), batch, log_target, tau)
+    def _fit(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float) -> None:
+        """Take T_u updates; g_i is this batch's in all of them. The caller's optimizer takes one, as AdamW does."""
+        for _ in range(self._updates):
+            self._update(self._predict(batch, tau), batch, log_target, tau, lr)
 
-    def _predict(self, batch: GatheredFeatures, positive: Tensor, tau: Tensor) -> _Prediction:
+    def _predict(self, batch: GatheredFeatures, tau: Tensor) -> _Prediction:
         """Eq. 10: alpha_i = log(eps + 1/m sum_k exp(z_ik)), the sum over all ranks' prototypes."""
-        anchors = (batch.image, batch.text)
+        anchors, positive = (batch.image, batch.text), batch.positive
         image, text = (self._side(e, w.detach(), tau) for e, w in zip(anchors, self._prototypes, strict=True))
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
@@ -186,8 +188,10 @@ class NpnNormalizer(Normalizer):
             log_sum[rows] = logit[:, 0] - block[:, 0].log()  # log share_ik = logit_ik - log_sum_i of any k
         return _Side(unit, norm, share, log_sum)
 
-    def _update(self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> None:
-        """Take one AdaGrad step on dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|).
+    def _update(
+        self, prediction: _Prediction, batch: GatheredFeatures, log_target: Tensor, tau: Tensor, lr: float
+    ) -> None:
+        """Step along dJ/dW_k = 1/(B |W_k|) sum_i r_i p_ik (e_i - cos(e_i, W_k) W_k/|W_k|), or leave it in `.grad`.
 
         That is the part of V_k = sum_i r_i p_ik e_i that is orthogonal to W_k. The ablation's separate objective
         1/B sum_i (alpha_i - log(eps + g_i))^2 has r_i = 2/tau (alpha_i - log(eps + g_i)).
@@ -197,49 +201,45 @@ class NpnNormalizer(Normalizer):
         else:
             residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
         weights = self._log_mass(prediction).exp_().mul_(residual).div_(batch.size)
+        self._steps += 1
         for number, anchors in enumerate((batch.image, batch.text)):
+            prototype = self._prototypes[number]
+            prototype.grad = None if self._moves else torch.empty_like(prototype)
             gradients = _gradients(prediction.sides[number], weights[number].unsqueeze(1) * anchors)
-            prototype, accumulator = self._prototypes[number], self._accumulators[number]
-            if self._own_optimizer:
-                for columns, gradient in gradients:
-                    if self._config.weight_decay:
-                        gradient.add_(prototype[columns], alpha=self._config.weight_decay)
-                    _adagrad(prototype[columns], accumulator[columns], gradient, self._config.lr)
-            else:
-                prototype.grad = torch.empty_like(prototype)
-                for columns, gradient in gradients:
+            for columns, gradient in gradients:
+                if prototype.grad is not None:
                     prototype.grad[columns] = gradient
+                    continue
+                moments = {key: values[columns] for key, values in self._moments[number].items()}
+                (self._adamw if self._joint else self._adagrad)(prototype[columns], gradient, lr=lr, **moments)
+
+    def _adagrad(self, prototype: Tensor, gradient: Tensor, lr: float, accumulator: Tensor) -> None:
+        """Take torch's AdaGrad's step in place, at its own learning rate; the accumulator sums squared gradients."""
+        if self._config.weight_decay:
+            gradient.add_(prototype, alpha=self._config.weight_decay)
+        accumulator.addcmul_(gradient, gradient)
+        prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.lr)
+
+    def _adamw(self, prototype: Tensor, gradient: Tensor, lr: float, moment: Tensor, square: Tensor) -> None:
+        """Take AdamW's step in place, the ablation of the order: prototypes and encoders move at once (Algorithm 3).
+
+            M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
+            W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
+
+        lr, betas and epsilon are the encoders', as both have one optimizer in Algorithm 3; the paper has no value for
+        lambda. A re-draw keeps the moments.
+        """
+        (beta1, beta2), eps = self._adam
+        correction1, correction2 = 1 - beta1**self._steps, 1 - beta2**self._steps
+        moment.lerp_(gradient, 1 - beta1)
+        square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
+        denominator = (square / correction2).sqrt_().add_(eps)
+        prototype.mul_(1 - lr * self._config.weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
 
     def _log_mass(self, prediction: _Prediction) -> Tensor:
         """Return (2, B) log of the sum of p_ik = exp(z_ik) / (m (eps + ghat_i)) over this rank's prototypes."""
         mass = prediction.log_sum - prediction.alpha - math.log(self._config.prototypes)
         return mass.clamp_(min=lowest_exponent(mass.dtype))
-
-    def _estimate(
-        self,
-        prediction: _Prediction,
-        batch: GatheredFeatures,
-        positive: Tensor,
-        log_target: Tensor,
-        tau: Tensor,
-        step: Step,
-    ) -> NormalizerOutput:
-        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i as `alpha_grad` has it."""
-        alpha = representable(prediction.alpha, log_target)
-        metrics = self._health.watch((log_target - alpha).exp(), step)
-        if self._config.max_ratio is not None:
-            alpha = bounded(alpha, log_target, math.log(self._config.max_ratio))
-        metrics["alpha"] = alpha.mean()
-        ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
-        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
-        if self._config.alpha_grad == "stop":
-            return NormalizerOutput(-alpha, value, value, metrics)
-        if self._config.alpha_grad == "positive":
-            feature_grad = partner_gradient(batch, 1 - ratio, tau)
-            grad_tau = (1 - ratio) * (positive[batch.local] / tau)
-        else:
-            feature_grad, grad_tau = self._full_gradient(prediction, batch, 1 - ratio, tau)
-        return NormalizerOutput(-alpha, value, value + grad_tau, metrics, feature_grad)
 
     def _full_gradient(
         self, prediction: _Prediction, batch: GatheredFeatures, residual: Tensor, tau: Tensor
@@ -252,11 +252,6 @@ class NpnNormalizer(Normalizer):
         moments = torch.stack([mass, mass * (log_share + prediction.log_sum)], dim=1)  # sums of p_ik, p_ik z_ik
         mass, mean_logit = self._communicator.all_reduce(moments, "normalizer")[:, :, batch.local].unbind(dim=1)
         return prediction_gradient(residual, drawn, mass, batch, tau), -residual * mean_logit
-
-    def _batch_estimate(self, batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
-        """alpha_i = log(eps + g_i), while there are no prototypes."""
-        value = log_target[:, batch.local]
-        return NormalizerOutput(-log_target, value, value, {"alpha": log_target.mean()})
 
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch over the oldest rows of the queue; each rank keeps the rows of its own prototypes."""
@@ -271,81 +266,26 @@ class NpnNormalizer(Normalizer):
         self._seen = end
 
     def replicated_state(self) -> dict[str, Tensor]:
-        return {"seen": torch.tensor(self._seen), "drawn": torch.tensor(self._drawn)}
+        state = {"seen": self._seen, "drawn": self._drawn, **({"updates": self._steps} if self._joint else {})}
+        return {key: torch.tensor(value) for key, value in state.items()}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
         self._seen, self._drawn = int(state["seen"]), bool(state["drawn"])
+        self._steps = int(state["updates"]) if self._joint else 0
 
     def row_tables(self) -> dict[str, RowTable]:
-        tensors = {}
-        parts = zip(("w1", "w2"), self._prototypes, self._accumulators, self._queue, strict=True)
-        for name, prototype, accumulator, queue in parts:
-            tensors[name] = prototype.detach()
-            tensors[f"{name}_accumulator"] = accumulator
-            tensors["queue_image" if name == "w1" else "queue_text"] = queue
+        tensors = {"queue_image": self._queue[IMAGE], "queue_text": self._queue[TEXT]}
+        for name, prototype, moments in zip(("w1", "w2"), self._prototypes, self._moments, strict=True):
+            tensors |= {name: prototype.detach(), **{f"{name}_{key}": value for key, value in moments.items()}}
         return {"npn": RowTable(self._partition, tensors)}
 
     def parameters(self) -> dict[str, Parameter]:
         return dict(zip(("w1", "w2"), self._prototypes, strict=True))
 
 
-class JointNpnNormalizer(NpnNormalizer):
-    """NeuCLIP's ablation of the order: prototypes and encoders move at once, all by AdamW (NeuCLIP Algorithm 3).
-
-    A step takes alpha_i from the prototypes as they are, and its gradient dJ/dW_k moves them once:
-
-        M <- beta_1 M + (1 - beta_1) dJ/dW,   V <- beta_2 V + (1 - beta_2) (dJ/dW)^2
-        W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
-
-    lr, betas and epsilon are the encoders', as both have one optimizer in Algorithm 3; the paper has no value for
-    lambda. A re-draw keeps the moments.
-    """
-
-    def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        simultaneous = config.model_copy(update={"order": "simultaneous"})
-        super().__init__(simultaneous, eps, context._replace(own_optimizers=False))
-        (self._betas, self._adam_eps), self._weight_decay = context.adam, config.weight_decay
-        self._moments = [torch.zeros_like(prototype.detach()) for prototype in self._prototypes]
-        self._squares = [torch.zeros_like(prototype.detach()) for prototype in self._prototypes]
-        self._updates = 0
-
-    def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        estimate = super().__call__(batch, log_g, tau, step)
-        if step.learn and self._drawn:
-            self._updates += 1
-            self._descend(step.lr)
-        return estimate
-
-    def _descend(self, lr: float) -> None:
-        beta1, beta2 = self._betas
-        correction1, correction2 = 1 - beta1**self._updates, 1 - beta2**self._updates
-        for prototype, moment, square in zip(self._prototypes, self._moments, self._squares, strict=True):
-            gradient, prototype.grad = prototype.grad, None
-            assert gradient is not None  # of the call before
-            moment.lerp_(gradient, 1 - beta1)
-            square.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
-            denominator = (square / correction2).sqrt_().add_(self._adam_eps)
-            prototype.mul_(1 - lr * self._weight_decay).addcdiv_(moment, denominator, value=-lr / correction1)
-
-    def replicated_state(self) -> dict[str, Tensor]:
-        return {**super().replicated_state(), "updates": torch.tensor(self._updates)}
-
-    def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        super().load_replicated_state(state)
-        self._updates = int(state["updates"])
-
-    def row_tables(self) -> dict[str, RowTable]:
-        (name, table), *_ = super().row_tables().items()
-        tensors = dict(table.tensors)
-        for side, moment, square in zip(("w1", "w2"), self._moments, self._squares, strict=True):
-            tensors |= {f"{side}_moment": moment, f"{side}_square": square}
-        return {name: table._replace(tensors=tensors)}
-
-
 def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
     """Build the network that `objective.npn` names."""
-    kind = MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer
-    return (JointNpnNormalizer if config.npn.order == "joint" else kind)(config.npn, eps, context)
+    return (MlpNpnNormalizer if config.npn.network == "mlp" else NpnNormalizer)(config.npn, eps, context)
 
 
 def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
@@ -357,13 +297,7 @@ def _gradients(side: _Side, weighted: Tensor) -> Iterator[tuple[slice, Tensor]]:
         yield columns, pull.addcmul_(along, unit, value=-1).div_(side.norm[columns])
 
 
-def _adagrad(parameter: Tensor, accumulator: Tensor, gradient: Tensor, lr: float) -> None:
-    """Take AdaGrad's step in place; the accumulator holds the sum of squared gradients."""
-    accumulator.addcmul_(gradient, gradient)
-    parameter.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-lr)
-
-
-def _blocks(count: int, like: Tensor, width: int) -> Iterator[slice]:
+def _blocks(count: int, like: Tensor, width: int) -> list[slice]:
     """Cut `count` rows of `width` elements into blocks for the device of a tensor."""
-    at_once = max(1, (_CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK) // max(1, width))
-    return (slice(low, min(low + at_once, count)) for low in range(0, count, at_once))
+    elements = _CPU_BLOCK if like.device.type == "cpu" else _GPU_BLOCK
+    return slices(0, count, max(1, elements // max(1, width)))

@@ -1,34 +1,16 @@
 """NeuCLIP's normalizer without an inner optimizer: weighted recent features, pooled with the batch.
 
-Prototypes. For an image anchor they are the last m text features W_k, for a text anchor the last m image features; a
-batch enters the queue after use. With weights c_k, all 1 at the start of a step, their estimate of g_i is
+docs/reference/methods.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
+anchor the last m image features; a batch enters the queue after use. Weights c_k are this batch's and not kept.
 
     z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m sum_k c_k exp(z_ik)
-
-Weights. NeuCLIP fits its network to sum_i [ (eps + g_i)/(eps + ghat_i) + log(eps + ghat_i) ], which as a function of
-ghat is the Itakura-Saito divergence of eps + ghat from eps + g, and ghat is linear in c with coefficients that are not
-negative. Its derivative by c_k is a difference of two positive sums, sum_i p_ik - sum_i p_ik r_i, with
-
     r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m (eps + ghat_i)),   both at c = 1
-
-so one multiplicative update, which needs no step size, is the quotient of these sums. delta pulls it to 1 where hardly
-an anchor is close to the prototype:
-
     c_k = (sum_i p_ik r_i + delta)/(sum_i p_ik + delta),   delta = 1e-3 B/m                     `_log_weights`
-
-The weights are this batch's and not kept.
-
-Pooling. The queue's estimate is stale and the batch's is noisy; their weighted mean bounds the ratio R:
-
     alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
 
-Gradient. That of NeuCLIP eq. 12 for encoders and temperature, with c and R held constant; where R < 1 the rest of an
-anchor's negatives comes from the queue, so that they weigh 1 together:
-
-    R_i grad log(eps + g_i) + (1 - R_i) grad log(eps + ghat_i)
-
-The first term is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with q_ik the
-softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
+The gradient for encoders and temperature is R_i grad log(eps + g_i) + (1 - R_i) grad log(eps + ghat_i), with c and R
+held constant. Its first term is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with
+q_ik the softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
 
     tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
 
@@ -38,7 +20,7 @@ holds with tau >= 0.003. Everything else is a logarithm relative to the largest 
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -47,10 +29,10 @@ from torch import Tensor
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
-from neuclip_ds.objectives.normalizers.prediction import log_eps_plus, prediction_gradient
-from neuclip_ds.objectives.options import ObjectiveConfig, QueueConfig
-from neuclip_ds.objectives.pair_arithmetic import bounded_exp_, log_sum_exp, products_exact_for
-from neuclip_ds.objectives.pair_grid import block_bytes
+from neuclip_ds.objectives.normalizers.prediction import batch_output, log_eps_plus, prediction_gradient
+from neuclip_ds.objectives.options import ObjectiveConfig
+from neuclip_ds.objectives.pair_arithmetic import bounded_exp_, log_sum_exp, pair_products, products_exact_for
+from neuclip_ds.objectives.pair_grid import block_bytes, slices
 
 _DELTA = 1e-3  # of the anchors' mean mass on a prototype
 _RATIO = "normalizer_ratio"  # mean of R_i
@@ -72,9 +54,10 @@ class PooledQueueNormalizer(Normalizer):
     is none; alpha_i is then log(eps + g_i).
     """
 
-    def __init__(self, config: QueueConfig, eps: float, context: Context) -> None:
-        self._config, self._eps, self._communicator = config, eps, context.communicator
-        empty = torch.zeros((config.size, context.dim), dtype=context.dtype, device=context.communicator.device)
+    def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
+        self._size, self._kappa = config.queue.size, config.queue.kappa
+        self._eps, self._communicator = eps, context.communicator
+        empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
         self._images, self._texts = empty, empty.clone()
         self._seen = 0  # samples that have gone into the queue
 
@@ -83,9 +66,8 @@ class PooledQueueNormalizer(Normalizer):
         if self._seen:
             output = self._from_both(batch, log_target, tau)
         else:
-            alpha = batch.gather(log_target, "normalizer")
-            ratio = torch.ones_like(log_target)
-            output = NormalizerOutput(-alpha, log_target, log_target, {"alpha": alpha.mean()}, None, {_RATIO: ratio})
+            output = batch_output(batch, batch.gather(log_target, "normalizer"))
+            output = output._replace(local_metrics={_RATIO: torch.ones_like(log_target)})
         if step.learn:
             self._enqueue(batch)
         return output
@@ -100,26 +82,22 @@ class PooledQueueNormalizer(Normalizer):
         residual = 1 - estimate.ratio
         mass = (estimate.log_ghat - log_eps_plus(estimate.log_ghat, self._eps)).exp()  # M_i
         feature_grad = prediction_gradient(residual, estimate.drawn * mass.unsqueeze(2), mass, batch, tau)
-        anchors = torch.stack([batch.image[batch.local], batch.text[batch.local]])
-        mean_logit = (torch.einsum("sid,sid->si", anchors, estimate.drawn) - _positive(batch)) / tau  # sum_k q_ik z_ik
+        similar = torch.einsum("sid,sid->si", batch.anchors(), estimate.drawn)
+        mean_logit = (similar - batch.positive[batch.local]) / tau  # sum_k q_ik z_ik
         value = estimate.ratio + estimate.alpha - 1  # NeuCLIP's loss of an anchor, which is also its part of dL/dtau
         alpha = batch.gather(estimate.alpha, "normalizer")
-        return NormalizerOutput(
-            -alpha,
-            value,
-            value - residual * mass * mean_logit,
-            {"alpha": alpha.mean()},
-            feature_grad,
-            {_RATIO: estimate.ratio},
-        )
+        tau_term, metrics = value - residual * mass * mean_logit, {"alpha": alpha.mean()}
+        return NormalizerOutput(-alpha, value, tau_term, metrics, feature_grad, {_RATIO: estimate.ratio})
 
     def _estimate(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> _Estimate:
         """Compare this rank's anchors with the queue, weigh the prototypes, and pool with log(eps + g)."""
-        count = min(self._seen, self._config.size)
+        count = min(self._seen, self._size)
         prototypes = (self._texts[:count], self._images[:count])
-        with products_exact_for(batch.comm_dtype):
-            logits = [x[batch.local] @ w.T for x, w in zip((batch.image, batch.text), prototypes, strict=True)]
-        offset = _positive(batch) / tau + math.log(count)
+        logits = [
+            pair_products(x[batch.local], w, batch.comm_dtype)
+            for x, w in zip((batch.image, batch.text), prototypes, strict=True)
+        ]
+        offset = batch.positive[batch.local] / tau + math.log(count)
         for logit in logits:  # to z_ik - log m
             for rows in _blocks(logit):
                 logit[rows].div_(tau).sub_(offset[rows].unsqueeze(1))
@@ -130,9 +108,8 @@ class PooledQueueNormalizer(Normalizer):
             with products_exact_for(batch.comm_dtype):
                 drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
         estimate = torch.stack(log_ghat)
-        kappa = self._config.kappa
-        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(kappa))
-        alpha = pooled - math.log1p(kappa)
+        pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(self._kappa))
+        alpha = pooled - math.log1p(self._kappa)
         return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
 
     def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
@@ -158,8 +135,8 @@ class PooledQueueNormalizer(Normalizer):
     def _enqueue(self, batch: GatheredFeatures) -> None:
         """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m."""
         self._seen += batch.size
-        kept = min(batch.size, self._config.size)
-        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._config.size
+        kept = min(batch.size, self._size)
+        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._size
         for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
             queue.index_copy_(0, places, features[-kept:])
 
@@ -177,14 +154,7 @@ class PooledQueueNormalizer(Normalizer):
         self._seen = int(state["seen"])
 
 
-def build(config: ObjectiveConfig, eps: float, context: Context) -> Normalizer:
-    """Build it from its section."""
-    return PooledQueueNormalizer(config.queue, eps, context)
-
-
-def _positive(batch: GatheredFeatures) -> Tensor:
-    """(local,) s_ii of this rank's anchors."""
-    return torch.einsum("id,id->i", batch.image[batch.local], batch.text[batch.local])
+build = PooledQueueNormalizer
 
 
 def _log_sum_exp_(logit: Tensor, log_weight: Tensor) -> Tensor:
@@ -199,7 +169,6 @@ def _log_sum_exp_(logit: Tensor, log_weight: Tensor) -> Tensor:
     return result
 
 
-def _blocks(x: Tensor) -> Iterator[slice]:
+def _blocks(x: Tensor) -> list[slice]:
     """Cut the rows of a matrix into blocks that stay in a CPU's cache, or are small next to a GPU's memory."""
-    at_once = max(1, block_bytes(x.device.type) // (x.element_size() * x.shape[1]))
-    return (slice(low, min(low + at_once, len(x))) for low in range(0, len(x), at_once))
+    return slices(0, len(x), max(1, block_bytes(x.device.type) // (x.element_size() * x.shape[1])))

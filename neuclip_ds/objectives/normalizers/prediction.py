@@ -10,12 +10,14 @@ bounds it, and leaves the derivatives of alpha_i as they are.
 
 import logging
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from neuclip_ds.objectives.base import Step
+from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
+from neuclip_ds.objectives.options import NpnConfig
 from neuclip_ds.objectives.pair_grid import IMAGE, TEXT
 
 log = logging.getLogger(__name__)
@@ -83,24 +85,64 @@ def prediction_gradient(
     return image + weight[IMAGE] * drawn[IMAGE], text + weight[TEXT] * drawn[TEXT]
 
 
-class NpnHealth:
-    """Logs once when the prediction loses the normalizer, and again when it has recovered, as steps with logs show."""
+FullGradient = Callable[[Tensor], tuple[tuple[Tensor, Tensor], Tensor]]
+"""(2, local) r_i -> r_i/B grad alpha_i by images and texts (local, d), and r_i tau dalpha_i/dtau (2, local)."""
 
-    def __init__(self, lr: float) -> None:
-        self._lr = lr
+
+class NetworkNormalizer(Normalizer):
+    """w_i = exp(-alpha_i) for a network that predicts alpha_i, of any form; npn.py has the equations.
+
+    Logs once when the prediction loses the normalizer, and again when it has recovered, as steps with logs show.
+    """
+
+    def __init__(self, config: NpnConfig, eps: float, context: Context, lr: float) -> None:
+        """`lr` is that of the network's optimizer."""
+        self._config, self._eps, self._communicator, self._lr = config, eps, context.communicator, lr
+        self._updates = config.inner_steps if context.own_optimizers else 1  # on a batch
         self._healthy = True
 
-    def watch(self, ratio: Tensor, step: Step) -> dict[str, Tensor]:
+    def _in_order(
+        self, fit: Callable[[], None], estimate: Callable[[], NormalizerOutput], step: Step
+    ) -> NormalizerOutput:
+        """Fit the network to the batch and estimate with the new one, or the other way round."""
+        first = self._config.order == "alternating"
+        if step.learn and first:
+            fit()
+        output = estimate()
+        if step.learn and not first:
+            fit()
+        return output
+
+    def _output(
+        self, alpha: Tensor, log_target: Tensor, batch: GatheredFeatures, tau: Tensor, step: Step, full: FullGradient
+    ) -> NormalizerOutput:
+        """Eq. 12 for encoders and temperature: w_i = exp(-alpha_i), and r_i grad alpha_i as `alpha_grad` has it.
+
+        `alpha` and `log_target`, log(eps + g_i), are (2, B).
+        """
+        alpha = representable(alpha, log_target)
+        metrics = self._watch((log_target - alpha).exp(), step)
+        if self._config.max_ratio is not None:
+            alpha = bounded(alpha, log_target, math.log(self._config.max_ratio))
+        metrics["alpha"] = alpha.mean()
+        ratio = (log_target - alpha).exp()[:, batch.local]  # exp(-alpha_i) (eps + g_i) = 1 - r_i
+        value = ratio + alpha[:, batch.local] - 1  # the bracket of J, which is also its part of dJ/dtau
+        if self._config.alpha_grad == "stop":
+            return NormalizerOutput(-alpha, value, value, metrics)
+        if self._config.alpha_grad == "positive":
+            feature_grad = partner_gradient(batch, 1 - ratio, tau)
+            grad_tau = (1 - ratio) * (batch.positive[batch.local] / tau)
+        else:
+            feature_grad, grad_tau = full(1 - ratio)
+        return NormalizerOutput(-alpha, value, value + grad_tau, metrics, feature_grad)
+
+    def _watch(self, ratio: Tensor, step: Step) -> dict[str, Tensor]:
         """Return metrics of the (2, B) ratios (eps + g)/(eps + ghat); log a change of health in a step that logs."""
         metrics = {"npn_ratio_mean": ratio.mean(), "npn_ratio_max": ratio.max()}
-        if step.logs:
-            self._report(float(metrics["npn_ratio_mean"]), step)
-        return metrics
-
-    def _report(self, mean: float, step: Step) -> None:
-        off = max(mean, 1 / mean) if mean > 0 else float("inf")
+        mean = float(metrics["npn_ratio_mean"]) if step.logs else math.nan
+        off = max(mean, 1 / mean) if mean > 0 else math.inf
         if math.isnan(mean):
-            pass  # the step is skipped, for another reason
+            pass  # nothing logs, or the step is skipped for another reason
         elif self._healthy and not off <= _LOST:
             log.warning(
                 "step %d: the NPN has lost the normalizer: the mean of (eps + g)/(eps + ghat) is %.3g, outside "
@@ -111,3 +153,10 @@ class NpnHealth:
         elif not self._healthy and off <= _FOUND:
             log.info("step %d: the NPN follows the batch normalizer again (mean ratio %.3g)", step.number, mean)
             self._healthy = True
+        return metrics
+
+
+def batch_output(batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
+    """Return the output for alpha_i = log(eps + g_i), (2, B), the optimum, while nothing predicts it."""
+    value = log_target[:, batch.local]
+    return NormalizerOutput(-log_target, value, value, {"alpha": log_target.mean()})
