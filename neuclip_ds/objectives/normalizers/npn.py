@@ -135,7 +135,7 @@ class NpnNormalizer(NetworkNormalizer):
         if self._drawn:
             output = self._in_order(lambda: self._fit(batch, log_target, tau, step.lr), estimate, step)
         else:
-            output = batch_output(batch, log_target)
+            output = batch_output(log_target, log_target[:, batch.local])
         if step.learn and not fills_queue:
             self._enqueue(batch)
         return output

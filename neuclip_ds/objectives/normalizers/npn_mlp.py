@@ -47,7 +47,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
             self._mlp.raise_level(self._weights.detach(), self._communicator.all_reduce(gap, "normalizer") / batch.size)
             self._started = True
         if not self._started:
-            return batch_output(batch, batch.gather(log_target, "normalizer"))
+            return batch_output(batch.gather(log_target, "normalizer"), log_target)
 
         def estimate() -> NormalizerOutput:
             """As for prototypes; a rank has its anchors' whole gradient, so that none travels."""

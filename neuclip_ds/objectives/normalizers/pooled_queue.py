@@ -66,7 +66,7 @@ class PooledQueueNormalizer(Normalizer):
         if self._seen:
             output = self._from_both(batch, log_target, tau)
         else:
-            output = batch_output(batch, batch.gather(log_target, "normalizer"))
+            output = batch_output(batch.gather(log_target, "normalizer"), log_target)
             output = output._replace(local_metrics={_RATIO: torch.ones_like(log_target)})
         if step.learn:
             self._enqueue(batch)

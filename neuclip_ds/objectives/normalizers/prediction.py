@@ -156,7 +156,6 @@ class NetworkNormalizer(Normalizer):
         return metrics
 
 
-def batch_output(batch: GatheredFeatures, log_target: Tensor) -> NormalizerOutput:
-    """Return the output for alpha_i = log(eps + g_i), (2, B), the optimum, while nothing predicts it."""
-    value = log_target[:, batch.local]
-    return NormalizerOutput(-log_target, value, value, {"alpha": log_target.mean()})
+def batch_output(log_target: Tensor, local: Tensor) -> NormalizerOutput:
+    """Return the output for alpha_i = log(eps + g_i), the optimum, while nothing predicts it: (2, B) and (2, local)."""
+    return NormalizerOutput(-log_target, local, local, {"alpha": log_target.mean()})
