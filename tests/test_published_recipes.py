@@ -305,7 +305,10 @@ def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
     assert (supervised.recovery, supervised.optimizer) == (plain.recovery, plain.optimizer)
 
 
-def test_the_plan_of_vit_h_needs_no_network(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_the_plan_of_vit_h_needs_no_network(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(memory, "count_activations", lambda *_: 0)
     config = parse(["vith14_tuneclip", f"--data.train={tmp_path}"]).config
     with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
         print_dry_run(config, RankEnvironment(0, 0, 8), None)

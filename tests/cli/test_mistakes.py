@@ -53,18 +53,6 @@ def test_mistakes_that_are_found_before_and_after_the_ranks_connect(
     check(["demo", option], ranks, tmp_path, word)
 
 
-def test_shards_without_captions(tmp_path: Path) -> None:
-    import webdataset as wds
-
-    (tmp_path / "data").mkdir()
-    with wds.TarWriter(str(tmp_path / "data" / "00000.tar")) as out:
-        for number in range(4):
-            out.write({"__key__": f"{number:09d}", "jpg": b"\xff\xd8"})
-    check(["demo", f"--data.train={tmp_path}/data"], 1, tmp_path, "caption")
-    (tmp_path / "empty").mkdir()
-    check(["demo", f"--data.train={tmp_path}/empty"], 1, tmp_path, "empty")
-
-
 @pytest.mark.slow
 def test_what_one_rank_alone_meets_ends_both(tmp_path: Path) -> None:
     """By DeepSpeed's launcher: the second of two ranks finds an image of the zero-shot set that is none."""
