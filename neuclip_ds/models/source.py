@@ -19,7 +19,7 @@ from neuclip_ds.config import CLIP_BPE, LoraConfig, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.pretrained.base import (
-    LOGITS_FILE,
+    START_FILE,
     CheckpointRef,
     LoadedModel,
     LogitParameters,
@@ -27,7 +27,7 @@ from neuclip_ds.models.pretrained.base import (
     Package,
     Preprocessing,
 )
-from neuclip_ds.models.pretrained.files import fetch, read_json, read_tensors
+from neuclip_ds.models.pretrained.files import fetch, read_json, read_tensors, save_small_files
 from neuclip_ds.models.pretrained.image_weights import ImageWeights, locate_image_weights
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.trained_parts import merge_adapters
@@ -35,7 +35,6 @@ from neuclip_ds.models.trained_parts import merge_adapters
 if TYPE_CHECKING:
     from neuclip_ds.models.pretrained.text_encoders import TextEncoder
 
-_PIXELS = "pixels.json"
 INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and SigLIP's starting values
 
 
@@ -84,12 +83,9 @@ class FromConfig(ModelSource):
     def load(self, tokenizer: ModelTokenizer) -> LoadedModel:
         return LoadedModel(self.build(tokenizer, weights=True), INITIAL_LOGITS)
 
-    def save(self, folder: Path, logits: LogitParameters) -> None:
-        if self._towers.image is not None:
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / _PIXELS).write_text(json.dumps(self.preprocessing._asdict()), encoding="utf-8")
+    def save_files(self, folder: Path) -> None:
         if self._text is not None:
-            self._text.save(folder)
+            save_small_files(self._text.folder, folder)
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
         from neuclip_ds.models.export import towers_to_clip
@@ -158,13 +154,11 @@ def open_saved(config: ModelConfig, folder: Path) -> tuple[ModelSource, LogitPar
 
     The folder is the one that `save` wrote; raise UserError if files are missing.
     """
+    start = read_json(folder / START_FILE)
+    logits = LogitParameters(**start["logits"])
     if config.pretrained:
         here = config.model_copy(update={"pretrained": str(folder)})
-        return model_source(config, locate_model(here, weights=False)), LogitParameters(
-            **read_json(folder / LOGITS_FILE)
-        )
-    image = None
-    if config.vision.pretrained:
-        pixels = read_json(folder / _PIXELS)
-        image = ImageWeights("", tuple(pixels["mean"]), tuple(pixels["std"]))
-    return FromConfig(config, TowerRefs(image, str(folder) if config.text.pretrained else "")), INITIAL_LOGITS
+        return model_source(config, locate_model(here, weights=False)), logits
+    pixels = start["preprocessing"]
+    image = ImageWeights("", tuple(pixels["mean"]), tuple(pixels["std"]))
+    return FromConfig(config, TowerRefs(image, str(folder) if config.text.pretrained else "")), logits

@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 
-LOGITS_FILE = "logits.json"
+START_FILE = "start.json"  # what a run started from, besides the files of a library
 
 
 class CheckpointRef(NamedTuple):
@@ -106,14 +106,16 @@ class ModelSource(ABC):
             UserError: no library has such a model.
         """
 
-    @abstractmethod
     def save(self, folder: Path, logits: LogitParameters) -> None:
         """Save what `open_saved` needs to open the source without weights, in addition to config and tokenizer."""
+        folder.mkdir(parents=True, exist_ok=True)
+        self.save_files(folder)
+        start = {"logits": logits._asdict(), "preprocessing": self.preprocessing._asdict()}
+        (folder / START_FILE).write_text(json.dumps(start), encoding="utf-8")
 
-
-def save_logit_parameters(logits: LogitParameters, folder: Path) -> None:
-    """Save the logit parameters of a checkpoint whose other files are in the folder."""
-    (folder / LOGITS_FILE).write_text(json.dumps(logits._asdict()), encoding="utf-8")
+    @abstractmethod
+    def save_files(self, folder: Path) -> None:
+        """Save the files that describe the model to its library, but for the weights."""
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:

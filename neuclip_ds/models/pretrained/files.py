@@ -55,8 +55,7 @@ def first_file(folder: Path, names: Sequence[str]) -> Path | None:
 
 
 def save_small_files(source: Path, folder: Path) -> None:
-    """Copy a checkpoint's files to a folder, which is created: everything but the weights."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Copy a checkpoint's files to a folder: everything but the weights."""
     for path in (path for pattern in SMALL_FILES for path in source.glob(pattern)):
         if not path.name.endswith(".index.json"):
             shutil.copy(path, folder)

@@ -30,7 +30,6 @@ from neuclip_ds.models.pretrained.base import (
     logit_tensors,
     read_logit_parameters,
     rename_prefixes,
-    save_logit_parameters,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
@@ -206,11 +205,9 @@ class OpenClipCheckpoint(ModelSource):
             config.setdefault("init_logit_bias", logits.bias)
         return Package("open_clip", config, config_names(config, tensors), self.preprocessing, tokenizer)
 
-    def save(self, folder: Path, logits: LogitParameters) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+    def save_files(self, folder: Path) -> None:
         write_config(folder, self._tree, self.preprocessing)
         self.tokenizer().save(folder)
-        save_logit_parameters(logits, folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         encoder = getattr(model.text, "transformer", None)

@@ -17,7 +17,7 @@ from transformers.models.auto.modeling_auto import (
 from neuclip_ds.config import TextConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
-from neuclip_ds.models.pretrained.files import first_sentence, save_small_files
+from neuclip_ds.models.pretrained.files import first_sentence
 from neuclip_ds.models.pretrained.transformers_models import read_model, resized_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
@@ -38,7 +38,7 @@ class TextEncoder:
     """
 
     def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
-        self._folder, self._text, self._stretch = Path(folder), text, stretch
+        self.folder, self._text, self._stretch = Path(folder), text, stretch
         try:
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
         except (OSError, ValueError, KeyError) as error:
@@ -60,15 +60,15 @@ class TextEncoder:
 
     def tokenizer(self) -> CaptionTokenizer:
         """Return its tokenizer, which pads at the end."""
-        inner = load_tokenizer(self._folder, self._config.vocab_size)
+        inner = load_tokenizer(self.folder, self._config.vocab_size)
         inner.padding_side = "right"
         tokenizer = CaptionTokenizer(inner, self._text.context_length)
         if inner.pad_token_id is None or tokenizer.eos_id is None:
-            raise UserError(f"The tokenizer in {self._folder} has no padding or no EOS token; add it to its files.")
+            raise UserError(f"The tokenizer in {self.folder} has no padding or no EOS token; add it to its files.")
         longest = tokenizer(["a " * self._text.context_length])
         if self.pooling == "eos" and not (longest == tokenizer.eos_id).any():
             raise UserError(
-                f"The tokenizer in {self._folder} ends no caption with EOS; set model.text.pooling=last or mean."
+                f"The tokenizer in {self.folder} ends no caption with EOS; set model.text.pooling=last or mean."
             )
         return tokenizer
 
@@ -79,7 +79,7 @@ class TextEncoder:
             UserError: the weights are missing or do not fit.
         """
         if weights:
-            trunk, _ = read_model(self._kind, self._folder, self._published, optional=("pooler.",))
+            trunk, _ = read_model(self._kind, self.folder, self._published, optional=("pooler.",))
             trunk = resized_model(trunk, self._published, self._config, self._stretch, self._special)
         else:
             trunk = self._kind(self._config)
@@ -90,10 +90,6 @@ class TextEncoder:
         projection = new_projection(trunk.config.hidden_size, embed_dim)
         pad_id = None if self.pooling == "eos" and _is_clip(trunk.config.model_type) else tokenizer.pad_id
         return TextTower(trunk, projection, self.pooling, tokenizer.eos_id, pad_id)
-
-    def save(self, folder: Path) -> None:
-        """Save everything but the weights."""
-        save_small_files(self._folder, folder)
 
     def _stretched(self) -> tuple[Any, int]:
         """Return the config with as many learned positions as the context needs, and how many rows are no positions."""

@@ -34,7 +34,6 @@ from neuclip_ds.models.pretrained.base import (
     raise_on_mismatch,
     read_logit_parameters,
     rename_prefixes,
-    save_logit_parameters,
 )
 from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, save_small_files
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
@@ -132,9 +131,8 @@ class TransformersCheckpoint(ModelSource):
         tensors |= logit_tensors(logits, (1,) if self._kind.siglip else ())
         return Package("transformers", self._resized.to_dict(), tensors, self.preprocessing, tokenizer)
 
-    def save(self, folder: Path, logits: LogitParameters) -> None:
+    def save_files(self, folder: Path) -> None:
         save_small_files(self._folder, folder)
-        save_logit_parameters(logits, folder)
 
     def _wrapped(self, model: Any) -> DualEncoder:
         vision, text = (getattr(model, name, None) for name in ("visual_projection", "text_projection"))
