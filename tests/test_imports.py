@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import ast
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+import pytest
+from small_runs import demo_shards, environment
 
 from neuclip_ds.objectives import METHODS
 
@@ -202,3 +206,13 @@ def test_the_trainer_knows_no_satellite() -> None:
     largest = sorted(lines, key=lines.__getitem__, reverse=True)[:20]
     count = f"{len(lines)} files of {sum(lines.values())} lines, the largest of which are {largest}"
     assert len(lines) <= FILES and sum(lines.values()) <= LINES, count
+
+
+@pytest.mark.slow
+def test_a_training_step_is_read_in_few_files(tmp_path: Path) -> None:
+    """The goal is 30 files of 4,800 lines; a change must not lead away from it."""
+    script = Path(__file__).with_name("reading_path.py")
+    call = [sys.executable, str(script), str(demo_shards(tmp_path, 600))]
+    printed = subprocess.run(call, env=environment(), capture_output=True, text=True, check=True).stdout
+    found = json.loads(printed.splitlines()[-1])
+    assert found["files"] <= 34 and found["lines"] <= 6_250, printed

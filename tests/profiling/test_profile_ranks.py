@@ -178,6 +178,27 @@ def test_collectives_of_every_stage(tmp_path: Path, precision: str, ranks: int, 
         check_complete(tmp_path, name, stage)
 
 
+PARTS = {
+    "model": {"vision": {"trainable": 0}, "text": {"trainable": "frozen"}},
+    "optimizer": {"layer_decay": 0.5},
+}
+WHOLE = {"optimizer": {"layer_decay": 0.5, "text_lr": 1e-3}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("options", "precision"), [(PARTS, "fp32"), (PARTS, "bf16"), (WHOLE, "bf16")])
+def test_frozen_parts_send_nothing_and_groups_are_counted(
+    tmp_path: Path, precision: str, options: dict[str, Any]
+) -> None:
+    stages = [("openclip", stage) for stage in range(4)]
+    run_ranks(RANKS, profiles, tmp_path, stages, precision, ROWS // 2, options)
+    for name, stage in stages:
+        check_collectives(tmp_path, name, stage)
+        if options is PARTS:  # the final norm and the projection of the image tower, in each of two micro-batches
+            reduced = breakdown_of(tmp_path, name, stage)["purposes"]["gradient reduce"]
+            assert reduced["bytes_received"] <= 2 * ALL_REDUCE * FLOAT * (2 * 32 + 32 * DIM)
+
+
 @pytest.mark.slow
 def test_the_cost_model_is_fitted_to_profiles(folder: Path, tmp_path: Path) -> None:
     done = call("tools/cost_model.py", "fit", str(folder), "--cores", "2", "--out", str(tmp_path / "machine.json"))
