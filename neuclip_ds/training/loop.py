@@ -21,7 +21,7 @@ from neuclip_ds.checkpoint.checkpoints import Checkpoints, Fingerprint
 from neuclip_ds.config import Config
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.engine.average import discard_average
+from neuclip_ds.engine.average import WeightAverage, discard_average
 from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.errors import Interrupted, RollBack, TrainingDiverged
 from neuclip_ds.models.image_models import set_patch_drop
@@ -158,20 +158,23 @@ class Loop:
         self.total = position.end(self._config.epochs, self._config.max_steps)
         self.phases = plan_phases(self._config, position, self.total)
 
-    def run(self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = ()) -> bool:
+    def run(
+        self, evaluate: Evaluate | None = None, hooks: Sequence[Hook] = (), average: WeightAverage | None = None
+    ) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
-        Measures what `evaluate` gives, if anything, and runs `hooks` around the standard ones. After a `roll_back` it
-        resumes, and all hooks start again. Raises `Interrupted` after a stop that a signal requested.
+        Measures what `evaluate` gives, if anything, runs `hooks` around the standard ones, and updates `average` after
+        each step that was not skipped. After a `roll_back` it resumes, and all hooks start again. Raises `Interrupted`
+        after a stop that a signal requested.
         """
         while True:
             try:
-                return self._run(evaluate, hooks)
+                return self._run(evaluate, hooks, average)
             except RollBack as end:
                 checkpoint = end.checkpoint
             self.resume(checkpoint)
 
-    def _run(self, evaluate: Evaluate | None, hooks: Sequence[Hook]) -> bool:
+    def _run(self, evaluate: Evaluate | None, hooks: Sequence[Hook], average: WeightAverage | None) -> bool:
         self.checkpoints.set_aside_beyond(self.done)
         manifest, facts = self.context.data.manifest, self.fingerprint
         log.info(
@@ -198,6 +201,8 @@ class Loop:
                     hook.on_batch(self, batch.host)
                 result = self._train_on(batch, began, ends)
                 self.done += 1
+                if average is not None and result.applied:
+                    average.update(self.done)
                 for hook in every_hook:
                     hook.after_step(self, result)
             if not self.stop_requested:

@@ -43,7 +43,7 @@ from neuclip_ds.training.checks import check_config, fingerprint, likely_slips
 from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import order_facts
 from neuclip_ds.training.hooks import Hook
-from neuclip_ds.training.loop import Loop, RunContext, StepResult
+from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
 from neuclip_ds.training.recovery import (
     RECOVERY,
@@ -154,10 +154,9 @@ class Trainer(NamedTuple):
             take_over(recovered, context, objective)
         ema = context.config.ema
         average = WeightAverage(context.engine, ema.decay) if ema.decay else None
-        averaging = [_AverageWeights(average)] if average is not None else []
         with closing(self.evaluation) if self.evaluation is not None else nullcontext():
             evaluate = partial(self._evaluate, self.evaluation, average) if self.evaluation is not None else None
-            complete = self.loop.run(evaluate, [*averaging, *hooks])
+            complete = self.loop.run(evaluate, hooks, average)
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
             log.info("everything is in %s", context.folder)
@@ -172,17 +171,6 @@ class Trainer(NamedTuple):
                 found = evaluation(engine, objective)
             results |= {name if name.startswith(CHANCE) else AVERAGED + name: value for name, value in found.items()}
         return results
-
-
-class _AverageWeights(Hook):
-    """Update the average of the weights after each step that was not skipped, before a checkpoint is saved."""
-
-    def __init__(self, average: WeightAverage) -> None:
-        self._average = average
-
-    def after_step(self, loop: Loop, result: StepResult) -> None:
-        if result.applied:
-            self._average.update(result.step)
 
 
 def build(

@@ -17,6 +17,7 @@ from neuclip_ds.recipe import parse
 from neuclip_ds.reporting.metrics import read_metrics
 from neuclip_ds.training import trainer
 from neuclip_ds.training.evaluator import Evaluator
+from neuclip_ds.training.run_lock import LOCK
 
 METRIC = "image_to_text_recall@1"
 EVERY = ("--run.evaluate_every=2", "--run.checkpoint_every=2", "--run.log_every=1", f"--run.best_metric={METRIC}")
@@ -95,7 +96,7 @@ def test_no_evaluation_is_lost(moment: str, ranks: int, whole: Path, shards: str
 
 def test_a_finished_run_does_nothing_more(whole: Path, shards: str) -> None:
     def state() -> dict[str, tuple[int, bytes]]:
-        files = [path for path in sorted(whole.rglob("*")) if path.is_file()]
+        files = [path for path in sorted(whole.rglob("*")) if path.is_file() and path.name != LOCK]
         return {str(path): (path.stat().st_mtime_ns, path.read_bytes()) for path in files}
 
     before = state()

@@ -172,8 +172,7 @@ class SaveCheckpoints(Hook):
     Where that fails, training continues to the next checkpoint, until three have failed in a row.
     """
 
-    def __init__(self) -> None:
-        self._failed = 0
+    _failed = 0  # saves in a row
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
         last = result.last or loop.stop_requested
@@ -242,7 +241,7 @@ class EvaluateModel(Hook):
         every = loop.context.config.run.evaluate_every
         return every > 0 and loop.done % every == 0 and loop.done < loop.total
 
-    def _measure(self, loop: Loop) -> dict[str, float]:
+    def _measure(self, loop: Loop) -> None:
         """Evaluate now, and keep a checkpoint of this step if its metric is the best so far.
 
         A signal ends the evaluation at once, so there is a checkpoint before it.
@@ -258,7 +257,7 @@ class EvaluateModel(Hook):
         for line in score_lines(results):
             log.info("step %d/%d  %s", loop.done, loop.total, line)
         if name is None:
-            return results
+            return
         if name not in results:
             raise UserError(
                 f"run.best_metric={name} is not a metric of this run's evaluation, which gives "
@@ -266,18 +265,18 @@ class EvaluateModel(Hook):
             )
         if loop.done:
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
-        return results
 
     def _recorded(self, loop: Loop) -> dict[str, float]:
         """Return the evaluation of this step by an earlier start of the run; nothing if there was none."""
-        path = loop.folder / "metrics.jsonl"
         if loop.done != self._began or loop.done == 0:
             return {}
 
         def read() -> dict[str, float]:
-            of_step = (record for record in read_metrics(path) if record["step"] == loop.done)
-            found = [record for record in of_step if "lr" not in record]  # which those of training have
-            return {name: value for record in found for name, value in record.items() if name != "step"}
+            found: dict[str, float] = {}
+            for record in read_metrics(loop.folder / "metrics.jsonl"):
+                if record.pop("step") == loop.done and "lr" not in record:  # which those of training have
+                    found |= record
+            return found
 
         return loop.context.communicator.on_rank_zero(read)
 
