@@ -10,6 +10,7 @@ given `seed` (a hash of the data seed, epoch and index).
 """
 
 import math
+from dataclasses import dataclass
 
 import simplejpeg
 import torch
@@ -44,44 +45,39 @@ def decode_simplejpeg(data: bytes, min_side: int | None = None) -> Decoded:
 DECODERS: dict[str, Decode] = {"simplejpeg": decode_simplejpeg, "pil": decode_pil}  # by `data.decoder`
 
 
+@dataclass(frozen=True)
 class EvalTransform:
     """Resize the shorter side to `image_size` and crop the center square, or `squash` the whole image to the square.
 
     SigLIP and DFN were trained on squashed images, whose proportions are ignored.
     """
 
-    def __init__(self, image_size: int, squash: bool = False, decode: Decode = decode_pil) -> None:
-        self.image_size, self._squash, self._decode = image_size, squash, decode
-
-    def at_size(self, image_size: int) -> "EvalTransform":
-        """Return the same transform for another size."""
-        return EvalTransform(image_size, self._squash, self._decode)
+    image_size: int
+    squash: bool = False
+    decode: Decode = decode_pil
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        image, square = self._decode(data, None).image, [self.image_size, self.image_size]
-        if self._squash:
+        image, square = self.decode(data, None).image, [self.image_size, self.image_size]
+        if self.squash:
             return _as_tensor(_resize(image, square))
         width, height = F.get_image_size(image)
         size = [int(self.image_size * side / min(width, height)) for side in (height, width)]
         return _as_tensor(F.center_crop(_resize(image, size), square))
 
 
+@dataclass(frozen=True)
 class RandomCrop:
     """Crop a random share of the area in [crop_scale, 1] with a random aspect ratio, and resize it to the square."""
 
-    def __init__(self, image_size: int, crop_scale: float, decode: Decode = decode_pil) -> None:
-        self.image_size, self._decode = image_size, decode
-        self._scale = (crop_scale, 1.0)
-        # The smallest crop of a scaled-down decode still has as many pixels per side as the output.
-        self._min_side = math.ceil(image_size / math.sqrt(crop_scale * _RATIO[0]))
-
-    def at_size(self, image_size: int) -> "RandomCrop":
-        """Return the same transform for another size."""
-        return RandomCrop(image_size, self._scale[0], self._decode)
+    image_size: int
+    crop_scale: float
+    decode: Decode = decode_pil
 
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
-        image, (full_width, full_height) = self._decode(data, self._min_side)
-        top, left, height, width = draw_crop(full_height, full_width, self._scale, seed)
+        # the smallest crop of a scaled-down decode still has as many pixels per side as the output
+        min_side = math.ceil(self.image_size / math.sqrt(self.crop_scale * _RATIO[0]))
+        image, (full_width, full_height) = self.decode(data, min_side)
+        top, left, height, width = draw_crop(full_height, full_width, (self.crop_scale, 1.0), seed)
         width_now, height_now = F.get_image_size(image)
         down, across = height_now / full_height, width_now / full_width  # 1 unless decoded at a smaller scale
         top, left = round(top * down), round(left * across)

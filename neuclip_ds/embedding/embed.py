@@ -197,7 +197,10 @@ def embed(
             with explain_disk(parts.folder, "choose another --out"):
                 samples += parts.write(number, rows, features)
             written += 1
-            bad += _report_bad(path, rows)
+            if omitted := [sample for one in rows for sample in one.batch.bad]:
+                bad += len(omitted)
+                causes = Counter(sample.cause for sample in omitted).most_common(3)
+                log.warning("%s: %d samples are omitted: %s, ...", path, len(omitted), dict(causes))
             if communicator.rank == 0 and time.monotonic() - logged > _EVERY:
                 logged, begun = time.monotonic(), min(communicator.count(turns, 0), len(missing))
                 rate = samples / (logged - began)
@@ -221,12 +224,3 @@ def _by_shard(
         if rows.block.stop == manifest.starts[number] + manifest.sizes[number]:
             yield number, blocks, features
             blocks, features = [], []
-
-
-def _report_bad(path: str, blocks: list[Rows]) -> int:
-    """Log the samples of a shard that are left out, and return their number."""
-    bad = [sample for rows in blocks for sample in rows.batch.bad]
-    if bad:
-        causes = ", ".join(f"{cause} ({count})" for cause, count in Counter(one.cause for one in bad).most_common(3))
-        log.warning("%s: %d samples are left out: %s; such as %s", path, len(bad), causes, bad[0].key)
-    return len(bad)

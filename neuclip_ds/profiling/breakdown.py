@@ -20,7 +20,7 @@ wait, so the shortest duration of a collective over ranks is its transfer time.
 """
 
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -88,14 +88,12 @@ def _mean_of(records: Sequence[dict[str, float]]) -> dict[str, float]:
 
 
 def _by_purpose(steps: Sequence[StepTrace]) -> dict[str, dict[str, float]]:
-    sums: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    sums: defaultdict[str, Counter[str]] = defaultdict(Counter)
     for step in steps:
         for one in step.collectives:
             executed = union(one.intervals)
-            values = {"calls": 1, "bytes_sent": one.sent, "bytes_received": one.sent, "seconds": length(executed)}
-            values["hidden_seconds"] = length(intersection(executed, step.computation))
-            for key, value in values.items():
-                sums[one.purpose][key] += value
+            times = {"seconds": length(executed), "hidden_seconds": length(intersection(executed, step.computation))}
+            sums[one.purpose].update({"calls": 1, "bytes_sent": one.sent, "bytes_received": one.sent, **times})
     return {purpose: {key: value / len(steps) for key, value in found.items()} for purpose, found in sums.items()}
 
 

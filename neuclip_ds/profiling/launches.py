@@ -31,7 +31,7 @@ _GLOO_FAMILY = {"all_reduce": "reduce", "reduce_scatter": "reduce"}  # gloo runs
 
 
 class Event(NamedTuple):
-    """A complete event of a trace; times in the trace's unit."""
+    """A complete event of a trace; times in seconds on the profiler's clock."""
 
     category: str
     name: str
@@ -50,7 +50,7 @@ class Event(NamedTuple):
 
 @dataclass
 class Launch:
-    """Collective of one rank; times in the trace's unit."""
+    """Collective of one rank."""
 
     op: str
     elements: int  # of the rank's input
@@ -66,7 +66,7 @@ def read_events(trace: Mapping[str, Any]) -> list[Event]:
     for event in trace["traceEvents"]:
         if event.get("ph") == "X":
             start, thread = float(event["ts"]), (event.get("pid"), event.get("tid"))
-            span = start, start + float(event.get("dur", 0))
+            span = start / 1e6, (start + float(event.get("dur", 0))) / 1e6  # from microseconds
             found.append(Event(event.get("cat", ""), event["name"], span, thread, event.get("args", {})))
     return sorted(found, key=lambda event: event.span[0])
 

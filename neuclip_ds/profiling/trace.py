@@ -75,25 +75,25 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
         )
         size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
         sent = ring_bytes(launch.op, size, world_size)
-        return Collective(purpose, launch.op, size, sent, tuple(map(_seconds, launch.executed)))
+        return Collective(purpose, launch.op, size, sent, tuple(launch.executed))
 
     launches, phases = find_launches(events), _executed(host, events)
-    computation = union(map(_seconds, _computing(events)))
+    computation = union(_computing(events))
     steps = []
     for window in (event.span for event in annotations if event.name == STEP):
         inside = [describe(launch) for launch in launches if window[0] <= launch.span[0] <= window[1]]
         spans: defaultdict[str, list[Interval]] = defaultdict(list)
         for span, name in phases:
             if window[0] <= span[0] <= window[1]:
-                spans[name].append(_seconds(span))
-        within = intersection(computation, [_seconds(window)])
+                spans[name].append(span)
+        within = intersection(computation, [window])
         durations = {name: length(union(parts)) for name, parts in spans.items()}
-        steps.append(StepTrace(_seconds(window), within, inside, durations))
+        steps.append(StepTrace(window, within, inside, durations))
     return steps
 
 
 def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return the host's phases as their work is executed, in the trace's unit; those of a GPU may overlap.
+    """Return the host's phases as their work is executed; those of a GPU may overlap.
 
     A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
     only from the work that the range's own thread launches directly: not what autograd's thread launches in the
@@ -158,7 +158,3 @@ def _computing(events: Sequence[Event]) -> list[Interval]:
     operators = [event for event in events if event.category == "cpu_op" and event.thread not in gloo_threads]
     names = ((event, event.name.split("::")) for event in operators)
     return [event.span for event, parts in names if len(parts) > 1 and parts[0] not in _WRAPPERS]
-
-
-def _seconds(interval: Interval) -> Interval:
-    return interval[0] / 1e6, interval[1] / 1e6

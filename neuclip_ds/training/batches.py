@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import closing, nullcontext
+from dataclasses import replace
 from typing import NamedTuple, cast
 
 import torch
@@ -36,7 +37,7 @@ class TrainingData(NamedTuple):
 
     def of_sizes(self, image_size: int | None, context_length: int | None) -> TrainingData:
         """Return the same samples as images and rows of tokens of other sizes; None keeps a size."""
-        transform = self.transform if image_size is None else self.transform.at_size(image_size)
+        transform = self.transform if image_size is None else replace(self.transform, image_size=image_size)
         tokenizer = self.tokenizer
         if context_length is not None:
             tokenizer = cast(CaptionTokenizer, tokenizer).of_length(context_length)  # others have no phases
