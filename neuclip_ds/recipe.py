@@ -165,7 +165,7 @@ def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
     """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, also where it is a list."""
-    spelled = [_with_underscores(argument) for argument in argv]
+    spelled = [respell(argument, "-", "_") for argument in argv]
     last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
     try:
         source = CliSettingsSource[BaseSettings](
@@ -206,9 +206,10 @@ def with_dashes(name: str) -> str:
     return name.replace("_", "-")
 
 
-def _with_underscores(argument: str) -> str:
+def respell(argument: str, old: str, new: str) -> str:
+    """Return an argument --NAME=VALUE with all of one character in its name replaced by another."""
     name, mark, value = argument.partition("=")
-    return f"--{name[2:].replace('-', '_')}{mark}{value}" if name.startswith("--") else argument
+    return f"--{name[2:].replace(old, new)}{mark}{value}" if name.startswith("--") else argument
 
 
 def _find_recipe(name: str, beside: Path | None) -> Path:

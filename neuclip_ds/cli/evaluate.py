@@ -64,6 +64,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     from neuclip_ds.data.loader import Loader, LoaderOptions
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
+    from neuclip_ds.evaluation.sets import open_set, open_shards
     from neuclip_ds.evaluation.suite import measure
     from neuclip_ds.evaluation.tasks import load_tasks
 
@@ -77,16 +78,21 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
         folder = saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name
     identity = {"model": saved.name, "precision": options.precision}
 
+    def contents(task: Task, place: Path) -> str | None:
+        """Return what identifies a set of your own."""
+        return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
+
     def unscored() -> list[str]:
         """Return the keys of tasks to score; a set of your own may have a score of other files."""
-        known = Results(folder, identity)
-        keys = []
+        known, keys = Results(folder, identity), []
         for task, place in found:
-            if task.key in known.metrics and known.data.get(task.key) == _data(task, place):
+            if task.key in known.metrics and known.data.get(task.key) == contents(task, place):
                 log.info("%s: has a score in %s", task.name, folder)
-            else:
-                _compare_size(task, place)
-                keys.append(task.key)
+                continue
+            keys.append(task.key)
+            size = None if task.size is None else sum(1 for _ in open_shards(place).samples())
+            if size != task.size:
+                log.warning("%s: %s has %d samples, the published set %d", task.name, place, size, task.size)
         return keys
 
     wanted = communicator.on_rank_zero(unscored)
@@ -101,7 +107,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
             began = time.perf_counter()
             metrics = measure(task, place, encoder)
             if results is not None:
-                results.add(task, metrics, _data(task, place))
+                results.add(task, metrics, contents(task, place))
                 seconds = time.perf_counter() - began
                 log.info("%s: %s %s (%.0f s)", task.name, task.metric, metrics["main_metric"], seconds)
     if results is None:
@@ -111,21 +117,3 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     (folder / "averages.json").write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
     (folder / "summary.md").write_text(text + "\n", encoding="utf-8")
     return text
-
-
-def _data(task: Task, place: Path) -> str | None:
-    """Return what identifies a set of one's own."""
-    from neuclip_ds.evaluation.sets import open_set
-
-    return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
-
-
-def _compare_size(task: Task, folder: Path) -> None:
-    """Warn where a set of DataComp differs in size from the published one."""
-    from neuclip_ds.evaluation.sets import open_shards
-
-    if task.size is None:
-        return
-    found = sum(1 for _ in open_shards(folder).samples())
-    if found != task.size:
-        log.warning("%s: %s has %d samples, the published set %d", task.name, folder, found, task.size)

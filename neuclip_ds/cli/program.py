@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.distributed.stop_signals import raising_interrupted
 from neuclip_ds.errors import Interrupted, TrainingDiverged, UserError
-from neuclip_ds.recipe import nearest
+from neuclip_ds.recipe import nearest, respell
 
 log = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ class Parser(argparse.ArgumentParser):
 
     def parse_with_overrides(self, arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the values of all options, and the other arguments, which are options of `train`."""
-        return self.parse_known_args([_with_dashes(argument) for argument in arguments])
+        return self.parse_known_args([respell(argument, "_", "-") for argument in arguments])
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message[0].upper()}{message[1:]}; see {self.prog} --help.")
@@ -73,8 +73,3 @@ def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
     with Progress(*columns, console=Console(stderr=True)) as progress:
         task = progress.add_task(title)
         yield lambda done, total: progress.update(task, completed=done, total=total)
-
-
-def _with_dashes(argument: str) -> str:
-    name, mark, value = argument.partition("=")
-    return name.replace("_", "-") + mark + value if name.startswith("--") else argument

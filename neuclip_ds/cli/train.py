@@ -17,7 +17,7 @@ from contextlib import suppress
 from typing import Any
 
 from neuclip_ds.cli.train_help import requested_help
-from neuclip_ds.config import Config, dump
+from neuclip_ds.config import dump
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
@@ -45,15 +45,9 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
         return
     # torch and deepspeed take seconds to import: only once the config is known to be sound
     from neuclip_ds.api import train
-
-    if environment.rank == 0:
-        _warn_of_memory(config, environment.world_size)
-    train(config, hooks=hooks)
-
-
-def _warn_of_memory(config: Config, world_size: int) -> None:
     from neuclip_ds.planning.host_memory import memory_warnings
 
     with suppress(UserError):  # all ranks report it, once they have met
-        for warning in memory_warnings(config, world_size):
-            print(f"warning: {warning}", file=sys.stderr, flush=True)
+        warnings = memory_warnings(config, environment.world_size) if environment.rank == 0 else ()
+        print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="", file=sys.stderr, flush=True)
+    train(config, hooks=hooks)

@@ -83,7 +83,8 @@ class Captions:
     def _of_sources(self, members: Mapping[str, bytes]) -> list[list[str]]:
         """Return the captions of each source."""
         found = [_texts(one, members[one.extension]) if one.extension in members else [] for one in self._sources]
-        return [[text for text in map(_clean, texts) if text] for texts in found]
+        cut = [[text.replace("\0", " ").strip()[:_MAX_CHARACTERS] for text in texts] for texts in found]
+        return [[_SURROGATE.sub("\ufffd", text) for text in texts if text] for texts in cut]
 
 
 def json_object(data: bytes) -> dict[str, Any]:
@@ -120,10 +121,6 @@ def _texts(source: _Source, data: bytes) -> list[str]:
         return text.splitlines() if source.key == _LINES else [text]
     value = json_object(data).get(source.key)
     return [one for one in (value if isinstance(value, list) else [value]) if isinstance(one, str)]
-
-
-def _clean(text: str) -> str:
-    return _SURROGATE.sub("\ufffd", text.replace("\0", " ").strip()[:_MAX_CHARACTERS])
 
 
 _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")

@@ -140,7 +140,13 @@ def load_manifest(
         refuse_commands([shard.path for shard in used], f"the manifest in {folder}", "--data.allow_commands=true")
     if check_shards and used:
         for shard in (used[0], max(used, key=lambda shard: shard.n)):
-            _check_present(folder, shard)
+            try:
+                check_size(shard, Path(shard.path).stat().st_size if is_local(shard.path) else shard.bytes)
+            except (OSError, ValueError) as error:
+                raise UserError(
+                    f"Shard {shard.path} of the manifest in {folder} does not exist; restore the shards or build the "
+                    "manifest where they are now."
+                ) from error
     return manifest
 
 
@@ -155,20 +161,6 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
                 f"{shard.bytes} bytes, which cannot be; build it again."
             )
         start += shard.n
-
-
-def _check_present(folder: Path, shard: Shard) -> None:
-    """Raise UserError unless a local shard exists and has its size."""
-    if not is_local(shard.path):
-        return
-    try:
-        found = Path(shard.path).stat().st_size
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"Shard {shard.path} of the manifest in {folder} does not exist; "
-            "restore the shards or build the manifest where they are now."
-        ) from error
-    check_size(shard, found)
 
 
 def _unreadable(folder: Path, error: Exception | str) -> UserError:

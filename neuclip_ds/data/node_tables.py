@@ -19,6 +19,7 @@ import zlib
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -121,8 +122,8 @@ def dump_table(table: SampleTable) -> bytes:
     crc32 = b"" if table.crc32 is None else table.crc32.tobytes()
     others = table.members[len(MEMBERS) :]
     header = _HEADER.pack(_MAGIC, 0, (table.crc32 is not None) + 2 * len(others), table.n, len(table.keys))
-    arrays = [table.extents.tobytes(), table.ordinals.tobytes(), crc32, table.keys]
-    data = b"".join([header[_SIGNED:], *arrays, "".join(f"\0{name}" for name in others).encode()])
+    names = "".join(f"\0{name}" for name in others).encode()
+    data = b"".join([header[_SIGNED:], table.extents.tobytes(), table.ordinals.tobytes(), crc32, table.keys, names])
     return _MAGIC + struct.pack("<I", zlib.crc32(data)) + data
 
 
@@ -134,14 +135,12 @@ def view_table(buffer: bytes | memoryview) -> SampleTable:
     magic, crc32, flags, n, key_bytes = _HEADER.unpack_from(view)
     if magic != _MAGIC or zlib.crc32(view[_SIGNED:]) != crc32:
         raise ValueError("a table differs from its checksum")
-    has_checksums, count = flags & 1, len(MEMBERS) + (flags >> 1)
-    extents = np.frombuffer(view, np.int64, n * count * 2, _HEADER.size)
-    end = _HEADER.size + extents.nbytes
-    ordinals = np.frombuffer(view, np.int32, n, end)
-    end += ordinals.nbytes
-    checksums = np.frombuffer(view, np.uint32, n * count * has_checksums, end).reshape(-1, count)
-    end += checksums.nbytes
+    has_checksums, count, end = flags & 1, len(MEMBERS) + (flags >> 1), _HEADER.size
+    arrays: list[Any] = []
+    for dtype, length in ((np.int64, n * count * 2), (np.int32, n), (np.uint32, n * count * has_checksums)):
+        arrays.append(np.frombuffer(view, dtype, length, end))
+        end += arrays[-1].nbytes
+    extents, ordinals, checksums = arrays
     keys, others = view[end : end + key_bytes], bytes(view[end + key_bytes :]).decode().split("\0")[1:]
-    assert len(keys) == key_bytes
-    members = (*MEMBERS, *others)
-    return SampleTable(ordinals, extents.reshape(n, count, 2), keys, checksums if has_checksums else None, members)
+    crc32s = checksums.reshape(n, count) if has_checksums else None
+    return SampleTable(ordinals, extents.reshape(n, count, 2), keys, crc32s, (*MEMBERS, *others))

@@ -68,11 +68,10 @@ def scan_shard(path: str, options: ScanOptions) -> tuple[Scan, SampleTable]:
     """Scan the tar at `path`, a file, URL or `pipe:` command; raise UserError if it, or its uids, cannot be read."""
     try:
         path.encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"The shard {path!a} has a name that is not UTF-8; rename it.") from error
-    try:
         with local_copy(path) as file:
             return _scan(path, file, options)
+    except UnicodeEncodeError as error:
+        raise UserError(f"The shard {path!a} has a name that is not UTF-8; rename it.") from error
     except OSError as error:
         reason = error.strerror or str(error)
         raise UserError(f"Shard {path} cannot be read: {reason}; check the file and its permissions.") from error
@@ -97,7 +96,8 @@ def local_copy(path: str) -> Iterator[Path]:
 
 def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTable]:
     crc32 = checksum_of(file).crc32 if options.checksum else None
-    selection, texts = None, Captions(options.captions).extensions
+    sources, selection = Captions(options.captions), None
+    texts = sources.extensions
     with file.open("rb") as opened:
         fd = opened.fileno()
         index = read_index(fd)
@@ -111,7 +111,7 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
             table = table._replace(crc32=np.array(rows, dtype=np.uint32).reshape(table.n, len(table.members)))
         images = table.has("image")
         captions = np.logical_or.reduce([table.has(member) for member in texts])
-        bad = tuple(_verify(fd, table, options)) if options.verify else ()
+        bad = tuple(_verify(fd, table, sources)) if options.verify else ()
     n_bad = len(bad) if options.verify else int((~(images & captions)).sum())
     shard = Shard(path, 0, table.n, file.stat().st_size, n_bad, crc32, selection, layout=layout)
     lost = sum(gap.size for gap in index.gaps)
@@ -129,12 +129,10 @@ def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> N
     return np.repeat(np.array([row for row, _ in known], dtype=np.int64), counts)
 
 
-def _verify(fd: int, table: SampleTable, options: ScanOptions) -> Iterator[dict[str, Any]]:
-    captions = Captions(options.captions)
-    keys = table.split_keys()
-    for row in range(table.n):
+def _verify(fd: int, table: SampleTable, captions: Captions) -> Iterator[dict[str, Any]]:
+    for row, key in enumerate(table.split_keys()):
         if reason := _reason(fd, table, row, captions):
-            yield {"row": row, "key": keys[row].decode("utf-8", "surrogateescape"), "reason": reason}
+            yield {"row": row, "key": key.decode("utf-8", "surrogateescape"), "reason": reason}
 
 
 def _reason(fd: int, table: SampleTable, row: int, captions: Captions) -> str | None:

@@ -159,22 +159,14 @@ def _member(
         data = offset + _BLOCK
         if shared or own or long_name is not None:
             own = {**shared, **own}
-            header = _complete(header, own, long_name)
+            name = long_name or own.get("path", header.name).rstrip("/" if "path" in own else "")
+            header = _Header(name, _size(own["size"]) if "size" in own else header.size, header.kind)
         if header.size < 0 or (header.kind not in _WITHOUT_DATA and data + header.size > end):
             raise _BadHeader
     except _BadHeader as bad:
         bad.resume = resume
         raise
     return header, data, own
-
-
-def _complete(header: _Header, pax: dict[str, str], long_name: str | None) -> _Header:
-    """Return the real header with the values of the extension headers."""
-    name = long_name or pax.get("path", header.name).rstrip("/" if "path" in pax else "")
-    try:
-        return _Header(name, int(pax.get("size", header.size)), header.kind)
-    except ValueError as error:
-        raise _BadHeader from error
 
 
 def _parse(block: bytes) -> _Header:
@@ -210,6 +202,13 @@ def _number(field: bytes) -> int:
         return int.from_bytes(field[1:], "big")
     try:
         return int(field.split(b"\0", 1)[0].strip() or b"0", 8)
+    except ValueError as error:
+        raise _BadHeader from error
+
+
+def _size(text: str) -> int:
+    try:
+        return int(text)
     except ValueError as error:
         raise _BadHeader from error
 

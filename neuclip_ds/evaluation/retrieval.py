@@ -25,7 +25,7 @@ from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 
-_ANCHORS = 4096  # compared with a chunk of candidates at once
+_ANCHORS, _CHUNK = 4096, 1024  # queries and candidates that are compared at once
 
 
 class EncodedPairs(NamedTuple):
@@ -52,7 +52,7 @@ def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
 
 @torch.no_grad()
 def retrieval(
-    pairs: EncodedPairs, communicator: Communicator, ks: Sequence[int] = (1, 5, 10), chunk: int = 1024
+    pairs: EncodedPairs, communicator: Communicator, ks: Sequence[int] = (1, 5, 10), chunk: int = _CHUNK
 ) -> dict[str, float]:
     """Return recall@k in both directions over the valid pairs of all ranks, which have equally many.
 
@@ -66,16 +66,15 @@ def retrieval(
     rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
     pair, *sides = (x.index_select(0, rows) for x in (padded, image, text))
     score = inner_products(*sides)
-    sums = [image.new_full((), len(rows), dtype=torch.float64)]
-    for anchors, candidates in zip(sides, (text, image), strict=True):
+    found = {}
+    for name, anchors, candidates in (("image_to_text", sides[0], text), ("text_to_image", sides[1], image)):
+        queries = _Queries(anchors, pair, score, torch.ones_like(pair))
         gathered = communicator.all_gather(candidates, "evaluation")
-        ahead, tied = count_negatives(anchors, score, pair, gathered, all_pairs, chunk)
-        sums += [hit_probability(ahead, tied, k).sum() for k in ks]
-    count, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
-    if not count:
-        raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
-    names = [f"{direction}_recall@{k}" for direction in ("image_to_text", "text_to_image") for k in ks]
-    return {name: hit / count for name, hit in zip(names, hits, strict=True)} | {"retrieval_pairs": count}
+        count, hits = _count_hits(queries, (gathered, all_pairs), ks, communicator, chunk)
+        if not count:
+            raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
+        found.update({f"{name}_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
+    return {**found, "retrieval_pairs": count}
 
 
 class _Queries(NamedTuple):
@@ -110,10 +109,11 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     by_image = _Queries(images, label, best, best_captions)
     found = {}
     for name, queries, candidates in (("image", by_caption, by_image), ("text", by_image, by_caption)):
-        recalls = _recalls(queries, *_gather(candidates.features, candidates.label, communicator), ks, communicator)
-        found.update({f"{name}_retrieval_recall@{k}": recall for k, recall in zip(ks, recalls, strict=True)})
-    count = communicator.all_reduce(rows.new_tensor(len(images)), "evaluation")
-    found["chance"] = chance_recall(1, int(count))  # in either direction, however the captions are shared out
+        gathered = _gather(candidates.features, candidates.label, communicator)
+        count, hits = _count_hits(queries, gathered, ks, communicator, _CHUNK)
+        found.update({f"{name}_retrieval_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
+    # of all images, which were the last queries; the same in either direction, however the captions are shared out
+    found["chance"] = chance_recall(1, int(count))
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 
@@ -126,19 +126,21 @@ def read_captions(sample: Sample) -> list[str]:
     return captions
 
 
-def _recalls(
-    queries: _Queries, candidates: Tensor, labels: Tensor, ks: Sequence[int], communicator: Communicator
-) -> list[float]:
-    """Return recall@k of all ranks' queries for each k."""
+def _count_hits(
+    queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], communicator: Communicator, chunk: int
+) -> tuple[float, list[float]]:
+    """Return the number of all ranks' queries, and for each k how many have a match among the first k candidates.
+
+    The candidates are (m, d) features and (m,) labels of all ranks.
+    """
     device = queries.features.device
-    sums = [torch.tensor(float(len(queries.label)), dtype=torch.float64, device=device)]
-    sums += [torch.zeros_like(sums[0]) for _ in ks]
+    sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=device)
+    sums[0] = len(queries.label)
     for anchors, label, score, matches in zip(*(part.split(_ANCHORS) for part in queries), strict=True):
-        ahead, tied = count_negatives(anchors, score, label, candidates, labels)
-        for place, k in enumerate(ks, start=1):
-            sums[place] += hit_probability(ahead, tied, k, matches).sum()
-    total, *hits = communicator.all_reduce(torch.stack(sums), "evaluation").tolist()
-    return [hit / total for hit in hits]
+        ahead, tied = count_negatives(anchors, score, label, *candidates, chunk)
+        sums[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
+    count, *hits = communicator.all_reduce(sums, "evaluation").tolist()
+    return count, hits
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:
@@ -186,7 +188,7 @@ def score_matrix(a: Tensor, b: Tensor) -> Tensor:
 
 
 def count_negatives(
-    anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = 1024
+    anchors: Tensor, score: Tensor, label: Tensor, candidates: Tensor, labels: Tensor, chunk: int = _CHUNK
 ) -> tuple[Tensor, Tensor]:
     """Count the negatives that score higher than each anchor's match, and those that score exactly the same.
 

@@ -55,9 +55,8 @@ class Task(BaseModel):
     @classmethod
     def own(cls, name: str, kind: Literal["classification", "retrieval"]) -> Task:
         """Return the task of a set that is not DataComp's, which no average contains."""
-        return cls(
-            key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=_RECALL if kind == "retrieval" else "acc1"
-        )
+        metric = _RECALL if kind == "retrieval" else "acc1"
+        return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, places: Sequence[Path]) -> Path | None:
         """Return the first folder with the name of its set, None if there is none."""
@@ -90,12 +89,9 @@ class TaskList(BaseModel):
 
     def with_scored(self, metrics: Mapping[str, Mapping[str, Any]]) -> TaskList:
         """Return the list with the sets of your own that have metrics, by key."""
+        own = {key.removeprefix(_OWN): found for key, found in metrics.items() if key.startswith(_OWN)}
         return self.with_own(
-            [
-                Task.own(key.removeprefix(_OWN), "retrieval" if _RECALL in found else "classification")
-                for key, found in metrics.items()
-                if key.startswith(_OWN)
-            ]
+            [Task.own(name, "retrieval" if _RECALL in own[name] else "classification") for name in own]
         )
 
     def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
@@ -151,11 +147,10 @@ def _sets(place: Path) -> list[Path]:
 
 
 def _own(path: Path) -> Task:
-    kind = open_set(path).kind
+    kind: Any = open_set(path).kind
     if kind not in ("classification", "retrieval"):
         raise UserError(f"{path} is a {kind} set, which has no score here; move it elsewhere.")
-    name = path.stem if path.is_file() else path.name
-    return Task.own(name, "retrieval" if kind == "retrieval" else "classification")
+    return Task.own(path.stem if path.is_file() else path.name, kind)
 
 
 def _fits(task: Task, name: str) -> bool:

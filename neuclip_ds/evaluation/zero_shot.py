@@ -87,9 +87,13 @@ def _prepare(
     sample: Sample, classes: int, transform: Callable[[bytes], Tensor], columns: list[int]
 ) -> tuple[Tensor, list[int]]:
     """Return the pixels of a sample, and its label followed by its groups, from the numbers in its .npy member."""
-    pixels, label = decode(sample, transform), _label(sample, classes)
+    pixels, label = decode(sample, transform), sample.text("cls")
+    if not label.isdecimal() or int(label) >= classes:
+        raise UserError(
+            f"{sample.name} has label '{label}', but classnames.txt has classes 0 to {classes - 1}; fix one of them."
+        )
     if not columns:
-        return pixels, [label]
+        return pixels, [int(label)]
     try:
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
@@ -99,14 +103,4 @@ def _prepare(
         ) from error
     if min(groups) < 0:
         raise UserError(f"{sample.name} has the group {min(groups)} in its npy member; download the set again.")
-    return pixels, [label, *groups]
-
-
-def _label(sample: Sample, classes: int) -> int:
-    """Return a sample's label; raise UserError if it has none, or one without a class."""
-    label = sample.text("cls")
-    if not label.isdecimal() or int(label) >= classes:
-        raise UserError(
-            f"{sample.name} has label '{label}', but classnames.txt has classes 0 to {classes - 1}; fix one of them."
-        )
-    return int(label)
+    return pixels, [int(label), *groups]

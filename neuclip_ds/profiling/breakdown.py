@@ -115,8 +115,13 @@ def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]
 
 def report(breakdowns: Sequence[Record]) -> str:
     """Return the tables of times (as FastCLIP Tables 15-22) and of traffic, on the contents of breakdown.json files."""
+    times = []
+    for found in breakdowns:
+        seconds = (found["seconds"][column] for column in COLUMNS)
+        cells = (f"{1e3 * of['mean']:.1f} ± {1e3 * of['deviation']:.1f}" for of in seconds)
+        times.append([*_labels(found), str(found["steps"]), *cells])
     return (
-        f"## Time of a step, ms (mean and deviation over steps)\n\n{_table(_TIMES, map(_time, breakdowns))}\n"
+        f"## Time of a step, ms (mean and deviation over steps)\n\n{_table(_TIMES, times)}\n"
         "## Collectives per step and rank by purpose\n\n"
         + _table(_TRAFFIC, (row for found in breakdowns for row in _traffic(found)))
     )
@@ -124,12 +129,6 @@ def report(breakdowns: Sequence[Record]) -> str:
 
 def _table(header: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join(f"| {' | '.join(row)} |\n" for row in [header, ["---"] * len(header), *rows])
-
-
-def _time(found: Record) -> list[str]:
-    seconds = (found["seconds"][column] for column in COLUMNS)
-    cells = (f"{1e3 * of['mean']:.1f} ± {1e3 * of['deviation']:.1f}" for of in seconds)
-    return [*_labels(found), str(found["steps"]), *cells]
 
 
 def _traffic(found: Record) -> Iterator[list[str]]:

@@ -51,9 +51,9 @@ class MetricsLog:
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
-        record = {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
+        finite = {name: value if math.isfinite(value) else str(float(value)) for name, value in metrics.items()}
         with best_effort(self._path):  # what is left in its buffer is written with the next line
-            self._lines.write(json.dumps(record, allow_nan=False) + "\n")
+            self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         with best_effort(self._board_path):
             for name, value in metrics.items():
                 self._board.add_scalar(name, value, step)
@@ -130,7 +130,3 @@ def drop_from(path: Path, first_step: int) -> None:
         kept.flush()
         os.fsync(kept.fileno())
     partial.replace(path)
-
-
-def _json_number(value: float) -> float | str:
-    return value if math.isfinite(value) else str(float(value))

@@ -6,7 +6,7 @@ import html
 import io
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -140,16 +140,18 @@ def _scores(series: Mapping[str, Series]) -> Iterator[str]:
 
 def _plots(series: Mapping[str, Series]) -> Iterator[str]:
     """Yield the plots, with one for each metric that `PLOTS` does not know, or that has too many curves beside it."""
-    names = [name for name in _in_order(series) if name not in _COUNTS and not name.startswith(CHANCE)]
+    shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
+    # by the alphabet, and by the numbers in them: recall@5 before recall@10
+    names = sorted(shown, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
     left = list(names)
     for plot in PLOTS:
-        shown = [name for name in names if plot.has(name) and any(series[name][1])]
+        curves = {name: series[name] for name in names if plot.has(name) and any(series[name][1])}
         left = [name for name in left if not plot.has(name)]
-        if len(shown) > _CURVES:
-            for name in shown:
-                yield _element(_draw(plot._replace(title=name), {name: series[name]}), plot.meaning)
-        elif shown:
-            yield _element(_draw(plot, {name: series[name] for name in shown}), plot.meaning)
+        if len(curves) > _CURVES:
+            for name, curve in curves.items():
+                yield _element(_draw(plot._replace(title=name), {name: curve}), plot.meaning)
+        elif curves:
+            yield _element(_draw(plot, curves), plot.meaning)
     for name in left:
         yield _element(_draw(Plot(name, name, name, ""), {name: series[name]}), "")
 
@@ -192,11 +194,6 @@ def _events(run: Path) -> Iterator[str]:
         yield _table("Events", ["step", "rank", "kind", "message"], rows)
     if len(found) > _EVENTS:
         yield f"<p>and {len(found) - _EVENTS} more in events.jsonl</p>"
-
-
-def _in_order(names: Iterable[str]) -> list[str]:
-    """Return names in the order of the alphabet and of the numbers in them, recall@5 before recall@10."""
-    return sorted(set(names), key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
 
 
 def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
