@@ -341,10 +341,7 @@ class ModelConfig(Section):
     def _something_trains(self) -> ModelConfig:
         parts = self.trained("vision"), self.trained("text")
         if self.lora.rank and parts == ("all", "all"):
-            raise ValueError(
-                "vision.trainable=all and text.trainable=all leave no frozen weights for lora; set one to frozen or a "
-                "number of blocks"
-            )
+            raise ValueError("trainable=all of both towers leaves no frozen weights for lora; freeze a part of one")
         if not self.lora.rank and parts == ("frozen", "frozen"):
             raise ValueError("vision.trainable and text.trainable are frozen, so nothing trains; free a part of one")
         return self

@@ -63,10 +63,8 @@ class BadSampleLog:
         for sample in batch.bad:
             self._recorded += 1
             if self._recorded & (self._recorded - 1) == 0:  # the 1st, 2nd, 4th, 8th ... keeps the log short
-                log.warning(
-                    "bad sample %d (number %d on this rank): %s in %s: %s",
-                    *(sample.index, self._recorded, sample.key, sample.shard, sample.reason),
-                )
+                values = sample.index, self._recorded, sample.key, sample.shard, sample.reason
+                log.warning("bad sample %d (number %d on this rank): %s in %s: %s", *values)
 
     def merge(self, gather: Gather = lambda own: [own]) -> None:
         """Merge and list what the ranks have recorded since the last merge; a collective call.

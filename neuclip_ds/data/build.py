@@ -103,8 +103,7 @@ def _open_shards(
     paths = resolve_shards(source)
     if remote := next((path for path in paths if not is_local(path)), None):
         raise UserError(
-            f"{remote} is remote: build the manifest once (neuclip-ds build-manifest FOLDER '{source}') "
-            "and name its folder as the data."
+            f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name its folder."
         )
     folder = cache / _fingerprint(paths, options)
     if is_manifest(folder):

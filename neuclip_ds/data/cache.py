@@ -105,8 +105,7 @@ class ShardCache:
             raise
         except OSError as error:
             raise UserError(
-                f"The shard cache {self._folder} cannot be used ({error}); give it room and write permission, or set "
-                "another data.cache_dir."
+                f"The shard cache {self._folder} cannot be used ({error}); make room, or set another data.cache_dir."
             ) from error
         return self._shard(url)
 

@@ -101,9 +101,7 @@ def _parse(name: str) -> _Source:
     prefix, kind, key = match.groups("") if match else ("", "", "")
     if (kind == TEXT and key in ("", _LINES)) or (kind == JSON and key):
         return _Source(prefix.lower() + kind, kind == JSON, key)
-    raise UserError(
-        f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or has another member such as syn.txt."
-    )
+    raise UserError(f"data.captions has {name!r}; a source is txt, txt:lines or json:KEY, or of syn.txt and the like.")
 
 
 def _draw(weights: Sequence[float], number: int) -> int:

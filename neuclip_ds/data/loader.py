@@ -47,9 +47,7 @@ def train_jobs(
     divisible by the ranks.
     """
     if order.batch_size % world_size:
-        raise UserError(
-            f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; choose a multiple of them."
-        )
+        raise UserError(f"data.batch_size={order.batch_size} is not divisible by {world_size} ranks; change one.")
     first, share = epoch * order.steps_per_epoch + step, order.batch_size // world_size
 
     def items(number: int) -> Items:

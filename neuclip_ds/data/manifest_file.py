@@ -144,8 +144,7 @@ def load_manifest(
                 check_size(shard, Path(shard.path).stat().st_size if is_local(shard.path) else shard.bytes)
             except (OSError, ValueError) as error:
                 raise UserError(
-                    f"Shard {shard.path} of the manifest in {folder} does not exist; restore the shards or build the "
-                    "manifest where they are now."
+                    f"Shard {shard.path} of the manifest in {folder} does not exist; restore or rebuild it."
                 ) from error
     return manifest
 

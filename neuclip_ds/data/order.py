@@ -70,10 +70,7 @@ class GlobalOrder:
         if self.n < 2:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
-            raise UserError(
-                f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it or set "
-                "data.drop_last=false."
-            )
+            raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
         self.interleave = interleave or choose_interleave(DataSize(self.n, len(self._sizes), 0), batch_size)
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams

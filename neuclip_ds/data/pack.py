@@ -106,9 +106,7 @@ def open_table(source: str, split: str | None = None) -> PairTable:
         paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
     kinds = {Path(file).suffix.lower() for file in paths}
     if len(kinds) != 1 or not kinds <= set(TABLES):
-        raise UserError(
-            f"{source} is no table; name a file, folder or glob of one kind ({', '.join(TABLES)}), or hf:NAME."
-        )
+        raise UserError(f"{source} is no table; name files of one kind ({', '.join(TABLES)}), or hf:NAME.")
     with _explaining(source):
         found = _open_files(paths, *kinds)
         read = partial(found.to_batches, batch_size=_BATCH, fragment_readahead=1)

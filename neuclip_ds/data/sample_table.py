@@ -146,8 +146,7 @@ class SampleParts:
         for shard, ((part, group), size) in enumerate(zip(places, sizes, strict=True)):
             if not 0 <= group < len(rows[part]) or rows[part][group] != size:
                 raise UserError(
-                    f"The sample table of shard {shard} in {part} does not fit the manifest; restore the file or build "
-                    "the manifest again."
+                    f"The table of shard {shard} in {part} does not fit the manifest; restore it or build it again."
                 )
         return cls(places, frozenset(set.intersection(*members) if members else MEMBERS))
 
@@ -185,9 +184,7 @@ def _opened(path: Path) -> Iterator[pq.ParquetFile]:
 
 def _unreadable(path: Path, error: Exception) -> UserError:
     reason = " ".join(str(error).split())[:200]
-    return UserError(
-        f"The manifest's file {path} cannot be read ({reason}); restore it, or remove it and build the manifest again."
-    )
+    return UserError(f"The manifest's file {path} cannot be read ({reason}); restore it or build it again.")
 
 
 def _table(rows: pa.Table) -> SampleTable:

@@ -159,9 +159,7 @@ def log_loss(scan: Scan) -> None:
     """Log a warning if a shard is damaged or has bad samples."""
     shard, lost = scan.shard, scan.lost_bytes
     if lost:
-        log.warning(
-            "Shard %s is damaged: %d of %d bytes cannot be read; download it again", shard.path, lost, shard.bytes
-        )
+        log.warning("Shard %s is damaged: %d of %d bytes are lost; download it again", shard.path, lost, shard.bytes)
     elif shard.n_bad or (shard.n == 0 and shard.selection is None):
         log.warning("Shard %s: only %d of %d samples can be used", shard.path, shard.n - shard.n_bad, shard.n)
 

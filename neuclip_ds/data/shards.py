@@ -48,9 +48,7 @@ def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
     except RecursionError as error:
         raise UserError(f"{source[:200]!a} is a list that names itself; name shards in it.") from error
     except (OSError, ValueError, RuntimeError) as error:  # a name that no file can have, ~ of nobody, no permission
-        raise UserError(
-            f"{source[:200]!a} cannot be looked up ({error}); check the path and its permissions."
-        ) from error
+        raise UserError(f"{source[:200]!a} cannot be looked up ({error}); check path and permissions.") from error
 
 
 def _resolve(source: str, allow_commands: bool) -> list[str]:
@@ -106,10 +104,7 @@ def _matches(pattern: str) -> list[str]:
         paths += map(Path, sorted(glob.glob(name, recursive=True)) if glob.has_magic(name) else [name])  # noqa: PTH207 - absolute
     missing = [path for path in paths if not path.exists()]
     if missing:
-        raise UserError(
-            f"{missing[0]} does not exist ({len(missing)} of {len(paths)} that {pattern} names); correct the path or "
-            "restore the files."
-        )
+        raise UserError(f"{missing[0]} does not exist ({len(missing)} of {len(paths)} of {pattern}); correct the path.")
     if not paths:
         raise UserError(f"Nothing matches {pattern}; check the folder and the pattern.")
     return [str(path.absolute()) for path in paths]

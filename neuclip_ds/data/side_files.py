@@ -102,9 +102,7 @@ def _samples(stem: str, store: Any) -> int:
             if failure.kind != "missing":
                 raise AttemptFailed(f"{side}: {failure}") from failure
     name = stem.rpartition("/")[2]
-    raise AttemptFailed(
-        f"no {name}_stats.json or {name}.parquet is next to it, which img2dataset writes when a shard is complete"
-    )
+    raise AttemptFailed(f"no {name}_stats.json or {name}.parquet is next to it, as img2dataset writes them")
 
 
 def _successes(store: Any, path: str) -> int:

@@ -72,9 +72,7 @@ def _map(path: Path) -> UidArray:
     try:
         listed = np.lib.format.open_memmap(path, mode="r")
     except Exception as error:  # a damaged header raises many types: ValueError, SyntaxError, OverflowError
-        raise UserError(
-            f"The uid file {path} cannot be read ({error}); it must be a .npy file of dtype u8,u8."
-        ) from error
+        raise UserError(f"The uid file {path} cannot be read ({error}); it must be a .npy of dtype u8,u8.") from error
     words = [listed.dtype[name].str for name in listed.dtype.names or ()]
     if words != ["<u8", "<u8"] or listed.dtype.itemsize != UID.itemsize or listed.ndim != 1:
         raise UserError(f"The uid file {path} has dtype {listed.dtype}, not u8,u8; save pairs of 64-bit words.")

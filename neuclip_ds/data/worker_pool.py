@@ -167,7 +167,10 @@ class _Worker:
         """
         cache, timeout = self._options.cache, self._options.timeout
         since, arrived = time.monotonic(), -1
-        while (result := self._poll(min(_POLL, timeout / 2))) is None:
+        while True:
+            with suppress(Empty):
+                result = self._results.get(timeout=min(_POLL, timeout / 2))
+                break
             if cache is not None and cache.waits_for_storage():  # workers end that after `data.max_outage`
                 since = time.monotonic()
                 with deferring(False):  # a signal ends the run now: the next step may be an hour away
@@ -177,8 +180,7 @@ class _Worker:
                 arrived = cache.arrived() if cache is not None else 0
             if over and arrived == before:
                 raise _WorkerFailure(
-                    f"Timed out after {timeout:g} s waiting for {waited_for}: "
-                    "check that the storage responds, or raise data.timeout"
+                    f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
                 )
             since = time.monotonic() if over else since
         if isinstance(result, _Ended):
@@ -195,11 +197,6 @@ class _Worker:
         if isinstance(result, Exception):
             raise result
         return result
-
-    def _poll(self, seconds: float) -> Any:
-        """Return the next result, or None if there is none in time."""
-        with suppress(Empty):
-            return self._results.get(timeout=seconds)
 
     def stop(self) -> None:
         """Kill it."""

@@ -126,8 +126,7 @@ class Parts:
                 raise UserError(f"{path} cannot be read ({error}): choose another --out, or delete it.") from error
             if name := next((name for name in known if found.get(name) != known[name]), None):
                 raise UserError(
-                    f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another "
-                    "--out, or delete it."
+                    f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another --out"
                 )
         for place in (METADATA, *_KINDS) if self._is_npy else ("",):
             (self.folder / place).mkdir(parents=True, exist_ok=True)

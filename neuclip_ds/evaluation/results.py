@@ -67,9 +67,7 @@ class Results:
         try:
             return [json.loads(line) for line in whole.splitlines()]
         except ValueError as error:
-            raise UserError(
-                f"{self._path} is not a file of scores ({error}); remove it or choose another --out."
-            ) from error
+            raise UserError(f"{self._path} is not a file of scores ({error}); choose another --out.") from error
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:

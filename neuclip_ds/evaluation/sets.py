@@ -165,8 +165,7 @@ def _open_images(path: Path) -> EvaluationSet:
     class_names = _read_lines(names) if names.is_file() else tuple(one.name.replace("_", " ") for one in folders)
     if len(class_names) != len(folders):
         raise UserError(
-            f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one on each line, in "
-            "the order of the folders' names."
+            f"{names} has {len(class_names)} names for {len(folders)} folders of classes; write one for each, in order."
         )
     labels = {folder.name: label for label, folder in enumerate(folders)}
     # a class may have no image

@@ -92,9 +92,7 @@ def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
         tree = json.loads(sample.read("json"))
         cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
     except (ValueError, TypeError, KeyError) as error:
-        raise UserError(
-            f"{sample.name}: its json member needs cue, candidates and associations ({error}); write the set again."
-        ) from error
+        raise UserError(f"{sample.name}: its json needs cue, candidates and associations ({error}).") from error
     associated = [candidate in associations for candidate in candidates]
     if not any(associated):
         raise UserError(f"{sample.name}: none of its candidates is among its associations; write the set again.")

@@ -89,18 +89,14 @@ def _prepare(
     """Return the pixels of a sample, and its label followed by its groups, from the numbers in its .npy member."""
     pixels, label = decode(sample, transform), sample.text("cls")
     if not label.isdecimal() or int(label) >= classes:
-        raise UserError(
-            f"{sample.name} has label '{label}', but classnames.txt has classes 0 to {classes - 1}; fix one of them."
-        )
+        raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")
     if not columns:
         return pixels, [int(label)]
     try:
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
     except (ValueError, IndexError, EOFError) as error:
-        raise UserError(
-            f"{sample.name}: its npy member holds no metadata ({error}); download the set again."
-        ) from error
+        raise UserError(f"{sample.name}: its npy member holds no metadata ({error}); fix the set.") from error
     if min(groups) < 0:
         raise UserError(f"{sample.name} has the group {min(groups)} in its npy member; download the set again.")
     return pixels, [int(label), *groups]

@@ -8,6 +8,7 @@ import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from string import Template
 from typing import NamedTuple
 
 import yaml
@@ -21,69 +22,25 @@ from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, 
 _EVENTS = 200  # listed; the others are counted
 _CURVES = 8  # in one plot; the legend of more would hide them
 
-_PAGE = """\
-<!doctype html><html lang="en"><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1">
-<title>{title}</title>
-<style>
-body {{ font: 15px/1.5 system-ui, sans-serif; margin: 0 auto; padding: 1rem 2rem 4rem; max-width: 96rem }}
-img {{ max-width: 100% }}
-table {{ border-collapse: collapse; font-variant-numeric: tabular-nums }}
-td, th {{ padding: .25em 1.2em .25em 0; text-align: left; vertical-align: top; border-bottom: 1px solid #ddd }}
-pre {{ background: #f6f7f9; padding: 1em; overflow: auto; font-size: .85rem }}
-.plots {{ display: grid; grid-template-columns: repeat(auto-fill, minmax(min(24rem, 100%), 1fr)); gap: 1.4rem }}
-figure {{ margin: 0; font-size: .85rem }}
-</style>
-<h1>{title}</h1>
-{content}
-</html>
-"""
+_FILES = Path(__file__).parent
+_PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
 
 
 class Plot(NamedTuple):
-    """A plot of curves that share an axis."""
+    """A plot of curves that share an axis; plots.yaml explains the fields."""
 
     title: str
-    metrics: str  # names in metrics.jsonl, or patterns of names, with spaces between; also those of averaged weights
-    unit: str  # of the values' axis; "%" for shares of 1, "log ..." for a logarithmic axis
-    meaning: str  # sentence below the plot
+    metrics: Sequence[str]  # those of averaged weights are shown too
+    unit: str
+    meaning: str
+    log_scale: bool = False
 
     def has(self, metric: str) -> bool:
         """Return whether the plot shows a metric."""
-        return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics.split())
+        return any(fnmatch.fnmatchcase(metric.removeprefix(AVERAGED), pattern) for pattern in self.metrics)
 
 
-PLOTS = (
-    Plot("Image to text recall", "image_to_text_recall@*", "%", "Images whose caption is among the k nearest (@k)."),
-    Plot("Text to image recall", "text_to_image_recall@*", "%", "Captions whose image is among the k nearest (@k)."),
-    Plot("Zero-shot accuracy", "zero_shot_top*", "%", "Images whose class is the nearest (top1) or among five (top5)."),
-    Plot("Averages of evaluation sets", "average/*", "%", "Means of main metrics over groups of DataComp's sets."),
-    Plot("Evaluation sets", "task/*", "%", "The main metric of each set."),
-    Plot("Training loss", "loss", "loss", "The method's own objective: to compare methods, compare their recall."),
-    Plot("OpenCLIP's loss of the batch", "batch_loss", "nats", "Cross-entropy of the batch, the same for all methods."),
-    Plot("Temperature", "tau tau_*", "temperature τ", "Similarities are divided by τ before the exponential."),
-    Plot("Bias", "bias", "bias b", "SigLIP adds it to the logits, as nearly all of its pairs are negatives."),
-    Plot("Learning rate", "lr", "learning rate", "Of the encoders, by its schedule."),
-    Plot("Gradient norm", "grad_norm", "log L2 norm", "Of the encoders' gradient, before it is clipped."),
-    Plot("Feature gradient norm", "feature_grad_norm", "log L2 norm", "Of the loss's gradient at the features."),
-    Plot(
-        "Log-normalizer alpha", "alpha", "nats", "Log of the normalizer as the method estimates it, mean of the batch."
-    ),
-    Plot("NPN ratio", "npn_ratio_*", "log ratio", "Normalizer of the batch over the network's; 1 is right."),
-    Plot("Queue ratio", "normalizer_ratio", "ratio", "Normalizer of the batch over that of batch and queue."),
-    Plot("Gamma", "gamma", "γ", "Share of the batch in the moving average u; 1 forgets the past."),
-    Plot("Log of u", "log_u", "nats", "u is the moving average of a sample's normalizer; the mean over the batch."),
-    Plot("Amortization ratio", "amortization_ratio", "ratio", "Normalizer of the batch over the MLP's; 1 is right."),
-    Plot("Amortization error", "amortization_error", "log loss", "What AmorLIP's MLP minimizes."),
-    Plot("Log of lambda", "log_lambda", "nats", "λ is the normalizer that AmorLIP's MLP predicts, the mean."),
-    Plot("Normalizer error", "normalizer_mse normalizer_mse_*", "log nats²", "Squared error of log-normalizers."),
-    Plot("Normalizer bias", "normalizer_bias", "nats", "Mean error of log-normalizers; below 0 is too small."),
-    Plot("Throughput", "samples_per_second", "samples/s", "Of all ranks together."),
-    Plot("Waiting for data", "data_wait_share", "%", "Share of the time in which rank 0 waits for its batch."),
-    Plot("Objective's communication", "objective_communication_share", "%", "Share of rank 0's time in collectives."),
-    Plot("Skipped steps", "skipped_steps", "steps", "Steps without an update, as a gradient was not finite."),
-    Plot("Bad samples", "bad_samples/*", "samples", "Samples that could not be used, by reason."),
-)
+PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))]
 _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
@@ -121,7 +78,7 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     ]
     path = run / "report.html"
     heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
-    path.write_text(_PAGE.format(title=html.escape(heading), content="\n".join(sections)), encoding="utf-8")
+    path.write_text(_PAGE.substitute(title=html.escape(heading), content="\n".join(sections)), encoding="utf-8")
     return path
 
 
@@ -153,16 +110,14 @@ def _plots(series: Mapping[str, Series]) -> Iterator[str]:
         elif curves:
             yield _element(_draw(plot, curves), plot.meaning)
     for name in left:
-        yield _element(_draw(Plot(name, name, name, ""), {name: series[name]}), "")
+        yield _element(_draw(Plot(name, [name], name, ""), {name: series[name]}), "")
 
 
 def _draw(plot: Plot, curves: Mapping[str, Series]) -> Figure:
     figure, axes = _figure(plot.title)
     for name, (steps, values) in curves.items():
         axes.plot(steps, values, label=name, linewidth=1, marker="o" if len(steps) < 30 else "", markersize=3)
-    axes.set(xlabel="training step", ylabel=plot.unit.removeprefix("log "))
-    if plot.unit.startswith("log "):
-        axes.set_yscale("log")
+    axes.set(xlabel="training step", ylabel=plot.unit, yscale="log" if plot.log_scale else "linear")
     if plot.unit == "%":
         axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     if len(curves) > 1:
