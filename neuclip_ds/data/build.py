@@ -38,28 +38,18 @@ _SHARDS_EACH = 16  # that take longer to scan than a process takes to start
 
 
 def build_manifest(
-    paths: Sequence[str],
-    processes: int | None = None,
-    on_progress: OnProgress = lambda done, total: None,
-    options: ScanOptions = ScanOptions(),
+    paths: Sequence[str], processes: int | None = None, options: ScanOptions = ScanOptions()
 ) -> Manifest:
     """Return a manifest, held in memory, of the tars `paths` in this order.
 
-    Args:
-        processes: worker processes that scan the shards, by default one for each 16 shards and at most one per CPU; 1
-            scans in this process.
-        on_progress: called after each shard.
-
-    Raises:
-        UserError: a shard cannot be read, or no shard has samples, images or captions.
+    By default there is one worker process for each 16 shards, and at most one per CPU; 1 scans in this process. Raises
+    UserError if a shard cannot be read, or no shard has samples, images or captions.
     """
     processes = processes or min(os.cpu_count() or 1, 1 + len(paths) // _SHARDS_EACH)
-    scans: list[Scan] = []
     with process_pool(processes) if processes > 1 else nullcontext() as pool:
-        for scan in (pool.map if pool else map)(partial(_scan, options=options), paths):
-            scans.append(scan)
-            log_loss(scan)
-            on_progress(len(scans), len(paths))
+        scans = list((pool.map if pool else map)(partial(_scan, options=options), paths))
+    for scan in scans:
+        log_loss(scan)
     check_usable(scans, paths)
     return extend(None, [scan.shard for scan in scans])
 
@@ -72,7 +62,6 @@ def open_manifest(
     source: str,
     cache: Path,
     processes: int | None = None,
-    on_progress: OnProgress = lambda done, total: None,
     options: ScanOptions = ScanOptions(),
     allow_commands: bool = False,
 ) -> Manifest:
@@ -92,26 +81,16 @@ def open_manifest(
                 f"--captions {' '.join(options.captions)}."
             )
     else:
-        manifest = _open_shards(source, cache, processes, on_progress, options)
+        paths = resolve_shards(source)
+        if remote := next((path for path in paths if not is_local(path)), None):
+            raise UserError(f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name that.")
+        folder = cache / _fingerprint(paths, options)
+        manifest = load_manifest(folder) if is_manifest(folder) else build_manifest(paths, processes, options)
+        with explain_disk(folder):
+            if not is_manifest(folder):
+                folder.mkdir(parents=True, exist_ok=True)
+                write_shards(manifest, folder)
     check_distinct(manifest)
-    return manifest
-
-
-def _open_shards(
-    source: str, cache: Path, processes: int | None, on_progress: OnProgress, options: ScanOptions
-) -> Manifest:
-    paths = resolve_shards(source)
-    if remote := next((path for path in paths if not is_local(path)), None):
-        raise UserError(
-            f"{remote} is remote: build the manifest once (neuclip-ds build-manifest), and name its folder."
-        )
-    folder = cache / _fingerprint(paths, options)
-    if is_manifest(folder):
-        return load_manifest(folder)
-    manifest = build_manifest(paths, processes, on_progress, options)
-    with explain_disk(folder):
-        folder.mkdir(parents=True, exist_ok=True)
-        write_shards(manifest, folder)
     return manifest
 
 
@@ -148,7 +127,14 @@ def write_manifest(
         UserError: shards cannot be used, there is nothing to train on, or `folder` does not fit the options.
     """
     existing = _existing(folder, update, options)
-    _check_options(options, paths, existing)
+    if options.side_files:
+        if options.has_tables or options.verify or (existing and existing.samples):
+            raise UserError(
+                "Sample tables, uids and images are read from the shards; omit --from-side-files, or the options that "
+                "need them, or build a manifest in another folder."
+            )
+        check_names(paths)
+    UidFiles(options.uids).check_order()
     with_tables = options.has_tables if existing is None else existing.samples is not None
     kept, new = _compare(existing, paths, find_sizes(paths) if options.side_files and update else {})
     tables, results = folder / SAMPLES, folder / _BUILDING
@@ -195,17 +181,6 @@ def _existing(folder: Path, update: bool, options: ScanOptions) -> Manifest | No
     if options.uids and existing.samples is None:
         raise UserError(f"The manifest in {folder} has no sample tables; update it with the options it was built with.")
     return existing
-
-
-def _check_options(options: ScanOptions, paths: Sequence[str], existing: Manifest | None) -> None:
-    if options.side_files:
-        if options.has_tables or options.verify or (existing and existing.samples):
-            raise UserError(
-                "Sample tables, uids and images are read from the shards; omit --from-side-files, or the options that "
-                "need them, or build a manifest in another folder."
-            )
-        check_names(paths)
-    UidFiles(options.uids).check_order()
 
 
 def _compare(
