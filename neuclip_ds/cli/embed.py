@@ -12,13 +12,13 @@ from __future__ import annotations
 
 import argparse
 import logging
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
+from neuclip_ds.errors import UserError
 
 if TYPE_CHECKING:  # torch and deepspeed take seconds to import
     from neuclip_ds.embedding.embed import Summary
@@ -48,14 +48,8 @@ def main(arguments: Sequence[str]) -> None:
     if first:
         rate = summary.samples / summary.seconds
         print(f"{options.out}: {summary.samples:,} samples of {summary.shards:,} shards, {rate:,.0f} samples/s.")
-    if summary.unreadable:
-        if first:
-            print(
-                f"error: {len(summary.unreadable)} shards cannot be read and have no part. The first: "
-                f"{summary.unreadable[0]}. The same command tries them again.",
-                file=sys.stderr,
-            )
-        sys.exit(2)
+    if bad := summary.unreadable:
+        raise UserError(f"{len(bad)} shards cannot be read and have no part: run it again. The first: {bad[0]}")
 
 
 def write_features(options: argparse.Namespace) -> Summary:

@@ -129,10 +129,7 @@ def write_manifest(
     existing = _existing(folder, update, options)
     if options.side_files:
         if options.has_tables or options.verify or (existing and existing.samples):
-            raise UserError(
-                "Sample tables, uids and images are read from the shards; omit --from-side-files, or the options that "
-                "need them, or build a manifest in another folder."
-            )
+            raise UserError("Tables, uids and images are read from the shards; omit --from-side-files or that option.")
         check_names(paths)
     UidFiles(options.uids).check_order()
     with_tables = options.has_tables if existing is None else existing.samples is not None

@@ -73,8 +73,7 @@ class ShardCache:
         status = os.statvfs(folder)
         if capacity_bytes > (disk := status.f_blocks * status.f_frsize):
             raise UserError(
-                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds "
-                f"({disk / 1e9:.1f} GB); lower it or set another data.cache_dir."
+                f"data.cache_gb={capacity_bytes / 1e9:g} is more than the disk of {folder} holds: {disk / 1e9:.1f} GB."
             )
 
     def serves(self, url: str) -> bool:

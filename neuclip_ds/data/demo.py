@@ -245,11 +245,10 @@ def random_scene(rng: Random) -> Scene:
     row = rng.choice(_ROWS)
     places = sorted(rng.sample(row, count), key=row.index)
     kinds = rng.sample([(shape, color) for shape in SHAPES for color in COLORS], count)
-    groups = tuple(
-        _random_group(rng, shape, color, place, rng.randint(1, _MOST_OBJECTS[count]))
-        for (shape, color), place in zip(kinds, places, strict=True)
-    )
-    return Scene(groups, rng.choice(list(BACKGROUNDS)))
+    groups = []
+    for kind, place in zip(kinds, places, strict=True):
+        groups.append(_random_group(rng, *kind, place, rng.randint(1, _MOST_OBJECTS[count])))
+    return Scene(tuple(groups), rng.choice(list(BACKGROUNDS)))
 
 
 def single_object(rng: Random, color: str, shape: str) -> Scene:

@@ -84,9 +84,9 @@ def choose_interleave(
                 if cache_bytes is None or data.resident_bytes(found, counted) <= _FULL * cache_bytes:
                     return found
     smallest = data.resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
+    needed = 1.01 * smallest / _FULL / 1e9
     raise UserError(
-        f"The shard cache of {(cache_bytes or 0) / 1e9:.3g} GB is too small for the shards that a batch is mixed from: "
-        f"set data.cache_gb={1.01 * smallest / _FULL / 1e9:.3g} or more."
+        f"The shard cache of {(cache_bytes or 0) / 1e9:.3g} GB is too small for a batch: set data.cache_gb={needed:.3g} or more."
     )
 
 

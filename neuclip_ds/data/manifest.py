@@ -148,10 +148,7 @@ def join(manifests: Sequence[Manifest]) -> Manifest:
     if len(tables) == len(manifests):
         return Manifest(shards, SampleParts.join(tables))
     if any(shard.selection is not None for shard in shards):
-        raise UserError(
-            "A source lists only some samples of its shards, by sample tables, which another source has not: build the "
-            "manifests of all (neuclip-ds build-manifest FOLDER SOURCE)."
-        )
+        raise UserError("A source has no sample tables, which others need: build the manifests of all sources.")
     return Manifest(shards)
 
 
@@ -159,6 +156,5 @@ def check_size(shard: Shard, found: int) -> None:
     """Raise UserError unless the shard's file has the size of the manifest."""
     if found != shard.bytes:
         raise UserError(
-            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: "
-            "it has changed; rebuild or update the manifest."
+            f"Shard {shard.path} has {found} bytes where the manifest has {shard.bytes}: it has changed; rebuild that."
         )

@@ -156,8 +156,7 @@ def _check_possible(folder: Path, manifest: Manifest) -> None:
         least = 0 if shard.selection is not None else shard.n * MIN_SAMPLE_BYTES  # a selection may repeat samples
         if shard.start != start or shard.n < 0 or not least <= shard.bytes <= _MAX_SHARD_BYTES:
             raise UserError(
-                f"The manifest in {folder} says that {shard.path} has {shard.n} samples from index {shard.start} in "
-                f"{shard.bytes} bytes, which cannot be; build it again."
+                f"The manifest in {folder} has {shard.n} samples in {shard.bytes} bytes of {shard.path}; rebuild it."
             )
         start += shard.n
 

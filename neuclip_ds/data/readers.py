@@ -168,8 +168,7 @@ class TarReader:
         described = self._manifest.shards[shard]
         if described.layout not in (None, table.layout) and table.n == described.n:
             raise UserError(
-                f"Shard {described.path} has other samples than the manifest, in as many bytes: it was replaced or "
-                "damaged; restore it, or rebuild or update the manifest."
+                f"Shard {described.path} has other samples than the manifest, in as many bytes; restore it."
             )
 
     def _verify(self, shard: int, members: Iterable[tuple[int, bytes | None, int]]) -> None:

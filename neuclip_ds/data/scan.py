@@ -178,7 +178,4 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
             f"images are members with the extension {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
-        raise UserError(
-            f"No captions in {source} (extensions found: {found}); add a .txt member with the caption to each "
-            "image, or set data.captions to where they are."
-        )
+        raise UserError(f"No captions in {source} (extensions found: {found}); add .txt members, or set data.captions.")

@@ -29,8 +29,7 @@ def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
     """Raise UserError if a path is a `pipe:` command: a file from others must not decide what runs here."""
     if command := next((path for path in paths if path.startswith(_COMMAND)), None):
         raise UserError(
-            f"The shard {command!r} of {origin} is a command, which would be run; allow it with {option} if you trust "
-            "where it comes from."
+            f"The shard {command!r} of {origin} is a command, which would be run; allow it with {option} if wanted."
         )
 
 

@@ -190,8 +190,7 @@ class _Worker:
                 raise result.error
             end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise _WorkerFailure(
-                f"A loader process died while waiting for {waited_for}: {end}; "
-                "if memory ran out, lower data.workers or data.prefetch"
+                f"A loader process died while waiting for {waited_for}: {end}; lower data.workers if memory ran out"
             )
         self.due.popleft()
         if isinstance(result, Exception):

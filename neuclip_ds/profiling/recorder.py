@@ -50,10 +50,7 @@ class Recorder:
         if self._profiler is not None:
             self._profiler.stop()
         if kind is None and self._done < self._end:
-            log.warning(
-                "the run ended before step %d, so there is no profile; train for more, or lower run.profile_steps",
-                self._end,
-            )
+            log.warning("no profile: the run ended before step %d; train longer or lower run.profile_steps", self._end)
 
     @contextmanager
     def step(self) -> Iterator[None]:
