@@ -13,7 +13,7 @@ from neuclip_ds.data.decoders import Captions, CaptionSources, DecodeError
 from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.order import hash64
-from neuclip_ds.data.readers import ChecksumError, RawSample, TarReader
+from neuclip_ds.data.readers import ChecksumError, TarReader
 
 Tokenize = Callable[[list[str]], Tensor]  # b captions to int64 (b, T); can be pickled
 PADDING = -1  # index of a row without a sample
@@ -47,10 +47,6 @@ class Batch(NamedTuple):
         """Return the batch in pinned memory."""
         image, tokens, index, valid = (column.pin_memory() for column in self[:4])
         return Batch(image, tokens, index, valid, self.bad)
-
-
-class _Unusable(Exception):
-    """Raised for a bad sample, with the reason."""
 
 
 class PairDataset:
@@ -91,39 +87,34 @@ class PairDataset:
         which = hash64(self._seed, epochs, known, _WHICH_CAPTION).tolist()
         self._reader.announce(indices[indices != PADDING].tolist())
         for row in np.flatnonzero(indices != PADDING).tolist():
-            index = int(indices[row])
-            try:
-                images[row], captions[row] = self._pair(index, seeds[row], which[row])
+            pair = self._pair(int(indices[row]), seeds[row], which[row])
+            if isinstance(pair, str):
+                bad.append(self._describe(int(indices[row]), pair))
+            else:
+                images[row], captions[row] = pair
                 valid[row] = True
-            except _Unusable as error:
-                bad.append(self._describe(index, str(error)))
         return Batch(images, self._tokenize(captions), torch.from_numpy(indices.copy()), valid, tuple(bad))
 
-    def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str]:
-        raw = self._read(index)
+    def _pair(self, index: int, seed: int, which: int) -> tuple[Tensor, str] | str:
+        """Return the pixels and the caption of a sample, or why it cannot be used."""
+        try:
+            try:
+                raw = self._reader.read(index)
+            except OSError:
+                raw = self._reader.read(index)  # retry once: network file systems have short outages
+        except OSError as error:
+            return f"{'checksum differs' if isinstance(error, ChecksumError) else 'read failed'}: {error}"
         if raw.image is None:
-            raise _Unusable("no image")
+            return "no image"
         if not raw.texts:
-            raise _Unusable("no caption")
+            return "no caption"
         caption = self._captions.draw(raw.texts, which)
         if caption is None:
-            raise _Unusable("blank caption")
+            return "blank caption"
         try:
             return self._transform(raw.image, seed), caption
         except DecodeError as error:
-            raise _Unusable(f"image cannot be decoded: {error}") from error
-
-    def _read(self, index: int) -> RawSample:
-        try:
-            return self._reader.read(index)
-        except OSError:
-            pass  # retry once: network file systems have short outages
-        try:
-            return self._reader.read(index)
-        except ChecksumError as error:
-            raise _Unusable(f"checksum differs: {error}") from error
-        except OSError as error:
-            raise _Unusable(f"read failed: {error}") from error
+            return f"image cannot be decoded: {error}"
 
     def _describe(self, index: int, reason: str) -> BadSample:
         shard, _ = self._manifest.locate(index)

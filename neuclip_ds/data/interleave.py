@@ -84,10 +84,8 @@ def choose_interleave(
                 if cache_bytes is None or data.resident_bytes(found, counted) <= _FULL * cache_bytes:
                     return found
     smallest = data.resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
-    needed = 1.01 * smallest / _FULL / 1e9
-    raise UserError(
-        f"The shard cache of {(cache_bytes or 0) / 1e9:.3g} GB is too small for a batch: set data.cache_gb={needed:.3g} or more."
-    )
+    size, needed = (cache_bytes or 0) / 1e9, 1.01 * smallest / _FULL / 1e9
+    raise UserError(f"The cache of {size:.3g} GB is too small for a batch: set data.cache_gb={needed:.3g} or more.")
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:

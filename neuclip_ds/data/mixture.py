@@ -30,14 +30,10 @@ class _Stage:
         self._before = np.concatenate([np.zeros((len(weights), 1), np.int64), twice.cumsum(axis=1)], axis=1)
         self.per_cycle = per_block.sum(axis=1)  # (m,), of a stream in as many steps as there are blocks
 
-    def block(self, stream: NDArray[np.int64], step: int) -> NDArray[np.int64]:
-        """Return the block of the pattern that serves each stream at a step."""
-        return (stream + step) % len(self.pattern)
-
     def taken(self, source: int, stream: NDArray[np.int64], steps: int) -> NDArray[np.int64]:
         """Return how many rows of a source the first `steps` steps take from each stream."""
         cycles, rest = divmod(steps, len(self.pattern))
-        first = self.block(stream, 0)
+        first = stream % len(self.pattern)
         return cycles * self.per_cycle[source] + self._before[source, first + rest] - self._before[source, first]
 
 
@@ -106,7 +102,7 @@ class MixtureOrder:
         at = bisect_right(self._begins, number) - 1
         stage, inside = self._stages[at], number - self._begins[at]
         stream, place = np.divmod(np.arange(*rows.indices(self.batch_size)), self._lane)  # all arrays (b,) from here on
-        block = stage.block(stream, inside)
+        block = (stream + inside) % len(stage.pattern)
         source, rank = stage.pattern[block, place], stage.rank[block, place]
         visits, index = np.zeros(len(stream), dtype=np.int64), np.zeros(len(stream), dtype=np.int64)
         for which, order in enumerate(self.sources):

@@ -130,12 +130,6 @@ class _WorkerFailure(Exception):
     """A worker died or does not respond; the message has the cause and a fix."""
 
 
-class _Ended(NamedTuple):
-    """The last item that a worker's receiver passes on: the error that ended it."""
-
-    error: Exception
-
-
 class _Worker:
     """A worker process, and the thread that receives its results; `due` are its jobs whose results nobody has taken."""
 
@@ -149,7 +143,7 @@ class _Worker:
         self._process = _CONTEXT.Process(target=_do_jobs, args=arguments, daemon=True)
         self._process.start()
         sender.close()  # the worker's end alone is open: it closes when the worker ends
-        self._results: SimpleQueue[Any] = SimpleQueue()
+        self._results: SimpleQueue[tuple[Any, Exception | None]] = SimpleQueue()
         device = torch.cuda.current_device() if options.pin_memory else None
         threading.Thread(target=_receive, args=(receiver, self._results, device), daemon=True).start()
 
@@ -169,7 +163,7 @@ class _Worker:
         since, arrived = time.monotonic(), -1
         while True:
             with suppress(Empty):
-                result = self._results.get(timeout=min(_POLL, timeout / 2))
+                result, end = self._results.get(timeout=min(_POLL, timeout / 2))
                 break
             if cache is not None and cache.waits_for_storage():  # workers end that after `data.max_outage`
                 since = time.monotonic()
@@ -183,14 +177,14 @@ class _Worker:
                     f"Timed out after {timeout:g} s waiting for {waited_for}: check the storage or raise data.timeout"
                 )
             since = time.monotonic() if over else since
-        if isinstance(result, _Ended):
+        if end is not None:
             self._process.join(_POLL)  # sets its exit code
             code = self._process.exitcode
             if code is None:
-                raise result.error
-            end = signal.Signals(-code).name if code < 0 else f"exit code {code}"
+                raise end
+            cause = signal.Signals(-code).name if code < 0 else f"exit code {code}"
             raise _WorkerFailure(
-                f"A loader process died while waiting for {waited_for}: {end}; lower data.workers if memory ran out"
+                f"A loader process died while waiting for {waited_for}: {cause}; lower data.workers if memory ran out"
             )
         self.due.popleft()
         if isinstance(result, Exception):
@@ -205,16 +199,17 @@ class _Worker:
         self._jobs.close()
 
 
-def _receive(results: Connection, received: SimpleQueue[Any], device: int | None) -> None:
+def _receive(results: Connection, received: SimpleQueue[tuple[Any, Exception | None]], device: int | None) -> None:
     """Pass on a worker's results, in memory pinned for the device if there is one, and the error that ends them."""
     try:
         if device is not None:
             torch.cuda.set_device(device)  # of this thread
         while True:
             result = results.recv()
-            received.put(result.pin_memory() if device is not None and hasattr(result, "pin_memory") else result)
+            pins = device is not None and hasattr(result, "pin_memory")
+            received.put((result.pin_memory() if pins else result, None))
     except Exception as error:  # EOFError where the worker has ended, or any other of a connection that breaks
-        received.put(_Ended(error))
+        received.put((None, error))
     results.close()
 
 

@@ -27,6 +27,7 @@ from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
 from neuclip_ds.data.tar import Extent, read_index
 from neuclip_ds.errors import UserError
 
+_SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
 PLACEHOLDER = "{c}"  # of the class name in a template
 LAYOUT = (
@@ -92,7 +93,7 @@ def is_set(path: Path) -> bool:
     """Whether a path is a set itself, and not a folder of sets."""
     if path.is_file():
         return path.suffix.lower() in TABLES
-    return path.is_dir() and (_has_shards(path) or _is_image_folder(path))
+    return path.is_dir() and ((path / _SHARD_COUNT).is_file() or _is_image_folder(path))
 
 
 def open_set(path: Path) -> EvaluationSet:
@@ -101,7 +102,7 @@ def open_set(path: Path) -> EvaluationSet:
         return _open_pairs(path)
     if not path.is_dir():
         raise UserError(f"{path} does not exist; name an evaluation set: {FORMS}.")
-    return open_shards(path) if _has_shards(path) or not _is_image_folder(path) else _open_images(path)
+    return open_shards(path) if (path / _SHARD_COUNT).is_file() or not _is_image_folder(path) else _open_images(path)
 
 
 def open_captioned(path: Path) -> EvaluationSet:
@@ -127,7 +128,7 @@ def open_labeled(path: Path) -> EvaluationSet:
 
 def open_shards(path: Path) -> EvaluationSet:
     """Open a set in CLIP_benchmark's layout, without its prompts; raise UserError if a file is missing or malformed."""
-    shards_file = path / "test" / "nshards.txt"
+    shards_file = path / _SHARD_COUNT
     shard_count = _read_lines(shards_file)[0]
     if not shard_count.isdecimal() or int(shard_count) == 0:
         raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
@@ -217,10 +218,6 @@ def _read_lines(path: Path) -> tuple[str, ...]:
     if "" in lines:
         raise UserError(f"{path}: line {lines.index('') + 1} is blank; write an entry on every line.")
     return lines
-
-
-def _has_shards(path: Path) -> bool:
-    return (path / "test" / "nshards.txt").is_file()
 
 
 def _is_image_folder(path: Path) -> bool:
