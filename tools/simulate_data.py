@@ -8,6 +8,7 @@ Examples:
   python tools/simulate_data.py vith14_tuneclip --samples 12e6 --nodes 8 --rate 2000
 """
 
+import math
 import sys
 from heapq import heappop, heappush
 from typing import NamedTuple
@@ -183,7 +184,7 @@ def main() -> None:
             order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
             node = Node(1e9 * cache, 1e9 * asked.bandwidth_gb, data.batch_size / nodes / asked.rate)
             flow = simulate(order, shard_bytes, node, nodes, nodes // 2, asked.epochs)
-            streams, window = interleave.streams, min(interleave.window, size.samples)
+            streams, window = interleave.streams, min(math.prod(interleave), size.samples)
             print(f"\n{nodes} nodes, {cache:g} GB: {streams} streams, {window:,} samples shuffled together")
             print("\n".join(flow.lines()))
 

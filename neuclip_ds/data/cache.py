@@ -14,7 +14,6 @@ Locks are the kernel's (flock), so a killed process frees its locks. What it lea
 needs the shard or the space.
 """
 
-import hashlib
 import json
 import logging
 import os
@@ -27,7 +26,7 @@ from pathlib import Path
 from filelock import FileLock, Timeout
 
 from neuclip_ds.data.fetch import AttemptFailed, FetchError, Retries, attempt
-from neuclip_ds.data.node_tables import NodeTables, files_in
+from neuclip_ds.data.node_tables import NodeTables, files_in, name_of
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.stop_signals import deferring
 from neuclip_ds.errors import UserError
@@ -135,11 +134,11 @@ class ShardCache:
 
     def _shard(self, url: str) -> Path:
         name = re.sub(r"[^A-Za-z0-9._-]+", "_", url.split("?")[0].rstrip("/").rsplit("/", 1)[-1])
-        return self._folder / "shards" / f"{_hash(url)}-{name[-60:]}"
+        return self._folder / "shards" / f"{name_of(url)}-{name[-60:]}"
 
     def _try_to_fetch(self, url: str, size: int, crc32: int | None, retries: Retries) -> float:
         """Fetch a shard, unless another process does or others take the space; return the seconds until another try."""
-        name = _hash(url)
+        name = name_of(url)
         failed = self._folder / "failed" / name
         with suppress(Timeout), FileLock(self._folder / "locks" / name, blocking=False):
             if self.touch(url, size):  # another process has fetched it meanwhile
@@ -163,7 +162,7 @@ class ShardCache:
         try:
             pause = retries.pause_after(failure)
         except FetchError as error:
-            failed = self._folder / "failed" / _hash(retries.url)
+            failed = self._folder / "failed" / name_of(retries.url)
             failed.write_text(json.dumps([str(error), error.damaged]), encoding="utf-8")
             raise
         path, now = self._folder / "outage", time.time()
@@ -209,7 +208,3 @@ def _modified(path: Path) -> float:
         return path.stat().st_mtime
     except FileNotFoundError:
         return 0
-
-
-def _hash(url: str) -> str:
-    return hashlib.sha256(url.encode()).hexdigest()[:24]

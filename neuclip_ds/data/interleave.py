@@ -23,11 +23,6 @@ class Interleave(NamedTuple):
     streams: int  # S, a divisor of the global batch
     block: int  # positions of a stream that are shuffled together
 
-    @property
-    def window(self) -> int:
-        """Number of samples that are shuffled together."""
-        return self.streams * self.block
-
 
 class DataSize(NamedTuple):
     """The extent of a data set, all shards being alike."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch, PairDataset
-from neuclip_ds.data.manifest import Manifest
+from neuclip_ds.data.manifest import Manifest, indices_at
 from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
@@ -74,7 +74,7 @@ def eval_jobs(manifest: Manifest, rank: int, world_size: int, batch_size: int) -
 
     def items(number: int) -> Items:
         start = rank * share + number * batch_size
-        indices = manifest.used(np.arange(start, min(start + batch_size, end))).tolist()
+        indices = indices_at(manifest.starts, manifest.sizes, np.arange(start, min(start + batch_size, end))).tolist()
         return [(0, index) for index in indices] + [(0, PADDING)] * (batch_size - len(indices))
 
     return Jobs(-(-share // batch_size), items, lambda number: f"evaluation batch {number}")

@@ -119,10 +119,6 @@ class Manifest:
         shard = bisect_right(self._starts, index) - 1
         return shard, index - self._starts[shard]
 
-    def used(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the indices at (q,) positions 0 ... n_used - 1 among the samples in use."""
-        return indices_at(self.starts, self.sizes, positions)
-
 
 def indices_at(starts: NDArray[np.int64], sizes: NDArray[np.int64], positions: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the (q,) indices at positions in the concatenation of (s,) shards."""

@@ -52,7 +52,7 @@ class NodeTables:
         `source` identifies what the table is made from, by a `repr` that is the same in all processes: a table of
         another source is not used.
         """
-        path = self._folder / f"{_hash(shard)}.{_hash(repr(source))}"
+        path = self._folder / f"{name_of(shard)}.{name_of(repr(source))}"
         with suppress(OSError, ValueError):
             return _map(path)
         with ExitStack() as stack:
@@ -73,7 +73,7 @@ class NodeTables:
 
     def discard(self, shard: str) -> None:
         """Remove the tables of a shard; processes that use them keep them."""
-        for path in self._folder.glob(f"{_hash(shard)}.*"):
+        for path in self._folder.glob(f"{name_of(shard)}.*"):
             path.unlink(missing_ok=True)
 
     def _write(self, path: Path, data: bytes) -> None:
@@ -113,7 +113,8 @@ def _map(path: Path) -> SampleTable:
     return table
 
 
-def _hash(text: str) -> str:
+def name_of(text: str) -> str:
+    """Return a short file name that stands for a text."""
     return hashlib.sha256(text.encode("utf-8", "surrogateescape")).hexdigest()[:24]
 
 

@@ -16,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from neuclip_ds.distributed.communicator import STEP, Communicator
+from neuclip_ds.files import best_effort
 from neuclip_ds.profiling.breakdown import breakdown, rank_record, report
 from neuclip_ds.profiling.trace import read_trace
 
@@ -89,14 +90,11 @@ class Recorder:
             self._communicator.on_rank_zero(lambda: self._write({**self._labels, **found}, path))
 
     def _write(self, found: dict[str, Any], trace: Path) -> None:
-        try:
+        with best_effort(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(trace, self._folder / TRACE)
             (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
             (self._folder / REPORT).write_text(report([found]), encoding="utf-8")
-        except OSError as error:  # does not end the run
-            log.warning("the profile could not be written to %s (%s); training continues", self._folder, error)
-            return
         total, pure = (1e3 * found["seconds"][name]["mean"] for name in ("total", "pure_communication"))
         text = "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s"
         log.info(text, found["steps"], total, pure, self._folder)

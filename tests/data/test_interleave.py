@@ -17,7 +17,7 @@ TB = 1e12
 )
 def test_windows_of_dfn(nodes, cache, window):
     found = choose_interleave(DFN, 5120, nodes=nodes, cache_bytes=cache * TB)
-    assert (found.streams, found.window) == (64, window * 1_000_000)
+    assert (found.streams, found.streams * found.block) == (64, window * 1_000_000)
     assert DFN.resident_bytes(found, nodes) <= 0.8 * cache * TB
 
 

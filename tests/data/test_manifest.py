@@ -9,7 +9,7 @@ import pytest
 from tars import manifest_of, write_pairs
 
 from neuclip_ds.data.build import build_manifest
-from neuclip_ds.data.manifest import Manifest, Shard, extend
+from neuclip_ds.data.manifest import Manifest, Shard, extend, indices_at
 from neuclip_ds.data.manifest_file import load_manifest, write_shards
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.errors import UserError
@@ -40,7 +40,7 @@ def test_removed_shards_keep_their_indices():
     assert (manifest.n, manifest.n_used, manifest.n_bad) == (9, 6, 1)
     assert manifest.sizes.tolist() == [2, 0, 4]
     assert manifest.locate(5) == (2, 0)
-    assert manifest.used(np.arange(6)).tolist() == [0, 1, 5, 6, 7, 8]
+    assert indices_at(manifest.starts, manifest.sizes, np.arange(6)).tolist() == [0, 1, 5, 6, 7, 8]
     assert extend(manifest, [Shard("d", 0, 2, 1)]).shards[-1].start == 9
 
 
