@@ -6,6 +6,7 @@ a core of an AMD EPYC, hashlib SHA-256 at 1.1 (2026-11-22); neither is meant to 
 
 import fcntl
 import glob
+import json
 import logging
 import os
 import shutil
@@ -143,6 +144,14 @@ def sync_folders(folder: Path) -> None:
     """Force the names of the files in a folder and in those below it to disk."""
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(place)
+
+
+def json_lines(path: Path) -> list[Any]:
+    """Return the records of a file of JSON lines, after cutting off a partial last line that a killed program left."""
+    text = path.read_bytes()
+    complete = text[: text.rfind(b"\n") + 1]
+    os.truncate(path, len(complete))
+    return [json.loads(line) for line in complete.splitlines()]
 
 
 @contextmanager

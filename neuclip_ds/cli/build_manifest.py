@@ -14,9 +14,9 @@ import argparse
 import logging
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Executor
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import cast
 
@@ -53,17 +53,13 @@ def main(arguments: Sequence[str]) -> None:
             _build(options, executor)
 
 
-@contextmanager
-def _workers(processes: int | None) -> Iterator[Executor | None]:
-    """Yield processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
+def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
+    """Return processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
-        with process_pool(processes or os.cpu_count() or 1) as pool:
-            yield pool
-        return
+        return process_pool(processes or os.cpu_count() or 1)
     from mpi4py.futures import MPICommExecutor
 
-    with MPICommExecutor() as executor:
-        yield cast("Executor | None", executor)
+    return cast("AbstractContextManager[Executor | None]", MPICommExecutor())
 
 
 def _build(options: argparse.Namespace, executor: Executor) -> None:

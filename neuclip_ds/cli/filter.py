@@ -37,8 +37,7 @@ def main(arguments: Sequence[str]) -> None:
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}
     rule = Rule(**{name: value for name, value in bounds.items() if value is not None})
     found = select(options.files, options.column, rule, options.out, options.uid_column, options.within)
-    print(
-        f"{options.out}: {found.kept:,} uids of {found.samples:,} samples, {options.column} from {found.minimum:.6g}."
-    )
+    kept = f"{found.kept:,} uids of {found.samples:,} samples"
+    print(f"{options.out}: {kept}, {options.column} from {found.minimum:.6g}.")
     if found.without_value or found.without_uid:
         print(f"Left out: {found.without_value:,} samples without a value, {found.without_uid:,} without a uid.")

@@ -22,14 +22,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("table", help="file, folder or glob of files, or hf:NAME[:CONFIG]")
     parser.add_argument("out", type=Path, help="folder for the shards; must be absent or empty")
     parser.add_argument("--image", help="column of images (default: image, filepath, path or the like)")
-    parser.add_argument(
-        "--captions",
-        nargs="+",
-        default=[],
-        metavar="[MEMBER=]COLUMN",
-        help="columns of captions, with the member that each is written to, txt if not given; data.captions can draw "
-        "from several (default: caption, text, title or the like)",
-    )
+    captions = "columns of captions, and the member that each is written to, txt if omitted (default: caption or text)"
+    parser.add_argument("--captions", nargs="+", default=[], metavar="[MEMBER=]COLUMN", help=captions)
     parser.add_argument("--split", help="split of a data set of Hugging Face datasets")
     parser.add_argument("--shard-size", type=int, default=10_000, help="samples of a shard")
     options = parser.parse(arguments)

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import os
 import socket
 from collections import Counter, deque
 from collections.abc import Callable, Mapping
@@ -12,7 +11,7 @@ from typing import Any
 from neuclip_ds.data.dataset import PADDING, BadSample, Batch
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.errors import UserError, redact
-from neuclip_ds.files import best_effort
+from neuclip_ds.files import best_effort, json_lines
 
 log = logging.getLogger(__name__)
 
@@ -43,7 +42,7 @@ class BadSampleLog:
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # samples and bad samples of this rank's steps
         self._new_seen, self._new_bad = 0, list[BadSample]()  # of this rank, since the last merge
         self._recorded = 0
-        self._listed = _listed(self.path) if writes else set()
+        self._listed = {line["index"] for line in json_lines(self.path)} if writes and self.path.is_file() else set()
 
     @property
     def bad(self) -> int:
@@ -107,13 +106,3 @@ class BadSampleLog:
                 with self.path.open("a", encoding="utf-8") as out:
                     out.writelines(redact(json.dumps(sample._asdict())) + "\n" for sample in new.values())
             self._listed |= new.keys()
-
-
-def _listed(path: Path) -> set[int]:
-    """Return the samples that a file lists, after cutting off a partial last line of a killed run."""
-    if not path.is_file():
-        return set()
-    text = path.read_bytes()
-    complete = text[: text.rfind(b"\n") + 1]
-    os.truncate(path, len(complete))
-    return {json.loads(line)["index"] for line in complete.splitlines()}

@@ -112,7 +112,7 @@ def write_manifest(
     skip_unreadable: bool = False,
     on_progress: OnProgress = lambda done, total: None,
 ) -> Manifest:
-    """Build a manifest in `folder`, or resume an interrupted build.
+    """Build a manifest in `folder`, or resume an interrupted build; raise UserError if an input cannot be used.
 
     Args:
         folder: folder of the manifest; must hold one exactly when `update` is set.
@@ -122,9 +122,6 @@ def write_manifest(
         update: append new shards and mark missing ones as removed.
         skip_unreadable: omit shards that cannot be used, and list them in FOLDER/unreadable_shards.jsonl.
         on_progress: called with the shards done, those of an interrupted build included.
-
-    Raises:
-        UserError: shards cannot be used, there is nothing to train on, or `folder` does not fit the options.
     """
     existing = _existing(folder, update, options)
     if options.side_files:

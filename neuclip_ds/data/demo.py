@@ -119,16 +119,9 @@ def make_demo_data(
     """Write the three splits to a temporary folder and rename it, so that `folder` is complete or absent.
 
     Processes, by default one per core, are spawned, so a script must call this under `if __name__ == "__main__"`, or
-    with one process.
-
-    Args:
-        pairs, held_out: number of image-caption pairs in `train` and in `val`.
-        zero_shot: number of labeled images; class counts differ by one at most.
-        size: side of the images in pixels.
-        on_progress: called with (images done, total images) after each shard.
-
-    Raises:
-        UserError: `folder` is not empty or cannot be written, or a number is out of range.
+    with one process. `size` is the side of the images in pixels; the classes of the `zero_shot` images are balanced.
+    `on_progress` takes (images done, total images). Raises UserError if `folder` is not empty or cannot be written, or
+    a number is out of range.
     """
     processes = (os.cpu_count() or 1) if processes is None else processes
     limits = {"pairs": pairs, "held_out": held_out, "zero_shot": zero_shot, "processes": processes, "size": size}

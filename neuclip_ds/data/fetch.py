@@ -101,13 +101,8 @@ class Retries:
 def attempt(url: str, folder: Path, timeout: float, size: int | None = None, crc32: int | None = None) -> Path:
     """Fetch a shard once, into a new file of a folder, which the caller removes: partial files stay there.
 
-    Args:
-        url: a URL that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail).
-        timeout: seconds without a byte after which the attempt fails.
-        size, crc32: required bytes and checksum of the file; None accepts any.
-
-    Raises:
-        AttemptFailed: no file of this size and checksum has arrived.
+    The URL is one that fsspec supports, or `pipe:COMMAND`, which bash runs (with pipefail). Raises AttemptFailed if no
+    file of this size and checksum (None accepts any) has arrived, or for `timeout` seconds no byte.
     """
     part, errors = folder / uuid4().hex, list[BaseException]()
     read, write = os.pipe()

@@ -59,10 +59,10 @@ class EvalTransform:
     def __call__(self, data: bytes, seed: int = 0) -> Tensor:
         image, square = self.decode(data, None).image, [self.image_size, self.image_size]
         if self.squash:
-            return _as_tensor(_resize(image, square))
+            return _resize(image, square)
         width, height = F.get_image_size(image)
         size = [int(self.image_size * side / min(width, height)) for side in (height, width)]
-        return _as_tensor(F.center_crop(_resize(image, size), square))
+        return F.center_crop(_resize(image, size), square)
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class RandomCrop:
         top, left = round(top * down), round(left * across)
         height = min(round(height * down), height_now - top)  # rounding up both would go beyond the border
         width = min(round(width * across), width_now - left)
-        return _as_tensor(_resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size]))
+        return _resize(F.crop(image, top, left, height, width), [self.image_size, self.image_size])
 
 
 ImageTransform = RandomCrop | EvalTransform
@@ -110,15 +110,11 @@ def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) ->
     return (height - high) // 2, (width - wide) // 2, high, wide
 
 
-def _resize(image: Image.Image | Tensor, size: list[int]) -> Image.Image | Tensor:
+def _resize(image: Image.Image | Tensor, size: list[int]) -> Tensor:
     """Resize an image to `size`, (H, W)."""
     if isinstance(image, Tensor):
         return interpolate(image.unsqueeze(0), size, mode="bicubic", antialias=True).squeeze(0)
-    return F.resize(image, size, InterpolationMode.BICUBIC)
-
-
-def _as_tensor(image: Image.Image | Tensor) -> Tensor:
-    return image if isinstance(image, Tensor) else F.pil_to_tensor(image)
+    return F.pil_to_tensor(F.resize(image, size, InterpolationMode.BICUBIC))
 
 
 def train_transform(

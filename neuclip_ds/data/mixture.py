@@ -40,15 +40,10 @@ class _Stage:
 class MixtureOrder:
     """The global sample indices of every batch, with the interface of `GlobalOrder`.
 
-    An epoch has as many samples as all sources hold together; there are no empty rows.
-
-    Args:
-        sources: an order for each source, all with the batch size and number of streams of the mixture.
-        weights: by the step from which they hold, the relative shares of the sources' rows; must contain step 0.
-        interleave: of the mixture; each source has a share of its blocks.
-
-    Raises:
-        UserError: no source has a positive weight in some stage, or there is none for step 0.
+    An epoch has as many samples as all sources hold together; there are no empty rows. The orders of all sources have
+    the batch size and the number of streams of the mixture; each source has a share of the mixture's blocks. `weights`
+    are the relative shares of the sources' rows by the step from which they hold, 0 among them. Raises UserError if no
+    source has a positive weight in some stage.
     """
 
     def __init__(

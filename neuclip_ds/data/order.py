@@ -35,12 +35,10 @@ class _Layout(NamedTuple):
 
 
 class GlobalOrder:
-    """The global sample indices of every batch.
+    """The global sample indices of every batch of size B.
 
     Args:
-        shard_starts: (n_shards,) global index of each shard's first sample.
-        shard_sizes: (n_shards,) samples in each shard.
-        batch_size: global batch size B.
+        shard_starts, shard_sizes: (n_shards,) global index of each shard's first sample, and its number of samples.
         interleave: streams, a divisor of B, and blocks; by default as for shards on a local disk.
         drop_last: omit n mod B samples, different ones in every epoch. Otherwise every sample comes exactly once per
             epoch, and the last batch is filled with -1.

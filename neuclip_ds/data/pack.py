@@ -182,11 +182,7 @@ def captions_of(value: Any) -> list[str]:
 
 
 def choose_columns(table: PairTable, image: str | None = None, captions: Sequence[str] = ()) -> Columns:
-    """Return the columns to pack, by default the first with usual names.
-
-    `captions` are MEMBER=COLUMN, or COLUMN for the member txt. Raises UserError if a column does not exist, or a member
-    is no text or named twice.
-    """
+    """Return the columns to pack, by default with usual names; `captions` are MEMBER=COLUMN, or COLUMN for txt."""
     image = image or table.find_column(IMAGE_COLUMNS, "images", "name it with --image")
     captions = captions or [table.find_column(CAPTION_COLUMNS, "captions", "name it with --captions")]
     by_member = {member or TEXT: column for member, _, column in (text.rpartition("=") for text in captions)}

@@ -126,11 +126,8 @@ class Prefetcher(SpawnProcess):
     A failed fetch is logged and left to the readers, which use the cache too. The process ends with the block, and with
     its parent even if that is killed. It is spawned: this process has threads, which break under fork.
 
-    Args:
-        requests: returns the requests of the node's ranks from batch `begin` on; can be pickled.
-        shards: those of the manifest; those that the cache does not serve are skipped.
-        end: number of the batch after the last.
-        ahead: how many batches ahead shards are fetched at most.
+    `requests` returns the requests of the node's ranks from batch `begin` on, and can be pickled. Shards that the cache
+    does not serve are skipped. They are fetched at most `ahead` batches ahead, up to batch `end`.
     """
 
     def __init__(

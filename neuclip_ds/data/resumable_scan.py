@@ -41,9 +41,6 @@ def scan_shards(
         tables: folder for the sample tables; None to keep none.
         sizes: the shards' paths, with their bytes where known.
         on_progress: called with the shards done, those of an interrupted scan included.
-
-    Raises:
-        UserError: a shard has changed meanwhile, or a file cannot be written.
     """
     key = hashlib.sha256(f"{options} {tables is not None}".encode()).hexdigest()[:16]
     with explain_disk(results, "name another folder"):

@@ -76,20 +76,16 @@ class SampleTable(NamedTuple):
 def tabulate(samples: Sequence[SampleEntry], texts: Sequence[str] = ()) -> SampleTable:
     """Return the table of all samples of a shard; `texts` are members that captions are read from."""
     members = (*MEMBERS, *(member for member in texts if member not in MEMBERS))
-    extents = [[_image(entry), *(entry.members.get(member, _NONE) for member in members[1:])] for entry in samples]
+    absent, extents = Extent(_NO_OFFSET, 0), []
+    for found in (entry.members for entry in samples):
+        image = next((found[extension] for extension in IMAGE_EXTENSIONS if extension in found), absent)
+        extents.append([image, *(found.get(member, absent) for member in members[1:])])
     return SampleTable(
         np.arange(len(samples), dtype=np.int32),
         np.array(extents, dtype=np.int64).reshape(len(samples), len(members), 2),
         b"\0".join(entry.key.encode("utf-8", "surrogateescape") for entry in samples),
         members=members,
     )
-
-
-_NONE = Extent(_NO_OFFSET, 0)
-
-
-def _image(entry: SampleEntry) -> Extent:
-    return next((entry.members[extension] for extension in IMAGE_EXTENSIONS if extension in entry.members), _NONE)
 
 
 def write_part(path: Path, tables: Iterable[SampleTable]) -> None:

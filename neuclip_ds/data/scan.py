@@ -174,8 +174,7 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
         raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(
-            f"No sample has an image in {source} (extensions found: {found}); "
-            f"images are members with the extension {', '.join(IMAGE_EXTENSIONS)}."
+            f"No sample has an image in {source} (extensions found: {found}); images are {', '.join(IMAGE_EXTENSIONS)}."
         )
     if not any(scan.n_captions for scan in scans):
         raise UserError(f"No captions in {source} (extensions found: {found}); add .txt members, or set data.captions.")

@@ -51,9 +51,8 @@ class LoaderOptions(NamedTuple):
 class WorkerPool:
     """Loader processes that do jobs. They are forked for the first series of jobs, and kept for the next ones.
 
-    Args:
-        work: does a job, in a worker; in this process without workers. It may raise `UserError`. Results that have a
-            method `pin_memory` arrive in pinned memory.
+    `work` does a job, in a worker; in this process without workers. It may raise `UserError`. Results that have a
+    method `pin_memory` arrive in pinned memory.
     """
 
     def __init__(self, work: Callable[[Any], Any], options: LoaderOptions) -> None:
@@ -63,15 +62,9 @@ class WorkerPool:
     def run(self, jobs: Iterable[Any], describe: Callable[[int], str], folder: Path) -> Generator[Any, None, None]:
         """Yield the results of jobs in order; a worker that fails is replaced, and its jobs are done again.
 
-        A series that is not read to its end stops the workers. The next one starts others.
-
-        Args:
-            jobs: can be pickled; read as far ahead as the workers may prepare.
-            describe: from a job's number to a name of its result, for messages.
-            folder: of the shards, for messages.
-
-        Raises:
-            UserError: a job raised it, or workers repeatedly die or exceed `options.timeout`.
+        Jobs can be pickled; they are read as far ahead as the workers may prepare. `describe` names the result of a job
+        by number, and `folder` is that of the shards, for messages. A series that is not read to its end stops the
+        workers; the next one starts others. Raises UserError if a job does, or workers repeatedly die or time out.
         """
         count = self._options.workers
         if not count:

@@ -38,7 +38,7 @@ from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.encoding import Encode
+from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.files import atomic_write, explain_disk
 
 log = logging.getLogger(__name__)
@@ -215,10 +215,9 @@ def _by_shard(
     """Encode blocks; yield number, blocks and features of a shard, which stay on the device until it is complete."""
     blocks, features = list[Rows](), list[tuple[Tensor, Tensor]]()
     for rows in results:
-        image, text = encode(rows.batch.image, rows.batch.tokens)
-        assert image is not None and text is not None
+        image, text, *_ = encode_batch(encode, rows.batch)
         blocks.append(rows)
-        features.append((image.float(), text.float()))
+        features.append((image, text))
         number = rows.block.shard
         if rows.block.stop == manifest.starts[number] + manifest.sizes[number]:
             yield number, blocks, features

@@ -46,15 +46,10 @@ def select(
 ) -> Selection:
     """Write the sorted, different uids of the rows that a rule keeps, as `build-manifest --uids` reads them.
 
-    With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept.
-
-    Args:
-        sources: parquet files, or folders with parquet files in any depth.
-        out: .npy file of pairs of 64-bit words (dtype `u8,u8`).
-        within: such files; uids that one of them lacks are not kept.
-
-    Raises:
-        UserError: the files cannot be read, nothing is kept, or no row has a uid.
+    With `top`, 8 bytes of memory per row are needed; the uids take 16 bytes for each that is kept. Sources are parquet
+    files, or folders with parquet files in any depth. `out` is a .npy file of pairs of 64-bit words (dtype `u8,u8`),
+    and so are those of `within`: uids that one of them lacks are not kept. Raises UserError if files cannot be read,
+    nothing is kept, or no row has a uid.
     """
     files = [file for source in sources for file in _files(source)]
     data = ds.dataset([str(file) for file in files], format="parquet")

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.host_copies import to_device
@@ -28,6 +29,13 @@ def encoder_of(model: Any, device: torch.device) -> Encode:
             return model(*(None if x is None else to_device(x, device) for x in (image, tokens)))
 
     return encode
+
+
+def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Return image and text features (b, d) on the device, and in host memory index (b,) and valid (b,)."""
+    image, text = encode(batch.image, batch.tokens)
+    assert image is not None and text is not None
+    return image.float(), text.float(), batch.index, batch.valid
 
 
 @dataclass(frozen=True)

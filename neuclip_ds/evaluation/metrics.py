@@ -55,7 +55,6 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
     Args:
         ahead: (n,) negatives with a higher score than the match.
         tied: (n,) negatives with exactly the same score.
-        k: length of the list.
         matches: (n,) matches with that score, of which one suffices.
 
     Returns:

@@ -23,7 +23,7 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.encoding import Encode
+from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
 
 EstimateNormalizers = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
@@ -58,21 +58,14 @@ def normalizer_error(
 ) -> dict[str, float]:
     """Return the errors of the estimates for the first `anchors` valid samples of `anchor_batches`.
 
-    All batches are equally many and equally shaped on every rank.
-
-    Args:
-        estimate, pair_loss: the method's estimator and its l.
-        anchor_batches: this rank's share of batches of the training's size, `parts` of which make one batch.
-        all_batches: every training sample once over all ranks.
-        chunk: anchors per block of logits.
+    All batches are equally many and equally shaped on every rank. `parts` of the `anchor_batches` make a batch of the
+    training's size; `all_batches` hold every training sample once over all ranks. Logits are computed for `chunk`
+    anchors at a time. Raises UserError if there are fewer than two valid samples.
 
     Returns:
         Equal on all ranks: `normalizer_mse`, the mean over both directions of `normalizer_mse_image` and
         `normalizer_mse_text`; `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, how many
         anchors enter these means (NaN if none); and `normalizer_unseen`, how many others have no estimate yet.
-
-    Raises:
-        UserError: fewer than two valid samples.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)
@@ -102,7 +95,7 @@ def _encode_anchors(
 ) -> _Anchors:
     """Encode the first `limit` valid rows of the batches, each batch being all ranks' rows in rank order."""
     all_rows, all_index = [], []
-    encoded = (_features(encode, batch) for batch in batches)
+    encoded = (encode_batch(encode, batch) for batch in batches)
     while whole := list(islice(encoded, parts)):
         image, text, index, valid = (torch.cat(column) for column in zip(*whole, strict=True))
         values = image.new_full((len(index), 4), math.nan)
@@ -133,7 +126,7 @@ def _log_sum_over_negatives(
     samples = torch.zeros((), dtype=torch.int64, device=log_sum.device)
     chunks = [slice(low, low + chunk) for low in range(0, len(anchors.sample), chunk)]
     for batch in batches:
-        image, text, index, valid = _features(encode, batch)
+        image, text, index, valid = encode_batch(encode, batch)
         index, valid = (x.to(image.device, non_blocking=True) for x in (index, valid))
         samples += valid.sum()
         partners = torch.stack([text, image])
@@ -154,10 +147,3 @@ def _logits(anchors: _Anchors, part: slice, partners: Tensor, pair_loss: PairLos
     positive = (features[0] * features[1]).sum(dim=1)  # (chunk,)
     differences = (features @ partners.mT).sub_(positive.unsqueeze(1))
     return pair_loss.value_(differences).div_(anchors.tau[:, part].unsqueeze(2))
-
-
-def _features(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return image and text features (b, d) on the device, and in host memory index (b,) and valid (b,)."""
-    image, text = encode(batch.image, batch.tokens)
-    assert image is not None and text is not None
-    return image, text, batch.index, batch.valid

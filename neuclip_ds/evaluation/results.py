@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
+from neuclip_ds.files import json_lines
 
 FILE = "eval_results.jsonl"
 
@@ -38,36 +39,23 @@ class Results:
         self.metrics: dict[str, Metrics] = {}
         self.data: dict[str, str | None] = {}
         if self._path.is_file():
-            self._require(model)
-            lines = self._lines()
+            found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
+            if found != json.loads(json.dumps(model)):
+                raise UserError(f"{folder} has scores of another model or precision ({found}); choose another --out.")
+            try:
+                lines = json_lines(self._path)  # a task whose line was cut off is measured again
+            except ValueError as error:
+                raise UserError(f"{self._path} is not a file of scores ({error}); choose another --out.") from error
             self.metrics = {line["key"]: line["metrics"] for line in lines}
             self.data = {line["key"]: line.get("data") for line in lines}
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data` tells a set of one's own from others of its name."""
+        """Append a task's line; `data` tells a set of your own from others of its name."""
         self.metrics[task.key], self.data[task.key] = metrics, data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics, **({"data": data} if data else {})}
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line, allow_nan=False) + "\n")
-
-    def _require(self, model: Mapping[str, Any]) -> None:
-        found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
-        if found != json.loads(json.dumps(model)):
-            raise UserError(
-                f"{self._path.parent} has scores of another model or precision ({found}); choose another --out."
-            )
-
-    def _lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines and drop one that was cut off by a crash, whose task is then measured again."""
-        text = self._path.read_text(encoding="utf-8")
-        whole, _, partial = text.rpartition("\n")
-        if partial:
-            self._path.write_text(whole + "\n" if whole else "", encoding="utf-8")
-        try:
-            return [json.loads(line) for line in whole.splitlines()]
-        except ValueError as error:
-            raise UserError(f"{self._path} is not a file of scores ({error}); choose another --out.") from error
 
 
 def averages(tasks: TaskList, metrics: Mapping[str, Metrics]) -> dict[str, Average]:

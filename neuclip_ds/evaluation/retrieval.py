@@ -20,7 +20,7 @@ from torch import Tensor
 from neuclip_ds.data.dataset import PADDING, Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.evaluation.encoding import BatchEncoder, Encode
+from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encode_batch
 from neuclip_ds.evaluation.metrics import chance_recall, hit_probability
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
@@ -40,11 +40,7 @@ class EncodedPairs(NamedTuple):
 @torch.no_grad()
 def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
     """Encode this rank's pairs, in as many equally shaped batches as every rank has; raise UserError if in none."""
-    columns = []
-    for batch in batches:
-        image, text = encode(batch.image, batch.tokens)
-        assert image is not None and text is not None
-        columns.append((image.float(), text.float(), batch.index, batch.valid))
+    columns = [encode_batch(encode, batch) for batch in batches]
     if not columns:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
     return EncodedPairs(*map(torch.cat, zip(*columns, strict=True)))
@@ -92,10 +88,8 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
 
     Returns:
         `image_retrieval_recall@k` (captions find images), `text_retrieval_recall@k` (images find captions),
-        `mean_recall@1` and its `chance`, in [0, 1] and equal on all ranks.
-
-    Raises:
-        UserError: the set is empty, or a sample is broken or has no caption.
+        `mean_recall@1` and its `chance`, in [0, 1] and equal on all ranks. Raises UserError if the set is empty, or a
+        sample is broken or has no caption.
     """
     communicator = encoder.communicator
     images, captions, image_of = _encode_all(encoder, folder)

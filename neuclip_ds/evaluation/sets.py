@@ -37,8 +37,6 @@ LAYOUT = (
 FORMS = f"{LAYOUT}; or a folder has a folder of images for each class; or a file ({', '.join(TABLES)}) has pairs"
 # TIFF cannot be decoded, but is listed, so that such a file is an error instead of missing from the score
 _IMAGE_SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-
-
 Member = bytes | Callable[[], bytes]  # the bytes of a member, or a function that reads them in any process
 
 
@@ -133,8 +131,8 @@ def open_shards(path: Path) -> EvaluationSet:
     if not shard_count.isdecimal() or int(shard_count) == 0:
         raise UserError(f"{shards_file} holds '{shard_count}'; write the number of tar files there.")
     shards = [path / "test" / f"{number}.tar" for number in range(int(shard_count))]
-    for shard in shards:
-        _require(shard)
+    if missing := next((shard for shard in shards if not shard.is_file()), None):
+        raise UserError(f"{missing} is missing; {LAYOUT}.")
     kind_file = path / "dataset_type.txt"
     kind = _read_lines(kind_file)[0].lower() if kind_file.is_file() else "classification"
     contents = sum(shard.stat().st_size for shard in shards), len(shards)
@@ -213,7 +211,8 @@ def _open_pairs(path: Path) -> EvaluationSet:
 
 def _read_lines(path: Path) -> tuple[str, ...]:
     """Return the stripped lines of a file; raise UserError if it is missing or a line blank: their numbers matter."""
-    _require(path)
+    if not path.is_file():
+        raise UserError(f"{path} is missing; {LAYOUT}.")
     lines = tuple(line.strip() for line in path.read_text(encoding="utf-8").rstrip().split("\n"))
     if "" in lines:
         raise UserError(f"{path}: line {lines.index('') + 1} is blank; write an entry on every line.")
@@ -232,8 +231,3 @@ def _class_folders(path: Path) -> list[Path]:
 
 def _is_image(path: Path) -> bool:
     return path.suffix.lower() in _IMAGE_SUFFIXES and not path.name.startswith(".")
-
-
-def _require(path: Path) -> None:
-    if not path.is_file():
-        raise UserError(f"{path} is missing; {LAYOUT}.")

@@ -65,7 +65,7 @@ class Task(BaseModel):
 
 
 class TaskList(BaseModel):
-    """Content of datacomp.yaml, and sets of one's own."""
+    """Content of datacomp.yaml, and sets of your own."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -77,10 +77,8 @@ class TaskList(BaseModel):
 
         Raises UserError if a name matches no task.
         """
-        for name in names:
-            if not any(_fits(task, name) for task in self.tasks):
-                known = ", ".join(task.key for task in self.tasks)
-                raise UserError(f"There is no task {name}; the tasks are {known}.")
+        if unknown := next((name for name in names if not any(_fits(task, name) for task in self.tasks)), None):
+            raise UserError(f"There is no task {unknown}; the tasks are {', '.join(task.key for task in self.tasks)}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def with_own(self, others: Sequence[Task]) -> TaskList:

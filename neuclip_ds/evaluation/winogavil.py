@@ -41,10 +41,8 @@ def winogavil(encoder: BatchEncoder, folder: EvaluationSet) -> dict[str, float |
 
     Returns:
         `avg_jaccard_score` and `jaccard_score_N` for N of 5, 6, 10, 12, 5-6 and 10-12, None where no instance has that
-        many images, and `chance`, the expected score of the last; equal on all ranks.
-
-    Raises:
-        UserError: the set is empty, or an instance is broken.
+        many images, and `chance`, the expected score of the last; equal on all ranks. Raises UserError if the set is
+        empty, or an instance is broken.
     """
     communicator, device = encoder.communicator, encoder.communicator.device
     by_size, by_chance = GroupAccumulator(device), GroupAccumulator(device)

@@ -66,17 +66,14 @@ class Recorder:
         if self._done < self._first:
             yield
         else:
-            self._synchronize()
+            synchronize = torch.cuda.synchronize if self._on_gpu else lambda: None
+            synchronize()
             with record_function(STEP):
                 yield
-                self._synchronize()
+                synchronize()
         self._done += 1
         if self._done == self._end:
             self._finish()
-
-    def _synchronize(self) -> None:
-        if self._on_gpu:
-            torch.cuda.synchronize()
 
     def _finish(self) -> None:
         """Stop, read the trace of each rank, and write the breakdown over ranks."""

@@ -66,13 +66,17 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
     annotations = [event for event in events if event.category == "user_annotation"]
     world_size = int(trace.get("distributedInfo", {}).get("world_size", 1))
     host = _annotated(events, "user_annotation")
-    timeline, purposes = Timeline(host), _timelines(annotations)  # a launch is a moment of the host
+    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)  # by `Communicator`
+    for event in annotations:
+        if event.name.startswith(PURPOSE):
+            named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
+    purposes = {thread: Timeline(entries) for thread, entries in named.items()}
+    timeline = Timeline(host)  # a launch is a moment of the host
 
     def describe(launch: Launch) -> Collective:
-        moment, named = launch.span[0], purposes.get(launch.thread)
-        purpose = (named.at(moment) if named else None) or engine_purpose(
-            timeline.at(moment), launch.op, launch.elements
-        )
+        moment = launch.span[0]
+        purpose = purposes[launch.thread].at(moment) if launch.thread in purposes else None
+        purpose = purpose or engine_purpose(timeline.at(moment), launch.op, launch.elements)
         size = launch.elements * _item_size(launch.dtype) if launch.elements else 0
         sent = ring_bytes(launch.op, size, world_size)
         return Collective(purpose, launch.op, size, sent, tuple(launch.executed))
@@ -120,15 +124,6 @@ def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
             first, last = spans.get(phase, (start, end))
             spans[phase] = min(first, start), max(last, end)
     return [(span, name) for (_, name), span in spans.items()]
-
-
-def _timelines(annotations: Sequence[Event]) -> dict[Thread, Timeline[str]]:
-    """Return the purposes that `Communicator` names, by thread."""
-    named: defaultdict[Thread, list[tuple[Interval, str]]] = defaultdict(list)
-    for event in annotations:
-        if event.name.startswith(PURPOSE):
-            named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
-    return {thread: Timeline(entries) for thread, entries in named.items()}
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
