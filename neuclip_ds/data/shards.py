@@ -73,11 +73,10 @@ def _resolve(source: str, allow_commands: bool) -> list[str]:
 def _listed(path: Path, allow_commands: bool) -> list[str]:
     lines = [line.strip() for line in path.read_text(encoding="utf-8").splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
+    parts = [part for line in lines for part in line.split(_BETWEEN)]
     if not allow_commands:
-        refuse_commands(
-            (part for line in lines for part in line.split(_BETWEEN)), f"the list {path}", "--allow-commands"
-        )
-    shards = [shard for line in lines for shard in _resolve(line, allow_commands)]
+        refuse_commands(parts, f"the list {path}", "--allow-commands")
+    shards = [shard for part in parts for shard in _resolve(part, allow_commands)]
     if not shards:
         raise UserError(f"The list {path} names no shards; write one path, pattern or URL on each line.")
     return shards

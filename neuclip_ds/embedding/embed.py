@@ -217,7 +217,7 @@ def _by_shard(
     for rows in results:
         image, text, *_ = encode_batch(encode, rows.batch)
         blocks.append(rows)
-        features.append((image, text))
+        features.append((image.float(), text.float()))
         number = rows.block.shard
         if rows.block.stop == manifest.starts[number] + manifest.sizes[number]:
             yield number, blocks, features

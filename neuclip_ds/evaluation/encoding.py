@@ -35,7 +35,7 @@ def encode_batch(encode: Encode, batch: Batch) -> tuple[Tensor, Tensor, Tensor, 
     """Return image and text features (b, d) on the device, and in host memory index (b,) and valid (b,)."""
     image, text = encode(batch.image, batch.tokens)
     assert image is not None and text is not None
-    return image.float(), text.float(), batch.index, batch.valid
+    return image, text, batch.index, batch.valid
 
 
 @dataclass(frozen=True)

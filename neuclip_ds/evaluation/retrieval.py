@@ -43,7 +43,8 @@ def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
     columns = [encode_batch(encode, batch) for batch in batches]
     if not columns:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
-    return EncodedPairs(*map(torch.cat, zip(*columns, strict=True)))
+    image, text, sample, valid = map(torch.cat, zip(*columns, strict=True))
+    return EncodedPairs(image.float(), text.float(), sample, valid)
 
 
 @torch.no_grad()

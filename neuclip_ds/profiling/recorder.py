@@ -92,6 +92,6 @@ class Recorder:
             shutil.copyfile(trace, self._folder / TRACE)
             (self._folder / BREAKDOWN).write_text(json.dumps(found, indent=1), encoding="utf-8")
             (self._folder / REPORT).write_text(report([found]), encoding="utf-8")
-        total, pure = (1e3 * found["seconds"][name]["mean"] for name in ("total", "pure_communication"))
-        text = "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s"
-        log.info(text, found["steps"], total, pure, self._folder)
+            total, pure = (1e3 * found["seconds"][name]["mean"] for name in ("total", "pure_communication"))
+            text = "profile of %d steps: %.1f ms per step, of which %.1f ms are communication without overlap; see %s"
+            log.info(text, found["steps"], total, pure, self._folder)
