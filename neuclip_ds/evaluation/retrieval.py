@@ -63,15 +63,13 @@ def retrieval(
     rows = valid.nonzero().squeeze(1).to(image.device, non_blocking=True)
     pair, *sides = (x.index_select(0, rows) for x in (padded, image, text))
     score = inner_products(*sides)
-    found = {}
+    sums = {}
     for name, anchors, candidates in (("image_to_text", sides[0], text), ("text_to_image", sides[1], image)):
         queries = _Queries(anchors, pair, score, torch.ones_like(pair))
         gathered = communicator.all_gather(candidates, "evaluation")
-        count, hits = _count_hits(queries, (gathered, all_pairs), ks, communicator, chunk)
-        if not count:
-            raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
-        found.update({f"{name}_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
-    return {**found, "retrieval_pairs": count}
+        sums[name] = _count_hits(queries, (gathered, all_pairs), ks, chunk)
+    count, recalls = _recalls(sums, ks, communicator)
+    return {**recalls, "retrieval_pairs": count}
 
 
 class _Queries(NamedTuple):
@@ -102,13 +100,12 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
 
     by_caption = _Queries(captions, label[image_of], score, torch.ones_like(image_of))
     by_image = _Queries(images, label, best, best_captions)
-    found = {}
-    for name, queries, candidates in (("image", by_caption, by_image), ("text", by_image, by_caption)):
-        gathered = _gather(candidates.features, candidates.label, communicator)
-        count, hits = _count_hits(queries, gathered, ks, communicator, _CHUNK)
-        found.update({f"{name}_retrieval_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
-    # of all images, which were the last queries; the same in either direction, however the captions are shared out
-    found["chance"] = chance_recall(1, int(count))
+    directions = {"image_retrieval": (by_caption, by_image), "text_retrieval": (by_image, by_caption)}
+    sums = {}
+    for name, (queries, candidates) in directions.items():
+        sums[name] = _count_hits(queries, _gather(candidates.features, candidates.label, communicator), ks, _CHUNK)
+    count, found = _recalls(sums, ks, communicator)
+    found["chance"] = chance_recall(1, int(count))  # the same in either direction, however captions are shared out
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 
@@ -121,21 +118,29 @@ def read_captions(sample: Sample) -> list[str]:
     return captions
 
 
-def _count_hits(
-    queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], communicator: Communicator, chunk: int
-) -> tuple[float, list[float]]:
-    """Return the number of all ranks' queries, and for each k how many have a match among the first k candidates.
+def _count_hits(queries: _Queries, candidates: tuple[Tensor, Tensor], ks: Sequence[int], chunk: int) -> Tensor:
+    """Return (1 + K,) float64: the number of queries, and for each k how many have a match among the first k.
 
     The candidates are (m, d) features and (m,) labels of all ranks.
     """
-    device = queries.features.device
-    sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=device)
+    sums = torch.zeros(1 + len(ks), dtype=torch.float64, device=queries.features.device)
     sums[0] = len(queries.label)
     for anchors, label, score, matches in zip(*(part.split(_ANCHORS) for part in queries), strict=True):
         ahead, tied = count_negatives(anchors, score, label, *candidates, chunk)
         sums[1:] += torch.stack([hit_probability(ahead, tied, k, matches).sum() for k in ks])
-    count, *hits = communicator.all_reduce(sums, "evaluation").tolist()
-    return count, hits
+    return sums
+
+
+def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communicator) -> tuple[float, dict[str, float]]:
+    """Return the number of the last direction's queries on all ranks, and `NAME_recall@k` of each direction."""
+    totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
+    if not totals[0][0]:
+        raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
+    by_name = dict(zip(sums, totals, strict=True))
+    found = {
+        f"{name}_recall@{k}": by_name[name][n] / by_name[name][0] for name in sums for n, k in enumerate(ks, start=1)
+    }
+    return totals[-1][0], found
 
 
 def _encode_all(encoder: BatchEncoder, folder: EvaluationSet) -> tuple[Tensor, Tensor, Tensor]:

@@ -111,9 +111,7 @@ class TaskList(BaseModel):
         below = ", ".join(map(str, places))
         if len(missing) == len(chosen) or (names and missing):
             named = ", ".join(f"{task.name} ({task.folder})" for task in missing)
-            raise UserError(
-                f"Not found below {below}: {named}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}."
-            )
+            raise UserError(f"Not found below {below}: {named}; docs/how-to/evaluate.md lists sources. Sets: {FORMS}.")
         if missing and taken:
             log.warning("not found below %s, and skipped: %s", below, ", ".join(task.name for task in missing))
         return [(task, folder) for task in chosen if (folder := folders[task.key]) is not None]
