@@ -136,10 +136,9 @@ def _recalls(sums: dict[str, Tensor], ks: Sequence[int], communicator: Communica
     totals = communicator.all_reduce(torch.stack(list(sums.values())), "evaluation").tolist()
     if not totals[0][0]:
         raise UserError("The held-out data has no readable pair to retrieve; check data.val.")
-    by_name = dict(zip(sums, totals, strict=True))
-    found = {
-        f"{name}_recall@{k}": by_name[name][n] / by_name[name][0] for name in sums for n, k in enumerate(ks, start=1)
-    }
+    found = {}
+    for name, (count, *hits) in zip(sums, totals, strict=True):
+        found.update({f"{name}_recall@{k}": hit / count for k, hit in zip(ks, hits, strict=True)})
     return totals[-1][0], found
 
 
