@@ -1,6 +1,6 @@
 # make demo   trains a small CLIP on rendered pairs on this machine's CPU
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
-# make test-gpu  the tests marked gpu, on this machine's GPUs; all others run on its CPU
+# make test-gpu  the tests marked gpu, on this machine's GPUs; where there are none, on its CPU as far as that tells something
 # make docs   docs/ as pages in build/site
 # make scaling  the estimates in docs/explanation/scaling.md, by the cost model
 # make peers  what tools/benchmark_data.py and _streaming.py compare with
@@ -20,7 +20,8 @@ test-all: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not soak"
 
 test-gpu: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu --device=cuda
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -m gpu --device=$$($(BIN)/python -c \
+		"import torch; print('cuda' if torch.cuda.is_available() else 'cpu')")
 
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

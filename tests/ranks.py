@@ -1,8 +1,12 @@
-"""Runs a function on several real ranks, of gloo or on GPUs of NCCL, and brings their results back."""
+"""Runs a function on several real ranks, of gloo on CPUs or of NCCL on GPUs, and brings their results back.
+
+Where there are fewer GPUs than ranks, ranks share them, and gloo copies what they send through the host.
+"""
 
 from __future__ import annotations
 
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -16,7 +20,7 @@ import torch
 import torch.distributed as dist
 from forks import ON_CPU, fork, kill
 
-from neuclip_ds.distributed.communicator import Communicator
+from neuclip_ds.distributed.launch import join
 
 _LIMIT = 300.0  # seconds
 
@@ -24,7 +28,7 @@ _LIMIT = 300.0  # seconds
 def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str = "cpu") -> list[Any]:
     """`work(communicator, *args)` on each rank; the ranks' results in rank order, on the CPU.
 
-    Work must be a module's function. With device `cuda` each rank has a GPU.
+    Work must be a module's function. With device `cuda` the ranks join as those of a launcher do.
 
     Raises:
         RuntimeError: a rank failed, which ends the others, or took too long.
@@ -32,6 +36,9 @@ def run_ranks(world_size: int, work: Callable[..., Any], *args: Any, device: str
     # the loopback interface by name: without it gloo looks up the machine's name, which may fail or be slow
     common = {**os.environ, "WORLD_SIZE": str(world_size), "GLOO_SOCKET_IFNAME": "lo"}
     common |= ON_CPU if device == "cpu" else {"DS_ACCELERATOR": device}
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(probe.getsockname()[1])}
     with tempfile.TemporaryDirectory() as folder:
         processes = []
         try:
@@ -62,15 +69,16 @@ def _join(processes: list[Any]) -> None:
 
 def _rank(rank: int, world_size: int, folder: str, work: Callable[..., Any], args: tuple[Any, ...]) -> None:
     torch.set_num_threads(1)
-    backend, device = "gloo", torch.device("cpu")
+    backend, gpus = "gloo", 0
     if os.environ["DS_ACCELERATOR"] == "cuda":
-        backend, device = "nccl", torch.device("cuda", rank)
-        torch.cuda.set_device(device)
+        backend, gpus = "cpu:gloo,cuda:gloo", torch.cuda.device_count()
+        torch.cuda.set_device(rank % gpus)
     store = dist.FileStore(f"{folder}/store", world_size)
-    limit = timedelta(seconds=120)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
+    if gpus < world_size:
+        limit = timedelta(seconds=120)
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=limit)
     try:
-        torch.save(work(Communicator(device, store=store), *args), Path(folder) / f"{rank}.pt")
+        torch.save(work(join(store=store), *args), Path(folder) / f"{rank}.pt")
     except BaseException:
         Path(folder, f"{rank}.txt").write_text(f"rank {rank}: {traceback.format_exc()}")
         raise

@@ -12,6 +12,9 @@ and threads. All write a TensorBoard point each --log-every steps; these points'
 Part `shares`, the objective's share of a step at --share-model: towers and optimizer in real steps at --share-rows, the
 objective alone at that batch and at the paper's global one, whose towers are taken to cost as much a pair.
 
+Part `throughput`, a table for the documentation: samples/s of our steps on random pairs, the objective's share of each,
+and the share of the GPUs' peak FLOP/s that the towers reach (MFU; recomputed operations do not count).
+
 With --compile, ours and plain DDP also run with their towers under torch.compile, in the same turns. Options of the
 run, such as --data.decoder=pil or --objective.temperature.initial=0.01, are passed on to all programs.
 
@@ -19,11 +22,13 @@ Examples:
     python tools/benchmark_step.py
     python tools/benchmark_step.py --data ../shared/data/flickr8k/train random --repeats 5 --parts speed shares
     python tools/benchmark_step.py --data random --repeats 5 --objective.temperature.initial=0.01
+    python tools/benchmark_step.py --parts throughput --recipe models/vitb16 --rows 256 --ranks 1 8 --precision bf16
     python tools/benchmark_step.py --recipe models/vitb16 --data random --rows 256 --ranks 1 --precision bf16 --compile
 """
 
 import argparse
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -33,11 +38,13 @@ import sys
 from pathlib import Path
 from typing import NamedTuple
 
+import profile_communication
 import torch
+import yaml
 from benchmarking.method_config import config_for
 from benchmarking.step_speed import Program, Speeds, samples_per_second, table
 from benchmarking.synthetic_profile import first_prediction
-from profile_communication import run_on_ranks
+from step_costs import count_flops
 
 from neuclip_ds.cli.program import exit_on_mistake
 from neuclip_ds.config import CLIP_BPE, Config, dump
@@ -48,10 +55,11 @@ from neuclip_ds.models.tokenizer import train_bpe
 from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery
+from neuclip_ds.profiling.recorder import BREAKDOWN
 from neuclip_ds.training.data import iter_captions
 
 PEERS = Path(__file__).parent / "peers"
-PARTS = ("speed", "shares")
+PARTS = ("speed", "shares", "throughput")
 RANDOM = "random"
 _CACHE = Path(".cache")
 _CAPTIONS = 20_000  # that the tokenizer is trained on
@@ -90,7 +98,9 @@ class Setting(NamedTuple):
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
         """Run a program to its end in a new folder."""
         shutil.rmtree(folder, ignore_errors=True)
-        run_on_ranks(script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads)
+        profile_communication.run_on_ranks(
+            script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads
+        )
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
         """Write the config of a run of so many steps to a file and return its path."""
@@ -141,6 +151,35 @@ def measure(arguments: argparse.Namespace) -> None:
             compare(arguments, source)
     if "shares" in arguments.parts:
         print_shares(arguments)
+    if "throughput" in arguments.parts:
+        print_throughput(arguments)
+
+
+def print_throughput(arguments: argparse.Namespace) -> None:
+    """Print the table of our steps on this machine."""
+    hardware = torch.cuda.get_device_name() if torch.cuda.is_available() else f"core of {platform.machine()}"
+    known = yaml.safe_load((Path(__file__).parent / "machines.yaml").read_text(encoding="utf-8"))["machines"]
+    peaks = [1e12 * of["tower_tflops"] for name, of in known.items() if name in hardware.lower()]
+    engine = f"zero{arguments.zero}_{arguments.precision}"
+    names = "hardware, model, engine, method, pairs a rank, samples/s, objective %, MFU %"
+    print(f"\n| {names.replace(', ', ' | ')} |\n" + "|---" * 8 + "|")
+    for ranks, method in itertools.product(arguments.ranks, arguments.methods):
+        folder = arguments.out / f"throughput_{method}_{ranks}ranks"
+        asked = {"methods": method, "stages": arguments.zero, "recipe": arguments.recipe, "rows": arguments.rows}
+        asked |= {"precision": arguments.precision, "steps": arguments.steps, "out": folder}
+        options = [*(f"--{name}={value}" for name, value in asked.items()), *arguments.overrides]
+        script = str(profile_communication.__file__)
+        profile_communication.run_on_ranks(method, [script, "--worker", *options], ranks, folder, arguments.threads)
+        found = json.loads((folder / BREAKDOWN).read_text(encoding="utf-8"))
+        seconds, objective = found["seconds"]["total"]["mean"], found["phases"]["objective"]["mean"]
+        query = MemoryQuery(config_for(method, [arguments.recipe, *arguments.overrides]), ranks)
+        flops = arguments.rows * sum(map(sum, count_flops(query)))
+        reached = f"{100 * flops / seconds / peaks[-1]:.1f}" if peaks and arguments.precision == "bf16" else "-"
+        print(
+            f"| {ranks} x {hardware} | {arguments.recipe} | {engine} | {method} | {arguments.rows} "
+            f"| {ranks * arguments.rows / seconds:,.0f} | {100 * objective / seconds:.1f} | {reached} |",
+            flush=True,
+        )
 
 
 def compare(arguments: argparse.Namespace, source: str) -> None:

@@ -8,7 +8,7 @@ not counted.
 
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,11 +19,17 @@ from torch.utils._pytree import tree_leaves
 from neuclip_ds.models.dual_encoder import DualEncoder
 
 
-def count_activations(model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype) -> int:
-    """Return the bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs.
+class Activations(NamedTuple):
+    """Bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs."""
 
-    Gradients of weights are not in it. `model` is on the meta device, and unusable afterward.
-    """
+    alone: int
+    with_gradients: int  # of weights, each from the moment on when the backward pass has made it
+
+
+def count_activations(
+    model: DualEncoder, rows: int, image_size: int, context_length: int, dtype: torch.dtype
+) -> Activations:
+    """Count a pass through a model on the meta device, which is unusable afterward."""
     model = model.to(dtype).train()
     with FakeTensorMode(allow_non_fake_inputs=True):
         model = model.to_empty(device="cpu")
@@ -32,15 +38,11 @@ def count_activations(model: DualEncoder, rows: int, image_size: int, context_le
         live = LiveBytes()
         for parameter in model.parameters():
             if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(_free_gradient)
+                parameter.register_post_accumulate_grad_hook(live.take_gradient)
         with live:
             features = model(image, tokens)
             torch.stack([part.sum() for part in features]).sum().backward()
-    return live.peak
-
-
-def _free_gradient(parameter: Tensor) -> None:
-    parameter.grad = None
+    return Activations(live.peak, live.peak_with_gradients)
 
 
 class LiveBytes(TorchDispatchMode):
@@ -49,12 +51,13 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: bytes of those that are there.
         peak: the most that have been there at once.
+        peak_with_gradients: the same, with gradients that `take_gradient` has freed.
     """
 
     def __init__(self, device_type: str = "cpu") -> None:
         super().__init__()
         self._device_type = device_type
-        self.peak = self.now = 0
+        self.peak = self.peak_with_gradients = self.now = self._gradients = 0
         self._known: weakref.WeakSet[torch.UntypedStorage] = weakref.WeakSet()
 
     def __torch_dispatch__(
@@ -70,11 +73,18 @@ class LiveBytes(TorchDispatchMode):
                 self._count(leaf.untyped_storage())
         return result
 
+    def take_gradient(self, parameter: Tensor) -> None:
+        """Free a parameter's gradient, and count it apart from then on."""
+        assert parameter.grad is not None
+        self._gradients += parameter.grad.nbytes
+        parameter.grad = None
+
     def _count(self, storage: torch.UntypedStorage) -> None:
         self._known.add(storage)
         size = storage.nbytes()
         self.now += size
         self.peak = max(self.peak, self.now)
+        self.peak_with_gradients = max(self.peak_with_gradients, self.now + self._gradients)
         weakref.finalize(storage, self._free, size)
 
     def _free(self, size: int) -> None:

@@ -1,7 +1,8 @@
 """The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
-and the optimizer's step. Gradients count as a whole in all three, although a backward pass makes them one by one. What
+and the optimizer's step. Gradients count as a whole in all three, but for those that a backward pass makes one by one
+and that the next step starts without. What
 lies outside torch's allocator (CUDA's context, NCCL, libraries) is not in it; loaders have a separate account, of the
 host's memory (host_memory.py).
 """
@@ -27,13 +28,14 @@ from neuclip_ds.models.tokenizer import ModelTokenizer
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes
-from neuclip_ds.planning.activations import count_activations
+from neuclip_ds.planning.activations import Activations, count_activations
 from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.training.plan import largest_model
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
-_BLOCK_COPIES = 5  # of a block of similarities: itself, a product of the next, three buffers
+_ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
+_BLOCK_COPIES, _COPIES_OF_ONE_VISIT = 4, 2  # of a block of similarities, where pairs are visited twice, and once
 
 
 class MemoryAccount(NamedTuple):
@@ -132,7 +134,7 @@ class Towers(NamedTuple):
     """The part that depends on the model and the micro-batch, and takes seconds to count."""
 
     parameters: Parameters
-    activations: int  # bytes
+    activations: Activations
 
 
 def count_towers(query: MemoryQuery) -> Towers:
@@ -149,8 +151,10 @@ class EngineMemory(NamedTuple):
 
     weights: int
     gradients: int
+    passing: int  # of them, those that a backward pass makes and that do not outlast the step
     optimizer: int  # float32 masters and moments, and the moving average
     working: int  # during forward and backward: a bucket of gradients, gathered weights
+    step: int  # from the last gradient to the end of the update: a copy of gradients, to reduce or to step with
     host: int  # optimizer and gradients where they are offloaded
 
 
@@ -173,17 +177,20 @@ def engine_memory(
         threshold = zero.get("stage3_param_persistence_threshold", 100_000)
         whole = share + sum(size for size in parameters.sizes if size < threshold)
         gathered = min(trained, zero.get("stage3_max_live_parameters", 10**9))
-    bucket = min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage else 0
+    # BF16_Optimizer keeps float32 gradients of all weights in one buffer, beside those of a backward pass
+    buffered = stage == 1 and accumulated > width and not offloads
+    bucket = min(trained, zero.get("reduce_bucket_size", 500_000_000)) if stage and not buffered else 0
     masters = stage > 0 or width == 2  # without ZeRO, float32 weights are their own masters
     states = 4 * (masters + _MOMENTS[optimizer] + averages) * share
-    # DeepSpeed's BF16_Optimizer (stage 1) keeps float32 gradients of all weights next to those of the backward pass
-    gradient = accumulated + width if stage == 1 and accumulated > width and not offloads else accumulated
+    gradient = accumulated + width * buffered
     copies = 4 + (accumulated if stage == 3 else width)  # of the masters' gradients, and of gradients or weights
     return EngineMemory(
         weights=width * (whole + parameters.frozen),
         gradients=0 if offloads and stage == 3 else gradient * (share if stage > 1 else trained),
+        passing=width * trained if buffered or stage == 0 else 0,
         optimizer=0 if offloads else states,
         working=width * gathered + accumulated * bucket,
+        step=0 if offloads else accumulated * min(trained, _ALL_REDUCED) if buffered or stage == 0 else 4 * share,
         host=states + copies * share if offloads else 0,
     )
 
@@ -209,17 +216,22 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     }
     passing = {
         "buckets, gathered weights": engine.working,
-        "activations": towers.activations,
+        "activations": towers.activations.alone,
         "similarities": _similarities(query),
-        "optimizer's step": 0 if engine.host else engine.gradients,  # at most a copy of the gradients
+        "optimizer's step": engine.step,
     }
-    kept = towers.activations if rows == query.micro_batch else 0  # of the towers, while the objective runs
+    one_pass = rows == query.micro_batch
+    kept = towers.activations.alone if one_pass else 0  # of the towers, while the objective runs
+    # without ZeRO, gradients of one micro-batch are there while the next one's are added
+    passes, in_pass = engine.passing, towers.activations.with_gradients
+    if not engine.passing or not (one_pass or zero_stage(loaded)):
+        passes, in_pass = 0, towers.activations.alone
     moments = {
-        "in the towers": engine.working + towers.activations,
+        "in the towers": engine.working + in_pass,
         "in the objective": passing["similarities"] + kept,
-        "in the update": passing["optimizer's step"],
+        "in the update": passes + passing["optimizer's step"],
     }
-    always = sum(standing.values())
+    always = sum(standing.values()) - passes
     peaks = {name: always + size for name, size in moments.items()}
     return MemoryAccount({**standing, **passing}, {"optimizer": engine.host, "u, NPN, nets": state.host}, peaks)
 
@@ -244,14 +256,17 @@ def _inputs(query: MemoryQuery) -> int:
 
 
 def _similarities(query: MemoryQuery) -> int:
-    """Return bytes kept between the two passes over the pairs, where they fit the budget, and of the blocks in work."""
+    """Return bytes kept between the two passes over the pairs, where they fit the budget, or of the blocks in work.
+
+    NeuCLIP's network reads the features of the whole batch, and returns gradients for all of them.
+    """
     objective, batch = query.config.objective, query.config.data.batch_size
-    rows = batch // query.world_size
-    kept = 4 * rows * (2 * batch - rows)
-    visits_twice = find_method(objective.method).normalizer is not None
-    if kept > KEPT_BYTES or not visits_twice:
-        kept = 0  # computed again, or needed once
-    return kept + _BLOCK_COPIES * min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
+    rows, method = batch // query.world_size, find_method(objective.method)
+    kept = 4 * rows * (2 * batch - rows) if method.normalizer is not None else 0
+    block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
+    pairs = kept if 0 < kept <= KEPT_BYTES else (_BLOCK_COPIES if kept else _COPIES_OF_ONE_VISIT) * block
+    reads_all = "npn" in method.sections and objective.npn.alpha_grad != "stop"
+    return pairs + 3 * 4 * batch * query.source.embed_dim * reads_all
 
 
 class ObjectiveState(NamedTuple):

@@ -47,7 +47,9 @@ def test_one_rank_needs_no_group() -> None:
 
 
 @pytest.mark.gpu
-def test_a_table_in_host_memory_equals_one_on_the_device() -> None:
+def test_a_table_in_host_memory_equals_one_on_the_device(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("needs a GPU")
     communicator = Communicator("cuda")
     stores = [SampleStore(10, FIELDS, communicator, max_device_bytes=size) for size in (0, 1 << 20)]
     for number in range(3):

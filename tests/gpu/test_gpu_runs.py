@@ -1,12 +1,16 @@
-"""Whole runs on a GPU, as a user starts them: resumed after kills, and profiled."""
+"""Whole runs on GPUs, as a user starts them: by each launcher, resumed after kills, profiled, and measured."""
 
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from pathlib import Path
 
 import pytest
-from small_runs import demo_shards, train
+import torch
+from small_runs import ROOT, SMALL, call, demo_shards, environment, train
+from test_launch import DEEPSPEED, TORCHRUN, free_port
 from test_resume import compare, whole_and_broken
 
 pytestmark = pytest.mark.gpu
@@ -17,9 +21,33 @@ def shards(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return demo_shards(tmp_path_factory.mktemp("demo") / "data", 300)
 
 
-@pytest.mark.parametrize("engine", ["zero1_bf16", "zero2_bf16_offload", "zero3_bf16"])
-def test_a_deterministic_run_resumes_bit_for_bit(engine: str, shards: Path, tmp_path: Path) -> None:
-    compare(shards, tmp_path, f"--deepspeed={engine}", "--run.deterministic=true")
+@pytest.fixture(scope="module")
+def gpus(device: str) -> int:
+    """Return the GPUs of a launch; on the CPU so many ranks."""
+    return min(8, torch.cuda.device_count()) if device == "cuda" else 2
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_a_launcher_starts_a_rank_on_each_gpu(
+    launcher: str, gpus: int, device: str, shards: Path, tmp_path: Path
+) -> None:
+    start = [TORCHRUN, "--standalone", f"--nproc-per-node={gpus}"]
+    if launcher == "deepspeed":
+        kind = "gpus" if device == "cuda" else "accelerators"
+        start = [DEEPSPEED, f"--num_{kind}={gpus}", f"--master_port={free_port()}"]
+    options = [f"--data.train={shards}", f"--data.batch_size={8 * gpus}", "--data.val=", "--data.zero_shot="]
+    options += ["--max_steps=4", "--run.log_every=1", "--run.name=run", "--deepspeed=zero1_bf16"]
+    run = [*start, str(ROOT / "train.py"), "demo", *SMALL, *options]
+    done = subprocess.run(run, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stdout + done.stderr
+    lines = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines if "loss" in line] == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("engine", ["zero0_fp32", "zero1_bf16", "zero2_bf16", "zero2_bf16_offload", "zero3_bf16"])
+def test_a_deterministic_run_resumes_bit_for_bit(engine: str, gpus: int, shards: Path, tmp_path: Path) -> None:
+    options = [f"--deepspeed={engine}", "--run.deterministic=true", "--data.micro_batch=4"]
+    compare(shards, tmp_path, *options, tensors=60, ranks=min(2, gpus))
 
 
 def test_a_run_resumes_up_to_nondeterministic_kernels(shards: Path, tmp_path: Path) -> None:
@@ -37,3 +65,12 @@ def test_a_profile_shows_all_phases(shards: Path, tmp_path: Path) -> None:
     assert min(phases.values()) > 0
     assert sum(phases.values()) < 1.1 * found["seconds"]["total"]["mean"]
     assert found["seconds"]["computation"]["mean"] > 0
+
+
+def test_the_speed_of_steps_is_a_table(gpus: int, device: str, tmp_path: Path) -> None:
+    options = [*SMALL, "--parts=throughput", "--rows=8", "--steps=3", "--methods", "openclip", "fastclip_v3"]
+    done = call("tools/benchmark_step.py", *options, f"--ranks={gpus}", "--precision=bf16", folder=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    for method in ("openclip", "fastclip_v3"):
+        row = rf"\| {gpus} x [^|]+ \| demo \| zero1_bf16 \| {method} \| 8 \| [\d,.]+ \| [\d.]+ \| ([\d.]+|-) \|"
+        assert re.search(row, done.stdout), done.stdout

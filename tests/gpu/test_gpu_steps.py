@@ -1,21 +1,30 @@
 """Steps on GPUs are those of the CPU: every method, DeepSpeed file and optimizer, two passes, compiled towers.
 
-`make test-gpu` runs them on GPUs, `python -m pytest -m gpu` on the CPU.
+They wait for the GPU once, and take the memory that the plan says. `make test-gpu` runs them on GPUs, or on the CPU
+where there are none.
 """
 
 from __future__ import annotations
 
+import warnings
+from pathlib import Path
 from typing import Any
 
 import pytest
 import test_objective_ranks
 import test_optimizers
 import torch
+from benchmarking.synthetic_profile import SyntheticSteps
+from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
 from ranks import run_ranks
 from test_non_finite import check, gradient
 from test_step import ROWS, plain, under_deepspeed
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import FOLDER
+from neuclip_ds.planning.memory import MemoryQuery, account, count_towers
+from neuclip_ds.recipe import parse
+from neuclip_ds.section import merge
 
 pytestmark = pytest.mark.gpu
 FILES = sorted(path.stem for path in FOLDER.glob("*.json"))
@@ -29,10 +38,23 @@ TOLERANCE = {
 
 
 @pytest.fixture(params=[1, 2])
-def ranks(request: pytest.FixtureRequest, device: str) -> int:
-    if device == "cuda" and torch.cuda.device_count() < request.param:
-        pytest.skip(f"needs {request.param} GPUs")
+def ranks(request: pytest.FixtureRequest) -> int:
     return int(request.param)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_float32_on_the_device_is_float64_on_the_cpu(name: str, device: str) -> None:
+    """Loss and gradients of two steps; inner optimizers stand still."""
+    method, options = VARIANTS[name]
+    found = []
+    for place, dtype in ((device, torch.float32), ("cpu", torch.float64)):
+        built = objective(method, Communicator(place), 6, dtype, **merge(options, STILL.get(method, {})))
+        for number in range(2):
+            image, text = (x.to(place, dtype) for x in pairs(48, 6, seed=number))
+            outcome = built(batch(image, text), step(number, lr=0.0))
+            found.append([x.cpu().double() for x in (outcome.loss, outcome.image, outcome.text)])
+    for single, double in zip(found[:2], found[2:], strict=True):
+        assert max(map(relative_error, single, double)) < 1e-4
 
 
 def test_every_method(ranks: int, device: str) -> None:
@@ -78,3 +100,48 @@ def test_every_optimizer(precision: str, atol: float, ranks: int, device: str) -
 def test_a_gradient_that_overflows_is_skipped(device: str) -> None:
     files = [f"zero{stage}_{precision}" for stage in range(3) for precision in ("bf16", "fp32")]
     check([("openclip", name, ROWS, gradient) for name in files], ranks=1, device=device)
+
+
+def needs_gpu(device: str) -> None:
+    if device == "cpu":
+        pytest.skip("measured on a GPU alone; tests/gpu_ready has a simulated one")
+
+
+def waits(communicator: Communicator, options: list[str]) -> list[str]:
+    """Return the files that wait for the GPU in the fourth step, as often as they do."""
+    steps = SyntheticSteps(parse(options).config, communicator)
+    for number in range(3):
+        steps.run(number, steps.batch(number))
+    given = steps.batch(3)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        steps.run(3, given)
+        torch.cuda.set_sync_debug_mode("default")
+    return [warning.filename for warning in caught if "synchronizing" in str(warning.message)]
+
+
+@pytest.mark.parametrize("method", ["openclip", "isogclr", "neuclip"])
+def test_a_step_waits_once(method: str, device: str) -> None:
+    needs_gpu(device)
+    options = ["demo", f"--objective.method={method}", "--data.batch_size=256", "--data.micro_batch=128"]
+    (found,) = run_ranks(1, waits, [*options, "--deepspeed=zero1_bf16"], device=device)
+    assert [Path(name).name for name in found if "neuclip_ds" in name] == ["update.py"], found
+
+
+def peak(communicator: Communicator, options: list[str]) -> tuple[int, int]:
+    """Return the bytes of two steps at their peak, and those of the account."""
+    query = MemoryQuery(parse(options).config, communicator.world_size, samples=10**6)
+    steps = SyntheticSteps(query.config, communicator)
+    torch.cuda.reset_peak_memory_stats()
+    for number in range(2):
+        steps.run(number, steps.batch(number))
+    return torch.cuda.max_memory_allocated(), account(query, count_towers(query)).peak
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_the_peak_of_memory_is_that_of_the_account(passes: int, device: str) -> None:
+    needs_gpu(device)
+    options = ["models/vitb32", "--objective.method=openclip", "--data.batch_size=512", "--deepspeed=zero1_bf16"]
+    ((found, planned),) = run_ranks(1, peak, [*options, f"--data.micro_batch={512 // passes}"], device=device)
+    assert found == pytest.approx(planned, rel=0.1)

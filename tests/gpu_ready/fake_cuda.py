@@ -296,13 +296,20 @@ def asking_file() -> str:
 
 
 def _flash_attention(
-    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    **options: Any,
 ) -> Tensor:
     """Return the result of the kernel that a GPU takes in 16 bits where there is no mask."""
     if not _is_cuda(query) or query.element_size() != 2 or attn_mask is not None:
-        return _ATTENTION(query, key, value, attn_mask, dropout_p, **options)
-    causal, scale = options.get("is_causal", False), options.get("scale")
-    return _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, causal, scale=scale)[0]  # type: ignore[no-any-return]
+        return _ATTENTION(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, **options)
+    found: Tensor = _ATEN._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    return found
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import pytest
 import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from replay import PlainEngine
+from torch._dynamo.utils import counters
 
 from neuclip_ds.config import Config, VisionConfig
 from neuclip_ds.data.dataset import Batch
@@ -48,6 +49,23 @@ def batch() -> Batch:
     image = torch.zeros(ROWS, 3, SIDE, SIDE, dtype=torch.uint8)
     tokens = torch.ones(ROWS, LENGTH, dtype=torch.int64)
     return Batch(image, tokens, torch.arange(ROWS), torch.ones(ROWS, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"vision": {"patch_drop": 0.5}}, {"activation_checkpointing": True}, {"lora": {"rank": 2}}], ids=str
+)
+def test_compiled_towers_are_one_graph_each(options: dict[str, Any]) -> None:
+    """A break would return to Python within a pass; a second batch of the same shape compiles nothing."""
+    towers = build_dual_encoder(Config.model_validate(merge(TREE, {"model": options})).model, TOKENIZER).train()
+    torch.compiler.reset()
+    counters.clear()
+    for tower in (towers.vision, towers.text):
+        tower.compile(backend="eager")
+    for _ in range(2):
+        features = towers(*batch()[:2])
+        torch.autograd.backward(features, [torch.ones_like(x) for x in features])
+    assert not counters["graph_break"], counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -11,6 +11,7 @@ from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.planning import memory
+from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import parse, recipe_names
 
@@ -19,9 +20,9 @@ ONE = RankEnvironment(0, 0, 1)
 ROOT = Path(__file__).parents[2]
 
 
-def no_activations(model: DualEncoder, *_: object) -> int:
+def no_activations(model: DualEncoder, *_: object) -> Activations:
     """Counting them takes seconds a model; tests/planning/test_memory.py has it."""
-    return 10**9
+    return Activations(10**9, 10**9)
 
 
 def test_a_recipe_of_every_model_on_eight_nodes(

@@ -24,30 +24,33 @@ def command(shards: Path, runs: Path, name: str, *options: str) -> list[str]:
     return [TRAIN, "demo", *where, *read_options([*TINY, *options])]
 
 
-def complete(command: list[str]) -> None:
-    done = call(*command)
+def complete(command: list[str], ranks: int = 1) -> None:
+    done = call(*command, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-def kill_after(command: list[str], metrics: Path, steps: int) -> None:
+def kill_after(command: list[str], metrics: Path, steps: int, ranks: int = 1) -> None:
     """Starts the command and kills it with its workers once `steps` steps have been logged."""
-    (program,) = start(*command)
-    wait_for(lambda: lines_in(metrics) >= steps, [program])
-    program.kill()
+    programs = start(*command, ranks=ranks)
+    wait_for(lambda: lines_in(metrics) >= steps, programs)
+    for program in programs:
+        program.kill()
 
 
-def whole_and_broken(shards: Path, runs: Path, *options: str) -> tuple[dict[str, object], dict[str, object]]:
+def whole_and_broken(
+    shards: Path, runs: Path, *options: str, ranks: int = 1
+) -> tuple[dict[str, object], dict[str, object]]:
     """Return what a run leaves that is never interrupted, and one that is killed twice."""
-    complete(command(shards, runs, "whole", *options))
+    complete(command(shards, runs, "whole", *options), ranks)
     broken_off = command(shards, runs, "broken", *options)
     for steps in (4, 7):
-        kill_after(broken_off, runs / "broken" / "metrics.jsonl", steps)
-    complete(broken_off)
+        kill_after(broken_off, runs / "broken" / "metrics.jsonl", steps, ranks)
+    complete(broken_off, ranks)
     return outcome(runs, "whole"), outcome(runs, "broken")
 
 
-def compare(shards: Path, runs: Path, *options: str, tensors: int = 3 * 30) -> None:
-    whole, broken = whole_and_broken(shards, runs, *options)
+def compare(shards: Path, runs: Path, *options: str, tensors: int = 3 * 30, ranks: int = 1) -> None:
+    whole, broken = whole_and_broken(shards, runs, *options, ranks=ranks)
     assert len(whole["metrics"]) == 13  # type: ignore[arg-type]
     assert whole.keys() == broken.keys()
     assert sum(isinstance(value, bytes) for value in whole.values()) > tensors, "weights and both moments"

@@ -1,0 +1,12 @@
+"""Says at the end of `make test-gpu` without GPUs what it has and has not tested."""
+
+import pytest
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.option.markexpr != "gpu" or config.getoption("--device") == "cuda":
+        return
+    for kind, said in (("passed", "No GPU here. Ran on the CPU"), ("skipped", "Skipped, as they need a GPU")):
+        nodes = [report.nodeid for report in terminalreporter.stats.get(kind, [])]
+        names = sorted({node.partition("[")[0].rpartition("::")[2] for node in nodes})
+        terminalreporter.write_line(f"{said}: {', '.join(names) or 'none'}.")
