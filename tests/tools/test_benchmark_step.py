@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from benchmarking.step_speed import samples_per_second
-from small_runs import ROOT, SMALL, call, demo_shards
+from small_runs import ROOT, SMALL, demo_shards, ends, start
 from torch.utils.tensorboard import SummaryWriter
 
 from neuclip_ds.errors import UserError
@@ -58,7 +58,7 @@ def test_every_program_runs_on_two_ranks(tmp_path: Path) -> None:
     options = [*SMALL[1:], "--rows=8", "--steps=4", "--warmup=2", "--log-every=2", "--repeats=1", "--ranks=2"]
     options += ["--objective.npn.prototypes=32", "--share-model=demo", "--share-rows=8", "--paper-batch=32"]
     options += ["--paper-ranks=2", "--data", str(shards), "random", "--parts", "speed", "shares"]
-    done = call("tools/benchmark_step.py", *options, folder=tmp_path)
+    (done,) = ends(start("tools/benchmark_step.py", *options, folder=tmp_path), timeout=900)  # twelve programs
     assert done.returncode == 0, done.stdout + done.stderr
     for name in ("here: openclip", "here: neuclip", "plain DDP"):
         assert len(re.findall(rf"\| {name} \| 2 \| [\d.,]+ \|", done.stdout)) == 2, done.stdout
