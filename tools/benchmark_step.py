@@ -96,11 +96,11 @@ class Setting(NamedTuple):
         return config_for(method, [self.recipe, *own, *asked.overrides, *more])
 
     def start(self, script: Path, folder: Path, config: str, *options: str) -> None:
-        """Run a program to its end in a new folder."""
+        """Run a program to its end in a new folder, which it finds empty: its output goes to another one."""
         shutil.rmtree(folder, ignore_errors=True)
-        profile_communication.run_on_ranks(
-            script.name, [str(script), config, str(folder), *options], self.ranks, folder, self.threads
-        )
+        folder.mkdir(parents=True)
+        call, output = [str(script), config, str(folder), *options], folder.with_name(f"{folder.name}_output")
+        profile_communication.run_on_ranks(script.name, call, self.ranks, output, self.threads)
 
     def write(self, name: str, steps: int, method: str | None = None, *more: str) -> str:
         """Write the config of a run of so many steps to a file and return its path."""
@@ -264,7 +264,7 @@ def programs(setting: Setting) -> list[Program]:
 
 
 def run(program: Program, setting: Setting, turn: int) -> float:
-    """Return samples a second of one turn; of the folder that it leaves only output and points are kept."""
+    """Return samples a second of one turn; of the folder that it leaves only points are kept."""
     folder = setting.arguments.out / f"{as_name(program.name)}_{setting.ranks}ranks_turn{turn}"
     config, *options = program.options
     setting.start(program.script, folder, config, *options)
