@@ -20,6 +20,7 @@ from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.methods import find_method, method_of
 from neuclip_ds.planning import memory
+from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile
 from neuclip_ds.recipe import RECIPES, load_recipe, override, parse, recipe_names
 from neuclip_ds.section import merge
@@ -212,7 +213,7 @@ def test_models_are_the_published_ones(
     parameters: int, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan builds them on the meta device, then misses the data."""
-    monkeypatch.setattr(memory, "count_activations", lambda *_: 0)  # which takes seconds
+    monkeypatch.setattr(memory, "count_activations", lambda *_: Activations(0, 0))  # which takes seconds
     config, *others = (config_of(f"{data}_openclip") for data in MODELS[parameters])
     assert all(other.model == config.model for other in others)
     with pytest.raises(UserError, match="training data"):
@@ -308,7 +309,7 @@ def test_the_supervised_form_differs_in_loss_and_captions(name: str) -> None:
 def test_the_plan_of_vit_h_needs_no_network(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(memory, "count_activations", lambda *_: 0)
+    monkeypatch.setattr(memory, "count_activations", lambda *_: Activations(0, 0))
     config = parse(["vith14_tuneclip", f"--data.train={tmp_path}"]).config
     with pytest.raises(UserError, match=str(tmp_path)):  # no data there; the model is known by its name
         print_dry_run(config, RankEnvironment(0, 0, 8), None)
