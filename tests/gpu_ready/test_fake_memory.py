@@ -52,7 +52,7 @@ B32 = ["models/vitb32", "--objective.method=openclip", "--deepspeed=zero1_bf16"]
 @pytest.mark.parametrize(
     "options",
     [
-        [*B32, "--data.batch_size=1024"],
+        pytest.param([*B32, "--data.batch_size=1024"], marks=pytest.mark.slow),
         [*B32, "--data.batch_size=128"],  # gradients take more than activations
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
         pytest.param(["vith14_tuneclip"], marks=pytest.mark.slow),
@@ -72,7 +72,7 @@ OBJECTIVES = {"openclip": 0.05, "fastclip_v3": 0.05, "isogclr": 0.05, "neuclip":
 OBJECTIVES |= {"siglip": 0.1, "amorlip": 0.1, "neuclip_queue": 0.1}
 
 
-@pytest.mark.parametrize("ranks", [8, 64])
+@pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("method", OBJECTIVES)
 def test_the_objective_of_a_large_batch(method: str, ranks: int) -> None:
     options = [f"--objective.method={method}", f"--data.batch_size={BATCH}", f"--model.embed_dim={DIM}"]
