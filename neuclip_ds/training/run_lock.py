@@ -12,9 +12,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from neuclip_ds.checkpoint.checkpoints import complete_checkpoints
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import explain_disk
+from neuclip_ds.training.recovery import RECOVERY
 
 LOCK = "lock.json"
 _HELD = (errno.EACCES, errno.EAGAIN)
@@ -75,7 +77,7 @@ def _check_is_run(folder: Path) -> None:
     """Raise `UserError` where a folder has files but neither a lock nor a checkpoint."""
     with explain_disk(folder):
         foreign = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
-    if foreign and not any(folder.glob("**/step_*/meta.json")):
+    if foreign and not any(complete_checkpoints(at / "checkpoints") for at in (folder, folder / RECOVERY)):
         raise UserError(
             f"{folder} has files but is not the folder of a run, and training could overwrite them. Choose another "
             "--run.name or --run.output-dir."

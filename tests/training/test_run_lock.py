@@ -94,6 +94,19 @@ def test_a_folder_with_other_files_is_refused(tmp_path: Path) -> None:
     assert len(files) == 4 and all(path.read_text() == "mine" for path in files)
 
 
+@pytest.mark.parametrize("place", ["checkpoints", "recovery/checkpoints"])
+def test_a_run_without_its_lock_is_known_by_its_checkpoints_and_not_by_those_of_other_runs(
+    place: str, tmp_path: Path
+) -> None:
+    checkpoint = tmp_path / "run" / place / "step_000000001"
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "meta.json").write_text("{}")
+    with locked(tmp_path / "run", Communicator()):
+        pass
+    with pytest.raises(UserError, match="is not the folder of a run"):
+        locked(tmp_path, Communicator()).__enter__()
+
+
 def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
     def refuse() -> None:
         with locked(tmp_path / "runs" / "new", Communicator()):
