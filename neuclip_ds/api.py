@@ -66,7 +66,7 @@ def load(model: str | PathLike[str], device: torch.device | str | None = None, *
         ema: load the moving average of a run's weights (`ema.decay`).
 
     Raises:
-        UserError: there is no such model, or its files do not match.
+        UserError: the model does not exist, or its files do not match.
     """
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     return Model(open_model(str(model), Communicator(device), ema), device)

@@ -347,7 +347,7 @@ class ModelConfig(Section):
         return self
 
     def trained(self, tower: Literal["vision", "text"]) -> Trained:
-        """Return what trains of a tower's own weights, whether it is set or not."""
+        """Return which of a tower's own weights train; with LoRA the default is none."""
         chosen: Trained | None = getattr(self, tower).trainable
         return chosen if chosen is not None else "frozen" if self.lora.rank else "all"
 

@@ -110,7 +110,7 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
 
 
 def _state_shards(engine: Any, communicator: Communicator) -> Iterator[tuple[str, Tensor]]:
-    """Yield what this rank writes, as keys and views."""
+    """Yield the tensors that this rank writes, as views, with their keys."""
     for place in placements(engine, communicator.rank):
         part = _share(place, communicator)
         state = engine.basic_optimizer.state.get(place.master, {})

@@ -55,7 +55,7 @@ class RemoteRun:
             source, target = run / "checkpoints" / name, f"{self._checkpoints}/{name}"
             meta, there = (source / _META).read_bytes(), self._read(f"{target}/{_META}")
             if meta != there:
-                if there is not None:  # of an earlier start
+                if there is not None:  # a checkpoint of an earlier launch
                     self._fs.rm_file(f"{target}/{_META}")
                 self._put({source / file: f"{target}/{file}" for file in json.loads(meta)["files"]})
                 self._put_at_once(source / _META, f"{target}/{_META}")

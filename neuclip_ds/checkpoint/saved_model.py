@@ -34,7 +34,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
         average: take the moving average of the weights (`ema.decay`) of a run.
 
-    Raises `UserError` where there is no such model, or its files do not match.
+    Raises `UserError` where the model does not exist, or its files do not match.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):

@@ -79,7 +79,7 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     identity = {"model": saved.name, "precision": options.precision}
 
     def contents(task: Task, place: Path) -> str | None:
-        """Return what identifies a set of your own."""
+        """Return the identity of one of the user's own sets; None for a task of DataComp."""
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
 
     def unscored() -> list[str]:

@@ -40,7 +40,7 @@ class BadSampleLog:
         self.causes: Counter[str] = Counter()
         self._max_fraction, self._writes = max_fraction, writes
         self._recent = deque[tuple[int, int]](maxlen=_RECENT_STEPS)  # samples and bad samples of this rank's steps
-        self._new_seen, self._new_bad = 0, list[BadSample]()  # of this rank, since the last merge
+        self._new_seen, self._new_bad = 0, list[BadSample]()  # counted on this rank since the last merge
         self._recorded = 0
         self._listed = {line["index"] for line in json_lines(self.path)} if writes and self.path.is_file() else set()
 

@@ -56,7 +56,7 @@ class _Source(NamedTuple):
 class Captions:
     """Caption sources as `data.captions` names them, with or without weights; `extensions` are the members they read.
 
-    Raises UserError if there is no source, or one has an unknown form.
+    Raises UserError if no source is named or one has an unknown form.
     """
 
     def __init__(self, names: CaptionSources = (TEXT,)) -> None:

@@ -42,7 +42,7 @@ class Group(NamedTuple):
     size: str
     number: int
     place: str
-    offset: float  # of the group's center across the row of groups, in image sides; not in captions
+    offset: float  # shift of the group's center perpendicular to the row of groups, in image sides; not in captions
 
 
 class Scene(NamedTuple):

@@ -168,7 +168,7 @@ def _run(command: str, part: Path, alive: int) -> None:
 
 
 def explain(failure: BaseException | str) -> AttemptFailed:
-    """Return what a backend's error, or what a command has printed, means."""
+    """Classify an error of a backend, or the output of a failed command."""
     if isinstance(failure, AttemptFailed):
         return failure
     text = failure if isinstance(failure, str) else f"{type(failure).__name__}: {' '.join(str(failure).split())[:300]}"

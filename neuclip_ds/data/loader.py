@@ -23,7 +23,7 @@ from neuclip_ds.data.mixture import BatchOrder
 from neuclip_ds.data.worker_pool import LoaderOptions, WorkerPool
 from neuclip_ds.errors import UserError
 
-PART_BYTES = 1 << 27  # of pixels; torch rounds a block of pinned memory up to a power of two
+PART_BYTES = 1 << 27  # bytes of pixels; a power of two, to which torch rounds pinned blocks up
 
 Items = list[tuple[int, int]]  # (visit, index) of each row of a rank's batch; the visit is nearly always the epoch
 T = TypeVar("T")
