@@ -3,8 +3,8 @@
 Collectives of an objective are not formulas of methods: the objective itself runs on a few rows of a `SimulatedRank`,
 at several sizes, and what it sends and computes is carried over. The size of a collective is linear in rows and
 prototypes and quadratic in width, as a network's weights are; operations are a polynomial of low degree in rows, width
-and prototypes. So a new method needs no line here. DeepSpeed's collectives follow the rules of `engine/zero.py`. Tests
-hold all of them to profiled steps, each collective exactly (tests/tools/test_profiled_collectives.py).
+and prototypes. So a new method needs no line here. DeepSpeed's collectives follow the rules of zero_rules.py. Tests
+hold all of them to profiled steps, each collective exactly (tests/profiling/test_profile_ranks.py).
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
-and the optimizer's step. Gradients count as a whole in all three, but for those that a backward pass makes one by one
-and that the next step starts without. What
-lies outside torch's allocator (CUDA's context, NCCL, libraries) is not in it; loaders have a separate account, of the
-host's memory (host_memory.py).
+and the optimizer's step. Gradients count as a whole in all three, except those that a backward pass makes one by one
+and that do not outlast the step. The account leaves out what torch's allocator does not give out (CUDA's context, NCCL,
+libraries); loaders have a separate account of the host's memory (host_memory.py).
 """
 
 from collections.abc import Mapping
