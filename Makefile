@@ -2,13 +2,12 @@
 # make test   ruff, mypy and the tests; make test-all adds the slow ones
 # make test-gpu  the tests marked gpu, on this machine's GPUs; where there are none, on its CPU as far as that tells something
 # make docs   docs/ as pages in build/site
-# make scaling  the estimates in docs/explanation/scaling.md, by the cost model
 # make peers  what tools/benchmark_data.py and _streaming.py compare with
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-gpu check docs scaling peers clean
+.PHONY: demo test test-all test-gpu check docs peers clean
 
 demo: $(VENV)/.installed
 	$(BIN)/python train.py demo
@@ -40,12 +39,6 @@ $(VENV)/.installed: requirements.txt pyproject.toml
 $(VENV)/.installed-dev: $(VENV)/.installed
 	$(BIN)/python -m pip install -q -e ".[dev]"
 	touch $@
-
-SCALING := docs/explanation/scaling.md
-scaling: $(VENV)/.installed
-	$(BIN)/python tools/cost_model.py published --page $(SCALING)
-	$(BIN)/python tools/cost_model.py scale dfn192m_neuclip --methods openclip_reference openclip fastclip_v3 amorlip neuclip \
-		--nodes 1 8 64 --gpus 8 --rows 640 --page $(SCALING)
 
 # MosaicML streaming's pins (numpy, transformers) contradict this project's, so it comes without its dependencies
 peers: $(VENV)/.installed-dev

@@ -1,13 +1,13 @@
 """For developers of neuclip_ds: measure what each saving of communication saves, in bytes and time, on real ranks.
 
-    comm_dtype          features in float32, and in bf16
+    comm_dtype    features in float32, and in bf16
     gradients     OpenCLIP's scheme (gather, and a reduce-scatter of B x d for each tower back), and the closed form
     scalars       images' and texts' statistics, sums one by one, and each kind in one collective
     overlap       texts gathered after the image tower, and while it runs (a product of --tower-ms stands for the tower)
     npn           gradients of replicated prototypes (2 m d, T_u times), and sums over split ones (2B, T_u + 1 times)
 
-Only what travels is timed, not what is computed with it. Bytes are those of the ring algorithms. That results are the
-same is held by tests (docs/reference/communication.md names them); for bf16 the difference is printed.
+Times cover the collectives alone. Bytes are those of the ring algorithms. Tests check that the results are the same
+(tests/distributed/test_objective_ranks.py); for bf16 this prints the difference.
 
 Example: python tools/benchmark_communication.py --ranks 2 --rows 640 --dim 512
 """

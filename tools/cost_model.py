@@ -13,8 +13,7 @@
 Kinds of work are those of `step_costs.Work`. Slowdown counts ranks that share a core, sharing is what a rank loses to
 its neighbor's use of memory, skew what it waits for the slowest. Of a collective that may travel while the rank
 computes, what exceeds that computation is exposed. A machine is a name in tools/machines.yaml, whose rates are ranges
-(so predictions are, too: low - high), or a fitted machine.json. --page replaces the tables of a Markdown page, each
-below the line `<!-- TITLE -->`.
+(so predictions are, too: low - high), or a fitted machine.json.
 
 Examples:
   python tools/cost_model.py fit runs/cost --cores 2 --out machine.json
@@ -31,7 +30,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
-from itertools import dropwhile, groupby, product
+from itertools import groupby, product
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -277,22 +276,6 @@ class Table(NamedTuple):
         return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def replace_tables(page: Path, tables: Sequence[Table]) -> None:
-    """Put tables into a Markdown page, each in place of the one that follows the line `<!-- TITLE -->`.
-
-    Raises:
-        UserError: the page lacks such a line.
-    """
-    text = page.read_text(encoding="utf-8")
-    for table in tables:
-        before, mark, after = text.partition(f"<!-- {table.title} -->\n\n")
-        if not mark:
-            raise UserError(f"{page} has no line `<!-- {table.title} -->` above a table that could be replaced.")
-        rest = dropwhile(lambda line: line.startswith("|"), after.splitlines(keepends=True))
-        text = f"{before}{mark}{table}\n{''.join(rest)}"
-    page.write_text(text, encoding="utf-8")
-
-
 def fit_profiles(folders: Sequence[Path], cores: int, out: Path) -> list[Table]:
     """Fit compute and network to the profiles below some folders; return measured against predicted times.
 
@@ -441,9 +424,7 @@ def main() -> None:
     scaling.add_argument("--networks", nargs="+", help="between nodes (default: all in machines.yaml)")
     scaling.add_argument("--samples", type=float, default=1e9, help="size n of the data set")
     scaling.add_argument("--seen", type=float, default=1.28e10, help="samples seen in the whole run")
-    comparing = commands.add_parser("published", help="hold the cost model against published times")
-    for command in (fitting, scaling, comparing):
-        command.add_argument("--page", type=Path, help="Markdown page whose tables to replace")
+    commands.add_parser("published", help="hold the cost model against published times")
     with exit_on_mistake():
         asked, overrides = parser.parse_with_overrides(sys.argv[1:])
         if asked.command != "scale" and overrides:
@@ -456,8 +437,6 @@ def main() -> None:
             case _:
                 tables = published_tables(list(compare_published()))
         print("\n\n".join(f"## {table.title}\n\n{table}" for table in tables))
-        if asked.page is not None:
-            replace_tables(asked.page, tables)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ _CPU_BLOCK = 1 << 20  # for each thread: what follows the product finds it in th
 # 4096 x 4096 float32 keep a GPU busy for longer than the host takes to launch what is fused into a few kernels
 _FUSED_BLOCK = 1 << 26
 _LEAST_GPU_BLOCK = 1 << 24  # likewise, for one kernel
-# B^2/K from which compiling saves more than 1 ms a step, as estimated for an H100 (docs/reference/benchmarks.md)
+# B^2/K from which compiling saves more than 1 ms a step, as estimated for an H100 (docs/reference/performance.md)
 _FUSED_PAIRS = 1 << 25
 KEPT_BYTES = 1_024_000_000
 """Memory per rank for keeping similarities between the two visits to the pairs; larger ones are computed again."""

@@ -13,16 +13,13 @@ from cost_model import (
     fit,
     from_json,
     published_tables,
-    replace_tables,
     to_json,
 )
-from small_runs import ROOT, SMALL, call
+from small_runs import SMALL, call
 from step_costs import Cluster, collective_seconds, step_time
 from test_step_costs import COMPUTE, NETWORK, work
 
 from neuclip_ds.errors import UserError
-
-PAGE = ROOT / "docs" / "explanation" / "scaling.md"
 
 
 def observed(rows: int, ranks: int, stage_3: int = 0) -> Observation:
@@ -57,17 +54,15 @@ def test_machines_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_published_times_are_in_the_range_as_the_page_has_it(tmp_path: Path) -> None:
+def test_published_times_are_in_the_range_except_one() -> None:
     found = list(compare_published())
     assert len(found) == 4 + 8 * 2 * 4
     (one,) = (one for one in found if (one.source, one.method) == ("AmorLIP, Table 2", "openclip_reference"))
     assert one.published == {"total": pytest.approx(0.84448)} and one.model["exposed"] == Range(0, 0)
     outside = [one for one in found if not one.model["total"][0] <= one.published["total"] <= one.model["total"][1]]
-    assert [round(1e3 * one.published["total"]) for one in outside] == [529], "NeuCLIP's with RN50, as the page has it"
-    page = tmp_path / "scaling.md"
-    page.write_text(PAGE.read_text(encoding="utf-8"), encoding="utf-8")
-    replace_tables(page, published_tables(found))
-    assert page.read_text(encoding="utf-8") == PAGE.read_text(encoding="utf-8")
+    assert [round(1e3 * one.published["total"]) for one in outside] == [529], "NeuCLIP's with RN50"
+    totals, exposed = published_tables(found)
+    assert len(totals.rows) == 4 + 8 * 2 and len(exposed.rows) == 8 * 2
 
 
 @pytest.mark.slow
