@@ -23,7 +23,6 @@ from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
 from neuclip_ds.state.partition import load_rows, save_rows
 
-_PER_SAMPLE = {"samples", "temperatures"}  # tables by sample index
 _META, _REPLICATED = "loss.json", "loss.safetensors"
 
 
@@ -144,8 +143,8 @@ class ContrastiveLoss(nn.Module):
             rows = len(image_features)
             if self._validate:
                 problem = problem_with(image_features, text_features, index, valid, self._dim, self._samples)
-                if index is None and learns and self._needs_index:
-                    problem = problem or f"index is missing: {self._config.method} keeps statistics of each sample."
+                if index is None and learns and self._objective.needs_index:
+                    problem = problem or f"index is missing: {self._config.method} keeps state of each sample."
                 rows = agree_on_rows(rows, problem, self._communicator)
             features = self._padded(image_features, text_features, index, valid, rows)
             with self._handed_out() as computed:
@@ -238,7 +237,6 @@ class ContrastiveLoss(nn.Module):
         context = Context(self._dim, self._samples, communicator, dtype, adam=adam, own_optimizers=own)
         context = context._replace(spare_rows=1)  # it stands for samples that are not in the training set
         self._objective: Objective = compose_objective(self._config, context)
-        self._needs_index = bool(_PER_SAMPLE & self._objective.row_tables().keys())
         if not self._own_optimizer:
             for name, parameter in self._objective.parameters().items():
                 self.register_parameter(name, parameter)

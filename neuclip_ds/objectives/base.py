@@ -58,6 +58,7 @@ class Stateful:
     """Base of everything that keeps state, none by default: equal on all ranks, partitioned by rows, or trained."""
 
     _stores: Sequence[SampleStore] = ()  # of the state by sample
+    needs_index = False  # whether training must know which sample each row is
 
     def prefetch(self, padded_index: Tensor) -> None:
         """Start to read the state by sample that the next call needs, while the encoders still run.
@@ -163,6 +164,7 @@ class Objective(Stateful):
             parts: what keeps the objective's state, by the prefix of its names.
         """
         self._communicator, self._parts = context.communicator, parts
+        self.needs_index = any(part.needs_index for part in parts.values())
         self.comm_dtype = context.comm_dtype
 
     def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:

@@ -27,6 +27,7 @@ _RELEASED_CLAMP = 5.0
 class IndividualTemperature(Temperature):
     """Temperatures by global sample index, within [minimum, maximum]."""
 
+    needs_index = True
     _rho_share = 1.0
 
     def __init__(self, config: ObjectiveConfig, context: Context) -> None:

@@ -147,7 +147,8 @@ def pooled(method: Any) -> Tensor:
     for batch in ORDER.split(BATCH):
         rows = batch[torch.isin(batch, VALID)]
         image, text = (x[rows] for x in FEATURES)
-        result[:, rows] = oracle.queue_estimates(image, text, temperatures(method)[0, 0], queues, 2.0, 1e-6)[2]
+        tau, others = temperatures(method)[0, 0], rows.unsqueeze(1) != state["normalizer.queue_index"]
+        result[:, rows] = oracle.queue_estimates(image, text, tau, queues, others, 2.0, 1e-6)[2]
     return result
 
 

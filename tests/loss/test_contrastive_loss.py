@@ -160,7 +160,7 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
     ({"index": torch.arange(3)}, r"index is torch.int64 \(3,\), but must be one integer per row"),
     ({"index": torch.arange(4.0)}, "index is torch.float32"),
-    ({"index": None}, "index is missing: fastclip_v3 keeps statistics"),
+    ({"index": None}, "index is missing: fastclip_v3 keeps state of each sample"),
     ({"valid": torch.ones(4)}, "must be one bool per row"),
 ]
 

@@ -48,6 +48,8 @@ def moving_average(log_u: Tensor, log_g: Tensor, gamma: float) -> Tensor:
 class MovingAverageNormalizer(Normalizer):
     """w_i = 1 / (eps + u_i), with u by global sample index in a store partitioned over ranks."""
 
+    needs_index = True
+
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._config, self._communicator = config.moving_average, context.communicator
         self._log_eps = math.log(eps)

@@ -1,15 +1,23 @@
 """NeuCLIP's normalizer without an inner optimizer: weighted recent features, pooled with the batch.
 
 docs/reference/methods.md derives it. For an image anchor the prototypes W_k are the last m text features, for a text
-anchor the last m image features; a batch enters the queue after use. Weights c_k are this batch's and not kept.
+anchor the last m image features; a batch enters the queue after use. An anchor is not compared with entries of its own
+sample, which would count its positive as a negative; m_i is the number of the others. Weights c_k are this batch's and
+not kept.
 
-    z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m sum_k c_k exp(z_ik)
-    r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m (eps + ghat_i)),   both at c = 1
+    z_ik = (e_i . W_k - s_ii)/tau,   ghat_i = 1/m_i sum_k c_k exp(z_ik)            (k over other samples' entries)
+    r_i = (eps + g_i)/(eps + ghat_i),   p_ik = exp(z_ik)/(m_i (eps + ghat_i)),   both at c = 1
     c_k = (sum_i p_ik r_i + delta)/(sum_i p_ik + delta),   delta = 1e-3 B/m                     `_log_weights`
     alpha_i = log(((eps + g_i) + kappa (eps + ghat_i))/(1 + kappa)),   R_i = (eps + g_i) exp(-alpha_i) in (0, 1 + kappa)
 
-The gradient for encoders and temperature is R_i grad log(eps + g_i) + (1 - R_i) grad log(eps + ghat_i), with c and R
-held constant. Its first term is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with
+The gradient for encoders and temperature is that of a surrogate, not of the reported loss R_i + alpha_i - 1:
+
+    1/B sum_i [ R_i log(eps + g_i) + (1 - R_i) log(eps + ghat_i) ]   over both directions, c and R held constant
+
+An anchor's negatives in the batch then weigh R_i and those in the queue 1 - R_i (at eps = 0). Where R_i > 1 the queue's
+weight is negative: the anchor is drawn to them, by less than kappa, so that the pull of its positive stays 1/tau.
+
+The first term's gradient is exp(-alpha_i) grad g_i, which all methods share (pair_gradient.py). In the second, with
 q_ik the softmax of z_ik + log c_k over k, t_i the anchor's partner and M_i = ghat_i/(eps + ghat_i),
 
     tau grad_{e_i} = M_i (sum_k q_ik W_k - t_i),   tau grad_{t_i} = -M_i e_i,   tau d/dtau = -M_i sum_k q_ik z_ik
@@ -26,6 +34,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from neuclip_ds.distributed.host_copies import to_device
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step
 from neuclip_ds.objectives.gather import GatheredFeatures
@@ -50,15 +59,18 @@ class _Estimate(NamedTuple):
 class PooledQueueNormalizer(Normalizer):
     """w_i = exp(-alpha_i), with alpha from a queue of features and the batch.
 
-    Until m samples have been seen, the queue holds fewer, and that number takes the place of m. In the first step there
-    is none; alpha_i is then log(eps + g_i).
+    Until m samples have been seen, the queue holds fewer, and that number takes the place of m. An anchor without
+    entries of other samples, as all are in the first step, has alpha_i = log(eps + g_i).
     """
+
+    needs_index = True
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         self._size, self._kappa = config.queue.size, config.queue.kappa
         self._eps, self._communicator = eps, context.communicator
         empty = torch.zeros((self._size, context.dim), dtype=context.dtype, device=context.communicator.device)
         self._images, self._texts = empty, empty.clone()
+        self._index = torch.full((self._size,), -1)  # the entries' samples, in host memory as the batch's
         self._seen = 0  # samples that have gone into the queue
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
@@ -97,10 +109,15 @@ class PooledQueueNormalizer(Normalizer):
             pair_products(x[batch.local], w, batch.comm_dtype)
             for x, w in zip((batch.image, batch.text), prototypes, strict=True)
         ]
-        offset = batch.positive[batch.local] / tau + math.log(count)
-        for logit in logits:  # to z_ik - log m
+        anchors, copies = self._copies(batch, count)
+        log_others = (1 - torch.bincount(anchors, minlength=len(logits[0])).double() / count).log()  # m_i/m
+        others = to_device(log_others.to(log_target.dtype), log_target.device)
+        copies = to_device(anchors * count + copies, log_target.device)
+        offset = batch.positive[batch.local] / tau + math.log(count) + others
+        for logit in logits:  # to z_ik - log m_i
             for rows in _blocks(logit):
                 logit[rows].div_(tau).sub_(offset[rows].unsqueeze(1))
+            logit.view(-1).index_fill_(0, copies, -math.inf)
         log_weights = self._log_weights(logits, log_target, batch.size)
         log_ghat, drawn = [], []
         for logit, w, log_weight in zip(logits, prototypes, log_weights, strict=True):
@@ -109,11 +126,11 @@ class PooledQueueNormalizer(Normalizer):
                 drawn.append((logit @ w).div_(logit.sum(dim=1, keepdim=True)))
         estimate = torch.stack(log_ghat)
         pooled = torch.logaddexp(log_target, log_eps_plus(estimate, self._eps) + math.log(self._kappa))
-        alpha = pooled - math.log1p(self._kappa)
+        alpha = torch.where(others.isneginf(), log_target, pooled - math.log1p(self._kappa))
         return _Estimate(alpha, (log_target - alpha).exp(), estimate, torch.stack(drawn))
 
     def _log_weights(self, logits: list[Tensor], log_target: Tensor, size: int) -> Tensor:
-        """Return (2, prototypes) log c_k from (local, prototypes) z_ik - log m of both directions; B is `size`."""
+        """Return (2, prototypes) log c_k from (local, prototypes) z_ik - log m_i of both directions; B is `size`."""
         sums = torch.stack([self._sums(*side) for side in zip(logits, log_target, strict=True)])
         moved, mass = self._communicator.all_reduce(sums, "normalizer").unbind(dim=1)
         delta = _DELTA * size / logits[0].shape[1]
@@ -132,19 +149,34 @@ class PooledQueueNormalizer(Normalizer):
             mass += bounded_exp_(torch.sub(block, log_prediction.unsqueeze(1), out=spare)).sum(dim=0)
         return torch.stack([log_moved.double().exp(), mass.double()])
 
+    def _copies(self, batch: GatheredFeatures, count: int) -> tuple[Tensor, Tensor]:
+        """Return places of this rank's anchors and of entries of the same sample, one of each for every such pair."""
+        index = batch.index[batch.local]
+        known = torch.isin(self._index[:count], index).nonzero().squeeze(1)
+        anchors, places = (index.unsqueeze(1) == self._index[known]).nonzero().unbind(dim=1)
+        return anchors, known[places]
+
     def _enqueue(self, batch: GatheredFeatures) -> None:
-        """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m."""
-        self._seen += batch.size
+        """Write the batch's last m samples over the oldest rows; sample number i of the run has place i mod m.
+
+        A batch of the same samples as the last one replaces it, as a second forward pass on one batch is.
+        """
         kept = min(batch.size, self._size)
-        places = torch.arange(self._seen - kept, self._seen, device=batch.image.device) % self._size
+        places, index = torch.arange(self._seen - kept, self._seen) % self._size, batch.index[-kept:]
+        if not torch.equal(self._index[places], index):
+            self._seen += batch.size
+            places = (places + batch.size) % self._size
+            self._index[places] = index
+        places = to_device(places, batch.image.device)
         for queue, features in ((self._images, batch.image), (self._texts, batch.text)):
             queue.index_copy_(0, places, features[-kept:])
 
     def replicated_state(self) -> dict[str, Tensor]:
-        return {"seen": torch.tensor(self._seen), "queue_image": self._images, "queue_text": self._texts}
+        queue = {"queue_image": self._images, "queue_text": self._texts, "queue_index": self._index}
+        return {"seen": torch.tensor(self._seen), **queue}
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
-        for name, queue in (("queue_image", self._images), ("queue_text", self._texts)):
+        for name, queue in self.replicated_state().items():
             if state[name].shape != queue.shape:
                 raise UserError(
                     f"The checkpoint's {name} has the shape {tuple(state[name].shape)}, but this run has "
