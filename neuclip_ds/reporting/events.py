@@ -1,8 +1,8 @@
 """Events of a run, such as loss spikes: a message in the log, and a line in events.jsonl for the report and programs.
 
-    {"step": 1234, "rank": 0, "kind": "loss_spike", "words": "...", "indices": [17, 4711, ...]}
+    {"step": 1234, "rank": 0, "kind": "loss_spike", "message": "...", "indices": [17, 4711, ...]}
 
-Steps count from 1, as in metrics.jsonl; `words` is the message, `indices` are the samples of the step.
+Steps count from 1, as in metrics.jsonl; `message` is the text of the log, `indices` are the samples of the step.
 """
 
 import json
@@ -25,7 +25,7 @@ class Event(NamedTuple):
     step: int
     rank: int
     kind: str
-    words: str
+    message: str
     indices: list[int]
 
 

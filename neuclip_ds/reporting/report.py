@@ -144,7 +144,7 @@ def _element(figure: Figure, meaning: str) -> str:
 def _events(run: Path) -> Iterator[str]:
     """Yield a table of the events, if there are any."""
     found = list(read_events(run))
-    rows = [[str(event.step), str(event.rank), event.kind, event.words] for event in found[:_EVENTS]]
+    rows = [[str(event.step), str(event.rank), event.kind, event.message] for event in found[:_EVENTS]]
     if rows:
         yield _table("Events", ["step", "rank", "kind", "message"], rows)
     if len(found) > _EVENTS:

@@ -73,7 +73,7 @@ def test_a_passing_fault_costs_the_steps_since_the_checkpoint_and_nothing_else(s
     (event,) = records(tmp_path / "broken" / "run" / "events.jsonl")
     assert (event["step"], event["kind"]) == (3, "rolled_back")
     assert len(event["indices"]) == 2 * 4  # rank 1's of both steps
-    assert event["words"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
+    assert event["message"].startswith("steps 5 to 6 were skipped: in the last, the features of samples [")
     broken, whole = (newest_checkpoint(tmp_path / name) for name in ("broken", "whole"))
     assert broken.name == "step_000000007"
     for path in (path for path in whole.rglob("*.safetensors") if "buffers" not in path.name):

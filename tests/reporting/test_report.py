@@ -22,8 +22,8 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     lines.append({"step": 20, "image_to_text_recall@1": 0.25, "chance/image_to_text_recall@1": 0.001})
     lines.append({"step": 20, "ema/image_to_text_recall@1": 0.5, **{f"task/set {number}": 0.1 for number in range(9)}})
     events = [
-        {"step": 30, "rank": 1, "kind": "data_stall", "words": "waited for <00001.tar>", "indices": [5]},
-        {"step": 20, "rank": 0, "kind": "loss_spike", "words": "far above", "indices": [1, 2]},
+        {"step": 30, "rank": 1, "kind": "data_stall", "message": "waited for <00001.tar>", "indices": [5]},
+        {"step": 20, "rank": 0, "kind": "loss_spike", "message": "far above", "indices": [1, 2]},
     ]
     for name, records in (("metrics", lines), ("events", events)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))

@@ -68,10 +68,10 @@ def test_a_run_that_diverges_has_failed_for_weights_and_biases_too(tmp_path: Pat
     assert ended.returncode == 1, ended.stderr
     *_, event = records(tmp_path / "run" / "events.jsonl")
     assert event["kind"] == "diverged"
-    assert f"to {event['step']} were skipped" in event["words"]
-    assert "and there is no checkpoint to return to: lower optimizer.lr" in event["words"]
+    assert f"to {event['step']} were skipped" in event["message"]
+    assert "and there is no checkpoint to return to: lower optimizer.lr" in event["message"]
     assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [f"error: {event['words']}"]
-    assert event["words"] in (tmp_path / "run" / "log.txt").read_text()
+    assert event["message"] in (tmp_path / "run" / "log.txt").read_text()
     seen = {line["step"]: line["indices"] for line in records(tmp_path / "run" / "samples" / "rank00000.jsonl")}
     assert event["indices"] == seen[event["step"]]
     init, finish = records(tmp_path / "calls")
