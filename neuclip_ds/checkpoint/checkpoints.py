@@ -24,8 +24,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from safetensors.torch import load_file
-
 from neuclip_ds.checkpoint.engine_state import engine_files, load_engine
 from neuclip_ds.checkpoint.integrity import (
     META,
@@ -44,7 +42,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.state.partition import load_rows, row_files
-from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile
+from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, read_tensors
 
 log = logging.getLogger(__name__)
 
@@ -249,7 +247,7 @@ class Checkpoints:
         load_engine(path / "engine", engine, self._communicator)
         for name, table in objective.row_tables().items():
             load_rows(path, name, table)
-        objective.load_replicated_state(load_file(path / "objective.safetensors"))
+        objective.load_replicated_state(read_tensors(path / "objective.safetensors"))
 
     def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
         """Return what this rank writes, with views of the state."""

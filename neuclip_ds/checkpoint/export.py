@@ -2,8 +2,6 @@
 
 from pathlib import Path
 
-from safetensors.torch import load_file
-
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
 from neuclip_ds.checkpoint.integrity import verify
 from neuclip_ds.checkpoint.model_card import model_card
@@ -16,6 +14,7 @@ from neuclip_ds.models.export import export, write_towers
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
+from neuclip_ds.state.tensor_file import read_tensors
 
 
 def export_run(
@@ -62,7 +61,7 @@ def _best(run: Path) -> Path:
 
 def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitParameters:
     """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
-    state = load_file(checkpoint / "objective.safetensors")
+    state = read_tensors(checkpoint / "objective.safetensors")
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

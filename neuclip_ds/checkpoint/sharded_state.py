@@ -28,14 +28,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
 from neuclip_ds.checkpoint.integrity import is_complete, verify
 from neuclip_ds.engine.average import AVERAGE
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import BytesFile, TensorFile
+from neuclip_ds.state.tensor_file import BytesFile, TensorFile, open_tensors, read_tensors
 
 WEIGHT = "weight"
 INDEX = "engine.json"
@@ -151,11 +149,11 @@ class StateFiles:
 
     def buffers(self) -> dict[str, Tensor]:
         """Return the module's buffers by name."""
-        return load_file(self.folder / BUFFERS)
+        return read_tensors(self.folder / BUFFERS)
 
     def _file(self, number: int) -> Any:
         if number not in self._files:
-            self._files[number] = safe_open(self.folder / _file_name(number, self._count), framework="pt")
+            self._files[number] = open_tensors(self.folder / _file_name(number, self._count))
         return self._files[number]
 
 

@@ -33,7 +33,6 @@ class EncodedPairs(NamedTuple):
 
     image: Tensor  # (n, d) float32
     text: Tensor  # (n, d) float32
-    sample: Tensor  # (n,) int64 index in the manifest, in host memory
     valid: Tensor  # (n,) bool, in host memory
 
 
@@ -43,8 +42,8 @@ def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
     columns = [encode_batch(encode, batch) for batch in batches]
     if not columns:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
-    image, text, sample, valid = map(torch.cat, zip(*columns, strict=True))
-    return EncodedPairs(image.float(), text.float(), sample, valid)
+    image, text, _, valid = map(torch.cat, zip(*columns, strict=True))
+    return EncodedPairs(image.float(), text.float(), valid)
 
 
 @torch.no_grad()
@@ -56,7 +55,7 @@ def retrieval(
     Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d). Raises UserError if no
     rank has a valid pair.
     """
-    image, text, _, valid = pairs
+    image, text, valid = pairs
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
     padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
     all_pairs = communicator.all_gather(padded, "evaluation")

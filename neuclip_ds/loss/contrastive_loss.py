@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -22,6 +22,7 @@ from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
 from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.state.tensor_file import read_tensors
 
 _META, _REPLICATED = "loss.json", "loss.safetensors"
 
@@ -213,7 +214,7 @@ class ContrastiveLoss(nn.Module):
         self._prepare_for(facts, str(folder))
         for name, table in self._objective.row_tables().items():
             load_rows(folder, name, table)
-        self._objective.load_replicated_state(load_file(folder / _REPLICATED))
+        self._objective.load_replicated_state(read_tensors(folder / _REPLICATED))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""

@@ -145,8 +145,8 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # it would create an empty one
             raise FileNotFoundError("it has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
-    except (OSError, ValueError, TypeError, ImportError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
+    except Exception as error:  # transformers and tokenizers raise many types for damaged files
+        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
             f"{name} is no tokenizer that transformers can read from a folder or the hub ({reason}); name a folder "
             "with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, "

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.state.tensor_file import TensorFile, row_chunks
+from neuclip_ds.state.tensor_file import TensorFile, open_tensors, row_chunks
 
 
 class Partition(NamedTuple):
@@ -74,7 +73,7 @@ def load_rows(folder: Path, name: str, table: RowTable) -> None:
     files = _row_files(folder, name)
     needed = [file for file in files if file[0] < stop and start < file[1]]
     if table.grows and files:
-        with safe_open((needed or files)[0][2], framework="pt") as file:
+        with open_tensors((needed or files)[0][2]) as file:
             stop = min(stop, int(file.metadata()["rows"]))
     filled = start
     for first, last, path in needed:
@@ -97,7 +96,7 @@ def _row_files(folder: Path, name: str) -> list[tuple[int, int, Path]]:
 
 
 def _copy_rows(path: Path, table: RowTable, first: int, low: int, high: int) -> None:
-    with safe_open(path, framework="pt") as file:
+    with open_tensors(path) as file:
         known = set(file.keys())
         if known != set(table.tensors):
             raise UserError(

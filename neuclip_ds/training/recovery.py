@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, verify_together
 from neuclip_ds.checkpoint.engine_state import load_moments
@@ -25,6 +24,7 @@ from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.state.partition import load_rows
+from neuclip_ds.state.tensor_file import read_tensors
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.plan import check_data
@@ -103,7 +103,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
-        states = load_file(checkpoint / "objective.safetensors"), objective.replicated_state()
+        states = read_tensors(checkpoint / "objective.safetensors"), objective.replicated_state()
         found, here = (float(state.get(_TAU, torch.nan)) for state in states)
         if found != here and not math.isnan(here):
             raise UserError(

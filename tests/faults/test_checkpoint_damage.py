@@ -12,10 +12,12 @@ from small_checkpoints import DATA, FACTS, PlainEngine, fresh, keeper, trained
 from small_runs import newest_checkpoint, train
 
 from neuclip_ds.checkpoint.checkpoints import Best, read_best
+from neuclip_ds.checkpoint.integrity import read_meta, sealed
 from neuclip_ds.checkpoint.saved_model import open_model
 from neuclip_ds.checkpoint.sharded_state import StateFiles
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
+from neuclip_ds.files import checksum_of
 
 FLIPS = 10  # in each file
 
@@ -83,6 +85,21 @@ def test_readers_of_the_weights_compare_them_too(two: Path, tmp_path: Path) -> N
     flip(engine / "fragments.00000-of-00001.safetensors", random.Random(0))
     with pytest.raises(UserError, match=r"fragments\.00000-of-00001\.safetensors is damaged"):
         StateFiles(engine)
+
+
+def test_a_file_that_is_no_safetensors_although_its_checksum_matches(two: Path, tmp_path: Path) -> None:
+    """As of a program that has edited the checkpoint and sealed it again."""
+    for number, name in enumerate(name for name in files_of(two) if name.endswith(".safetensors")):
+        folder = tmp_path / str(number)
+        shutil.copytree(two, folder)
+        newest = folder / "checkpoints" / "step_000000002"
+        (newest / name).write_bytes(b"nothing of use")
+        files = {**read_meta(newest)["files"], name: checksum_of(newest / name)}
+        (newest / "meta.json").write_text(sealed({**read_meta(newest), "files": files}))
+        assert keeper(folder).newest() == newest
+        with pytest.raises(UserError, match=rf"{name} is not a readable safetensors file .*: restore it"):
+            keeper(folder).load(newest, PlainEngine(), fresh())
+            StateFiles(newest / "engine").weights()
 
 
 def test_the_record_of_the_best(two: Path, tmp_path: Path) -> None:

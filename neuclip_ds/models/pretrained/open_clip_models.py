@@ -149,7 +149,7 @@ class OpenClipCheckpoint(ModelSource):
         length = self.config.force_context_length
         try:
             tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=length, **options)
-        except (OSError, ValueError, TypeError, ImportError) as error:
+        except Exception as error:  # transformers and tokenizers raise many types for damaged files
             reason = first_sentence(error)
             raise UserError(
                 f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "

@@ -113,7 +113,13 @@ class TransformersCheckpoint(ModelSource):
                 f"The text tower in {self._folder} reads its feature at token {read_at}, but the tokenizer ends a "
                 f"caption with {eos}; put the model's tokenizer files there, or correct eos_token_id in config.json."
             )
-        return CaptionTokenizer(tokenizer, text.max_position_embeddings)
+        found = CaptionTokenizer(tokenizer, text.max_position_embeddings)
+        if found.pad_id is None:
+            raise UserError(
+                f"The tokenizer in {self._folder} has no padding token, so it is not the model's: put the model's "
+                "tokenizer files there."
+            )
+        return found
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
         return self._wrapped(self._kind.model(self._resized))

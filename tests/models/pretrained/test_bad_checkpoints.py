@@ -10,7 +10,10 @@ import torch
 from miniatures import OPEN_CLIP_CONFIG as OPEN_CLIP_TREE
 from miniatures import SAVERS, clip_tokenizer, no_training, save_clip, save_open_clip, small
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 from torch import Tensor
+from transformers import PreTrainedTokenizerFast
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -101,6 +104,33 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "config is no JSON": ("clip", lambda folder: (folder / "config.json").write_text("{"), "is not valid JSON"),
     "no processor": ("clip", without(PROCESSOR), f"has no {PROCESSOR}; put the checkpoint's file there"),
     "no mean": ("clip", config(lambda tree: tree.pop("image_mean"), PROCESSOR), "has no image_mean and image_std"),
+    "damaged tokenizer": (
+        "clip",
+        lambda folder: (folder / "tokenizer.json").write_text("{}"),
+        "is no tokenizer that transformers can read",
+    ),
+    "damaged tokenizer of open_clip": (
+        "open_clip",
+        lambda folder: (
+            config(lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x"), OPEN_CLIP_CONFIG)(folder),
+            clip_tokenizer().save_pretrained(folder),
+            (folder / "tokenizer.json").write_text("{}"),
+        ),
+        "open_clip cannot find the tokenizer",
+    ),
+    "foreign tokenizer": (
+        "siglip",
+        lambda folder: (
+            without("tokenizer*")(folder),
+            PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}))).save_pretrained(folder),
+        ),
+        "has no padding token, so it is not the model's",
+    ),
+    "weights that are none": (
+        "clip",
+        lambda folder: (folder / "model.safetensors").write_bytes(b"nothing of use"),
+        "transformers cannot read the weights",
+    ),
     "no tokenizer": ("clip", without("tokenizer*"), "is no tokenizer that transformers can read"),
     "another tokenizer": (
         "clip",
