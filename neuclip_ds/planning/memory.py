@@ -34,7 +34,7 @@ from neuclip_ds.training.plan import largest_model
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
 _USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
-_BLOCK_COPIES, _COPIES_OF_ONE_VISIT = 4, 2  # of a block of similarities, where pairs are visited twice, and once
+_BLOCK_COPIES = 4  # of a block of similarities, where pairs are visited twice
 
 
 class MemoryAccount(NamedTuple):
@@ -221,9 +221,9 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
     }
     one_pass = rows == query.micro_batch
     kept = towers.activations.alone if one_pass else 0  # of the towers, while the objective runs
-    # without ZeRO, gradients of one micro-batch are there while the next one's are added
+    # gradients of one micro-batch are there while the next one's are made
     passes, in_pass = engine.passing, towers.activations.with_gradients
-    if not engine.passing or not (one_pass or zero_stage(loaded)):
+    if not engine.passing or not one_pass:
         passes, in_pass = 0, towers.activations.alone
     moments = {
         "in the towers": engine.working + in_pass,
@@ -263,7 +263,7 @@ def _similarities(query: MemoryQuery) -> int:
     rows, method = batch // query.world_size, find_method(objective.method)
     kept = 4 * rows * (2 * batch - rows) if method.normalizer is not None else 0
     block = min(block_bytes(query.device), 4 * rows * min(batch, objective.chunk_size or batch))
-    pairs = kept if 0 < kept <= KEPT_BYTES else (_BLOCK_COPIES if kept else _COPIES_OF_ONE_VISIT) * block
+    pairs = kept if 0 < kept <= KEPT_BYTES else (_BLOCK_COPIES if kept else 1) * block
     reads_all = "npn" in method.sections and objective.npn.alpha_grad != "stop"
     return pairs + 3 * 4 * batch * query.source.embed_dim * reads_all
 

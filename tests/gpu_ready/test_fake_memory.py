@@ -57,7 +57,7 @@ B32 = ["models/vitb32", "--objective.method=openclip", "--deepspeed=zero1_bf16"]
         pytest.param([*B32, "--data.batch_size=1024", "--data.micro_batch=64"], marks=pytest.mark.slow),
         pytest.param(["vith14_tuneclip"], marks=pytest.mark.slow),
         pytest.param(["vith14_tuneclip", "--model.activation_checkpointing=true"], marks=pytest.mark.slow),
-        pytest.param(["vith14_tuneclip", "--objective.method=openclip"], marks=pytest.mark.slow),
+        pytest.param(["vith14_openclip"], marks=pytest.mark.slow),
     ],
     ids=lambda options: " ".join(options),
 )
@@ -67,13 +67,10 @@ def test_a_step_on_eight_gpus(options: list[str]) -> None:
     assert planned.peak == pytest.approx(peak_of_steps(query), rel=0.05), planned.moments
 
 
-# the fits of NeuCLIP's queue and of AmorLIP's nets are counted in part
-OBJECTIVES = {"openclip": 0.05, "fastclip_v3": 0.05, "isogclr": 0.05, "neuclip": 0.05}
-OBJECTIVES |= {"siglip": 0.1, "amorlip": 0.1, "neuclip_queue": 0.1}
-
-
 @pytest.mark.parametrize("ranks", [8, pytest.param(64, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("method", OBJECTIVES)
+@pytest.mark.parametrize(
+    "method", ["openclip", "fastclip_v3", "isogclr", "neuclip", "siglip", "amorlip", "neuclip_queue"]
+)
 def test_the_objective_of_a_large_batch(method: str, ranks: int) -> None:
     options = [f"--objective.method={method}", f"--data.batch_size={BATCH}", f"--model.embed_dim={DIM}"]
     query = MemoryQuery(parse(["models/vitb16", *options, "--deepspeed=zero1_bf16"]).config, ranks, SAMPLES)
@@ -92,4 +89,4 @@ def test_the_objective_of_a_large_batch(method: str, ranks: int) -> None:
             gather.add_image(image)
             objective(Features(image, text, index, valid, gather), Step(number, 0, 1e-3, 1e-3))
             del gather, image, text
-    assert planned == pytest.approx(live.peak, rel=OBJECTIVES[method])
+    assert planned == pytest.approx(live.peak, rel=0.05)
