@@ -167,10 +167,10 @@ class Prefetcher(SpawnProcess):
         window = RequestWindow(self._requests(), sizes, self._cache.capacity_bytes)
         pool = ThreadPoolExecutor(self._cache.downloads)
         while True:
-            reached, held = self._reached.value, [self._shards[number] for number in window.shards]
+            reached = self._reached.value
             if admitted := window.move(reached, min(reached + self._ahead, self._end)):
-                for shard in held:  # counts as a use, so that the new ones do not evict them
-                    self._cache.touch(shard.path, shard.bytes)
+                for number in window.shards:  # counts as a use: the new shards evict others, no longer needed
+                    self._cache.touch(self._shards[number].path, sizes[number])
                 for request in admitted:
                     pool.submit(self._fetch, request)
             if window.is_too_small and not self._warned:

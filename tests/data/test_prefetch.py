@@ -35,10 +35,10 @@ def stored(http: Files) -> list[Shard]:
     return [Shard(http.url(f"{number:05d}.tar"), 0, 0, SIZE) for number in range(SHARDS)]
 
 
-def order_of(batch_size: int = 4, streams: int = 1) -> GlobalOrder:
+def order_of(batch_size: int = 4, streams: int = 1, shards: int = 1) -> GlobalOrder:
     """By default one stream and blocks of a shard's size, so that a shard is read after the other."""
     sizes = np.full(SHARDS, SAMPLES)
-    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, 0, Interleave(streams, SAMPLES))
+    return GlobalOrder(np.cumsum(sizes) - sizes, sizes, batch_size, 0, Interleave(streams, shards * SAMPLES))
 
 
 def shards_of(order: GlobalOrder, number: int) -> set[int]:
@@ -94,6 +94,18 @@ def test_the_cache_is_filled_in_order_of_use_and_no_shard_in_use_is_evicted(http
             assert len(held(tmp_path)) <= 6
             ahead.advance(2 * turn + 2)
         assert max(http.gets.values()) == 1
+
+
+def test_shards_that_are_no_longer_needed_are_evicted_first(http: Files, tmp_path: Path) -> None:
+    """Blocks of three shards end at once, in a cache for eight: each new block evicts the one before the last."""
+    order, turns = order_of(shards=3), SHARDS // 3
+    needed = [set().union(*(shards_of(order, 6 * turn + step) for step in range(6))) for turn in range(turns)]
+    with prefetcher(ShardCache(tmp_path, 8 * SIZE, timeout=5), order, stored(http), end=6 * turns) as ahead:
+        for turn in range(turns - 1):
+            ahead.advance(6 * turn)
+            wait_for(lambda turn=turn: needed[turn + 1] <= held(tmp_path))
+            settle(http)
+            assert needed[turn] | needed[turn + 1] <= held(tmp_path)
 
 
 def test_a_start_in_the_middle_fetches_the_nodes_own_shards_that_are_still_needed(http: Files, tmp_path: Path) -> None:
