@@ -111,8 +111,10 @@ class DataConfig(Section):
     train: Annotated[str | list[SourceConfig], NoDecode] = ""
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
     weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
-    val: str = "auto"
-    """Held-out pairs for retrieval, in the same forms; `auto` takes a folder `val` next to `train`, empty is none."""
+    val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
+    """Held-out pairs for retrieval, in the same forms; or how many pairs of `train` to hold out, which are not trained
+    on. `auto` takes a folder `val` next to `train`, or else holds out 0.1 %, at least 200 and at most 10,000, but none
+    of fewer than 2,000. Empty is none."""
     zero_shot: str = "auto"
     """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next
     to `train`, empty is none."""

@@ -140,6 +140,7 @@ def test_encoders_are_trained_as_published(name: str) -> None:
     assert config.objective.eps == wanted.pop("objective_eps")
     assert {key: getattr(optimizer, key) for key in wanted} == wanted
     assert config.model.text.tokenizer == CLIP_BPE
+    assert config.data.val == "", "all pairs train"
 
 
 @pytest.mark.parametrize(("data", "pairs"), [("cc3m", 128), ("cc12m", 256)])

@@ -38,12 +38,16 @@ class Shard(NamedTuple):
 class Manifest:
     """The shards of a data set in the order of their indices, with sample tables where the manifest has them.
 
-    `n` is the number of indices, those of removed shards included: the size of per-sample tables.
+    `n` is the number of indices, those of removed shards included: the size of per-sample tables. `held_out` maps
+    numbers of shards to how many of their last samples are not in use, as they are for `validation`.
     """
 
-    def __init__(self, shards: Sequence[Shard], samples: SampleParts | None = None) -> None:
+    def __init__(
+        self, shards: Sequence[Shard], samples: SampleParts | None = None, held_out: Mapping[int, int] | None = None
+    ) -> None:
         self.shards = tuple(shards)
         self.samples = samples
+        self.held_out = dict(held_out or {})
         self.n_shards = len(self.shards)
         self._starts = [shard.start for shard in self.shards]
         self.n = sum(shard.n for shard in self.shards)
@@ -67,8 +71,16 @@ class Manifest:
     def sizes_without(self, removed: Sequence[int]) -> NDArray[np.int64]:
         """Return the number of samples in each shard, (n_shards,), 0 for those removed."""
         sizes = np.array([shard.n for shard in self.shards], dtype=np.int64)
+        for number, count in self.held_out.items():
+            sizes[number] -= count
         sizes[list(removed)] = 0
         return sizes
+
+    def validation(self) -> "Manifest":
+        """Return the samples that are held out, which keep their indices."""
+        found = Manifest(self.shards, self.samples)
+        found.starts, found.sizes = self.starts + self.sizes, found.sizes - self.sizes
+        return found
 
     @property
     def n_used(self) -> int:

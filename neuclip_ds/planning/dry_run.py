@@ -59,7 +59,7 @@ def print_dry_run(
     model = attempt(lambda: list(_model_lines(query, engine)))
     data = attempt(lambda: TrainingSet(config.data, lambda source: _open(config, source)))
     manifest = data.manifest if data else None
-    attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
+    held_out = attempt(lambda: open_held_out(config, Communicator(), CACHE, manifest))
     order = attempt(lambda: open_order(config, data, max(len(nodes), 1))) if data else None
     lines = [f"method     {config.objective.method}"]
     if nodes:
@@ -71,6 +71,8 @@ def print_dry_run(
         lines += _data_lines(config, manifest, order)
     else:
         lines.append(f"data       {', '.join(config.data.train_paths) or 'not set'}: see the error below")
+    if held_out:
+        lines.append(f"evaluation {held_out.describe()}")
     if model:
         sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
         features = (world_size - 1) * query.rank_batch * sent / 1e6

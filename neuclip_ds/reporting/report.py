@@ -69,7 +69,7 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     environment = run / "environment.json"
     found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
     sections = [
-        *_scores(series),
+        *_scores(series, yaml.safe_load(config)["data"]["val"]),
         f'<h2>Curves</h2><div class="plots">{"".join(figures)}</div>',
         *_events(run),
         _table("Last values", ["metric", "value"], [[name, f"{x[-1]:.5g}"] for name, (_, x) in series.items()]),
@@ -82,8 +82,11 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     return path
 
 
-def _scores(series: Mapping[str, Series]) -> Iterator[str]:
-    """Yield a table of the last and best value of every score in percent, next to chance, if there are scores."""
+def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
+    """Yield a table of the last and best value of every score in percent, next to chance, if there are scores.
+
+    `val` is where the pairs for retrieval are from: a path, or a number that were held out of the training data.
+    """
     rows = []
     for name in scores_among(series):
         steps, values = series[name]
@@ -93,6 +96,12 @@ def _scores(series: Mapping[str, Series]) -> Iterator[str]:
         rows.append([name, *("-" if x is None else f"{x:,}" if isinstance(x, int) else f"{100 * x:.2f}" for x in row)])
     if rows:
         yield _table("Scores, %", ["score", "last", "at step", "best", "at step", "chance"], rows)
+    if "retrieval_pairs" in series:
+        pairs, origin = (
+            series["retrieval_pairs"][1][-1],
+            "held out of data.train" if isinstance(val, int) else f"of {val}",
+        )
+        yield f"<p>Recall is that among {pairs:,} pairs {html.escape(origin)}.</p>"
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[str]:

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from neuclip_ds.files import explain_disk, private_folder
 from neuclip_ds.models.source import ModelSource
 from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
 from neuclip_ds.training.batches import TrainingData
-from neuclip_ds.training.data_order import TrainingSet, needs_cache, open_order
+from neuclip_ds.training.data_order import LEAST_PAIRS, TrainingSet, find_validation, needs_cache, open_order
 from neuclip_ds.training.run_folder import TOKENIZER, link_or_copy
 
 log = logging.getLogger(__name__)
@@ -48,15 +48,23 @@ def open_training_data(
     whose order it keeps.
     """
     data, preprocessing = config.data, source.preprocessing
-    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged))
+    meta = communicator.on_rank_zero(lambda: read_meta(resumed) if resumed is not None else None)
+    saved = None if meta is None else dict(meta["data"]["held_out"])
+    training_set = TrainingSet(data, lambda source: open_data(source, data, communicator, staged), saved)
     manifest = training_set.manifest
+    if communicator.rank == 0 and data.val == "auto" and not find_validation(data, manifest):
+        log.warning(
+            "none of the %d training pairs is held out for validation, as they are fewer than %d: name other pairs "
+            "with data.val, or set data.val=N to hold out N",
+            *(manifest.n_used, LEAST_PAIRS),
+        )
     if training_set.sources:
         communicator.on_rank_zero(lambda: check_distinct(manifest))
     loading = loader_options(data, manifest, communicator)
     nodes = communicator.world_size // len(communicator.ranks_of_node())
-    facts = communicator.on_rank_zero(lambda: read_meta(resumed)["facts"] if resumed is not None else None)
-    saved = None if facts is None else Interleave(facts["shard_streams"], facts["shuffle_block_size"])
-    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, saved))
+    facts = None if meta is None else meta["facts"]
+    interleave = None if facts is None else Interleave(facts["shard_streams"], facts["shuffle_block_size"])
+    order = communicator.on_every_rank(lambda: open_order(config, training_set, nodes, interleave))
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
 
     def kept_tokenizer() -> CaptionTokenizer:
@@ -89,17 +97,6 @@ def _new_tokenizer(text: TextConfig, captions: Iterator[str]) -> CaptionTokenize
         reason = "open_clip_torch, which has CLIP's vocabulary, is not installed"
     log.info("a BPE of up to %d tokens is trained on the captions: %s", text.vocab_size, reason)
     return train_bpe(captions, text.vocab_size, text.context_length)
-
-
-def find_split(source: str, name: str, train_paths: Sequence[str]) -> str:
-    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the first training data."""
-    train = next(iter(train_paths), "")
-    if source != "auto":
-        return source
-    if train.startswith("demo:"):
-        return f"demo:{name}"
-    beside = Path(train).parent / name
-    return str(beside) if beside.is_dir() else ""
 
 
 def resolve(source: str) -> str:

@@ -4,9 +4,11 @@ The order is chosen when the run starts and kept by its checkpoints.
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
@@ -18,27 +20,45 @@ from neuclip_ds.errors import UserError
 
 log = logging.getLogger(__name__)
 
+_LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one of a thousand, within these bounds
+LEAST_PAIRS = 10 * _LEAST  # training data that pairs are held out of
+_HELD_OUT_SHARDS = 100  # that held-out pairs come from: each may have to be fetched
+
 
 class TrainingSet:
     """The shards of a run's sources.
 
     Attributes:
-        manifest: of all sources, one after the other.
+        manifest: of all sources, one after the other, without the pairs that are held out.
         sources: options of each; empty for a data set that is no mixture.
         parts: (n_shards,) number of samples in use of each shard, 0 for those of other sources, for each source.
     """
 
-    def __init__(self, data: DataConfig, open_one: Callable[[str], Manifest]) -> None:
-        """`open_one` opens what a source names; raises `UserError` if there is none."""
+    def __init__(
+        self, data: DataConfig, open_one: Callable[[str], Manifest], held_out: Mapping[int, int] | None = None
+    ) -> None:
+        """
+        Args:
+            data: options of the data.
+            open_one: opens what a source names.
+            held_out: what the run that resumes holds out; None chooses it.
+
+        Raises:
+            UserError: there is no source, or `data.val` holds out too many pairs, or others than the run that resumes.
+        """
         if not data.train_paths:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
         self.sources = data.sources
         manifests = [open_one(path) for path in data.train_paths]
-        if not self.sources:
-            self.manifest = manifests[0]
-            self.parts = [self.manifest.sizes]
-            return
-        self.manifest = join(manifests)
+        whole = join(manifests) if self.sources else manifests[0]
+        if held_out is None:
+            held_out = _choose_held_out(data, whole.sizes)
+        elif isinstance(data.val, int) and data.val != sum(held_out.values()):
+            raise UserError(
+                f"data.val={data.val}, but the run has held out {sum(held_out.values())} training pairs from its "
+                "start: set it back, or give the run another name (--run.name)."
+            )
+        self.manifest = Manifest(whole.shards, whole.samples, held_out)
         source_of = np.repeat(np.arange(len(manifests)), [manifest.n_shards for manifest in manifests])
         self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
 
@@ -89,6 +109,44 @@ class TrainingSet:
             ]
             lines.append(f"  {source.path:<12} {int(part.sum()):,} samples, {', '.join(shares)} of each batch")
         return lines
+
+
+def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
+    """Return the path of a held-out set: as named, or for `auto` the folder `name` next to the first training data."""
+    train = next(iter(train_paths), "")
+    if source != "auto":
+        return source if isinstance(source, str) else ""
+    if train.startswith("demo:"):
+        return f"demo:{name}"
+    beside = Path(train).parent / name
+    return str(beside) if beside.is_dir() else ""
+
+
+def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
+    """Return the path of a run's validation pairs, or how many training pairs are held out for it; empty is none."""
+    path = find_split(data.val, "val", data.train_paths)
+    held_out = sum(training.held_out.values()) if training is not None and data.val != "" else 0
+    return path or held_out or ""
+
+
+def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
+    """Return how many samples a new run holds out of each shard, by its number; `sizes` are (n_shards,).
+
+    Evenly spaced shards give their shares, all of them where there are few: data may be sorted.
+    """
+    n, wanted = int(sizes.sum()), data.val
+    if wanted == "auto" and not find_split(wanted, "val", data.train_paths) and n >= LEAST_PAIRS:
+        wanted = min(max(n // _SHARE, _LEAST), _MOST)
+    if isinstance(wanted, str) or not wanted:
+        return {}
+    if wanted > n // 2:
+        raise UserError(f"data.val={wanted} holds out more than half of the {n} training pairs; choose fewer.")
+    filled = np.flatnonzero(sizes)
+    some = filled[:: -(-len(filled) // _HELD_OUT_SHARDS)]
+    some = filled if sizes[some].sum() < 10 * wanted else some
+    ends = np.cumsum(sizes[some])
+    counts = np.diff(wanted * ends // ends[-1], prepend=0)
+    return {int(shard): int(count) for shard, count in zip(some, counts, strict=True) if count}
 
 
 def open_order(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.dataset import Batch, PairDataset
@@ -30,7 +30,8 @@ from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.reporting.metrics import CHANCE
 from neuclip_ds.training.batches import TrainingData
-from neuclip_ds.training.data import find_split, loader_options, open_data, resolve
+from neuclip_ds.training.data import loader_options, open_data, resolve
+from neuclip_ds.training.data_order import find_split, find_validation
 
 _ANCHOR_SEED = 2_718_281  # the same anchors for every method and seed, independent of the run's order
 _VAL, _TRAIN, _ANCHORS = "val", "train", "anchors"  # sources of pairs
@@ -65,7 +66,9 @@ class Evaluator:
         self._rank_batch = config.rank_batch(communicator.world_size)
         micro = config.micro_batch(communicator.world_size)
         self._rows = -(-micro // part_count(micro, preprocessing.size))  # that are loaded and encoded at once
-        self._val, self._zero_shot, self._on_disk = open_held_out(config, communicator, folder, data.manifest)
+        held_out = open_held_out(config, communicator, folder, data.manifest)
+        self._val, self._zero_shot, self._on_disk = held_out.pairs, held_out.zero_shot, held_out.on_disk
+        self.describe = held_out.describe
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
@@ -149,24 +152,41 @@ def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
     return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
 
 
-def open_held_out(
-    config: Config, communicator: Communicator, folder: Path, train: Manifest | None
-) -> tuple[Manifest | None, EvaluationSet | None, list[tuple[Task, Path]]]:
+class HeldOut(NamedTuple):
+    """What a run is evaluated on."""
+
+    pairs: Manifest | None
+    origin: str  # of these pairs
+    zero_shot: EvaluationSet | None
+    on_disk: list[tuple[Task, Path]]
+
+    def describe(self) -> str:
+        """Return a description for the log."""
+        parts = [f"{self.pairs.n_used:,} pairs {self.origin}" if self.pairs is not None else "no pairs"]
+        if self.zero_shot is not None:
+            parts.append(f"zero-shot images in {self.zero_shot.path}")
+        return ", ".join([*parts, *(task.name for task, _ in self.on_disk)])
+
+
+def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation, zero-shot images, and evaluation sets on disk.
 
     Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
     """
     options = config.data
-    val = find_split(options.val, "val", options.train_paths)
+    val = find_validation(options, train)
     images = find_split(options.zero_shot, "zero_shot", options.train_paths)
-    manifest = open_data(val, options, communicator, folder) if val else None
-    if train is not None and manifest is not None:
-        training, held_out = train, manifest
-        communicator.on_rank_zero(lambda: check_separate(training, held_out))
+    pairs, origin = None, "held out of data.train"
+    if train is not None and isinstance(val, int):
+        pairs = train.validation()
+    elif isinstance(val, str) and val:
+        pairs, origin = (found := open_data(val, options, communicator, folder)), f"of {val}"
+        if train is not None:
+            communicator.on_rank_zero(lambda: check_separate(train, found))
     zero_shot, on_disk = None, []
     if images:
         folder_of_images = Path(communicator.on_rank_zero(lambda: resolve(images)))
         zero_shot = communicator.on_every_rank(lambda: open_labeled(folder_of_images))
     if options.evaluation_sets is not None:
         on_disk = load_tasks().on_disk_of_all([options.evaluation_sets], options.evaluation_tasks, communicator)
-    return manifest, zero_shot, on_disk
+    return HeldOut(pairs, origin, zero_shot, on_disk)

@@ -106,7 +106,8 @@ class DataPosition:
             {"step": span.step, "epoch": span.epoch, "shards": span.shards, "removed": list(span.removed)}
             for span in self.spans
         ]
-        return {"hash": manifest.content_hash, "shards": manifest.n_shards, "spans": spans}
+        held_out = sorted(manifest.held_out.items())
+        return {"hash": manifest.content_hash, "shards": manifest.n_shards, "spans": spans, "held_out": held_out}
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:

@@ -41,7 +41,7 @@ from neuclip_ds.reporting.metrics import AVERAGED, CHANCE
 from neuclip_ds.training.batches import TrainingData
 from neuclip_ds.training.checks import check_config, fingerprint, likely_slips
 from neuclip_ds.training.data import open_training_data
-from neuclip_ds.training.data_order import order_facts
+from neuclip_ds.training.data_order import find_validation, order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
@@ -73,6 +73,10 @@ class Evaluation(Protocol):
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
         """Return results by name, equal on all ranks, which call it together."""
+
+    def describe(self) -> str:
+        """Return what it measures on, for the log."""
+        ...
 
     def close(self) -> None: ...
 
@@ -156,6 +160,8 @@ class Trainer(NamedTuple):
         average = WeightAverage(context.engine, ema.decay) if ema.decay else None
         with closing(self.evaluation) if self.evaluation is not None else nullcontext():
             evaluate = partial(self._evaluate, self.evaluation, average) if self.evaluation is not None else None
+            if self.evaluation is not None:
+                log.info("evaluations are on %s", self.evaluation.describe())
             complete = self.loop.run(evaluate, hooks, average)
         if complete:
             context.communicator.on_rank_zero(lambda: write_complete(context.folder, self.loop.done))
@@ -189,8 +195,8 @@ def build(
     resumed = newest_checkpoint(config, communicator, folder)
     source = model_source(model_for_phases(config), locate_on_rank_zero(config.model, communicator))
     data = open_training_data(config, source, communicator, staged, resumed)
-    chosen = config.data.model_copy(update=order_facts(data.order.interleave))
-    config = config.model_copy(update={"data": chosen})
+    chosen = {**order_facts(data.order.interleave), "val": find_validation(config.data, data.manifest)}
+    config = config.model_copy(update={"data": config.data.model_copy(update=chosen)})
     start = DataPosition.start(data.order, data.manifest)
     phases = plan_phases(config, start, start.end(config.epochs, config.max_steps))
     for slip in likely_slips(config, phases) if communicator.rank == 0 else ():

@@ -27,7 +27,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     ]
     for name, records in (("metrics", lines), ("events", events)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "config.yaml").write_text("objective:\n  method: neuclip\n")
+    (folder / "config.yaml").write_text("data:\n  val: 40\nobjective:\n  method: neuclip\n")
     (folder / "environment.json").write_text(json.dumps({"ranks": 2, "torch": "<2.15>"}))
     histogram = Histogram("u of samples", "log u", "What u is.", {"image": [1.0, 2.0], "text": [0.5]})
     return write_report(folder, [histogram]).read_text()
@@ -58,6 +58,7 @@ def test_scores_come_first_with_chance(page: str) -> None:
     assert row in page, "last and best, and their steps"
     averaged = "<td>ema/image_to_text_recall@1</td><td>50.00</td><td>20</td><td>50.00</td><td>20</td><td>0.10</td>"
     assert averaged in page
+    assert "among 40 pairs held out of data.train" in page
     assert page.index(row) < page.index("<img")
 
 

@@ -15,7 +15,7 @@ from tars import manifest_of, write_pairs
 from neuclip_ds.checkpoint.integrity import read_meta
 from neuclip_ds.config import Config, DataConfig
 from neuclip_ds.data.interleave import Interleave
-from neuclip_ds.data.manifest import Manifest, Shard, extend
+from neuclip_ds.data.manifest import Manifest, Shard, extend, indices_at
 from neuclip_ds.errors import UserError
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.checks import fingerprint
@@ -78,6 +78,29 @@ def test_sources_and_their_weights():
         "  b            300 samples, 50.0%, 0.0% from step 20, 0.0% from step 50 of each batch",
     ]
     assert source_facts(DataConfig()) == {}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "val", "wanted"),
+    [
+        ([1000, 999], "auto", {}),
+        ([1000, 1000], "auto", {0: 100, 1: 100}),
+        ([100] * 5000, "auto", dict.fromkeys(range(0, 5000, 50), 5)),
+        ([10] * 50_000, "auto", {number: 1 for number in range(50_000) if number % 100 == 99}),
+        ([10**6] * 40, "auto", dict.fromkeys(range(40), 250)),
+        ([1000, 1000], "", {}),
+        ([1000, 1000], 0, {}),
+        ([3, 0, 1], 2, {0: 1, 2: 1}),
+        ([1000, 1000], "other", {}),
+    ],
+)
+def test_held_out_pairs_leave_all_other_indices_as_they_are(sizes, val, wanted):
+    whole = extend(None, [Shard(f"{number}.tar", 0, size, 1) for number, size in enumerate(sizes)])
+    found = TrainingSet(DataConfig(train="x", val=val), lambda source: whole).manifest
+    assert (found.held_out, found.n, found.content_hash) == (wanted, sum(sizes), whole.content_hash)
+    training, validation = (indices_at(m.starts, m.sizes, np.arange(m.n_used)) for m in (found, found.validation()))
+    assert len(validation) == sum(wanted.values())
+    assert np.array_equal(np.sort(np.concatenate([training, validation])), np.arange(found.n))
 
 
 @pytest.mark.parametrize(
