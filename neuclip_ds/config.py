@@ -258,7 +258,7 @@ class VisionConfig(TowerConfig):
     def _sizes_are_possible(cls, options: dict[str, Any]) -> dict[str, Any]:
         for name, value in options.items():
             if isinstance(value, int) and not 0 <= value <= 1 << 16:
-                raise ValueError(f"{name}={value} is no size that a tower can have")
+                raise ValueError(f"{name}={value} is out of range (0 to 65536)")
         return options
 
 

@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield all keys and values of a tree that are no containers."""
+    """Yield all keys and values of a tree's leaves."""
     if isinstance(tree, (dict, list, tuple)):
         for part in [*tree, *(tree.values() if isinstance(tree, dict) else [])]:
             yield from _leaves(part)

@@ -32,7 +32,7 @@ import torch  # noqa: E402
 from hypothesis import settings  # noqa: E402
 
 torch.set_num_threads(1)
-settings.register_profile("unhurried", deadline=None)  # a busy machine is no mistake of the code
+settings.register_profile("unhurried", deadline=None)  # a busy machine is not a fault of the code
 settings.load_profile("unhurried")
 
 

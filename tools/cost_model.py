@@ -115,7 +115,7 @@ def find_machine(name: str, network: str) -> Machine:
         try:
             rates = from_json(json.loads(Path(name).read_text(encoding="utf-8")))
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"{name} holds no machine ({error!r}); `cost_model.py fit` writes one.") from error
+            raise UserError(f"{name} does not describe a machine ({error!r}); use `cost_model.py fit`.") from error
         return Machine(rates, rates)
     known = _known()
     gpu, between = _row(known, "machines", name), _row(known, "networks", network)
@@ -129,7 +129,7 @@ def _known() -> dict[str, Any]:
 
 def _row(known: dict[str, Any], kind: str, name: str) -> dict[str, Any]:
     if name not in known[kind]:
-        raise UserError(f"{name} is none of the {kind} in machines.yaml: choose one of {', '.join(known[kind])}.")
+        raise UserError(f"{name} is not among the {kind} in machines.yaml: choose one of {', '.join(known[kind])}.")
     row: dict[str, Any] = known[kind][name]
     return row
 

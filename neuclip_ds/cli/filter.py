@@ -31,7 +31,7 @@ def main(arguments: Sequence[str]) -> None:
     if options.min is None and options.max is None and options.top is None:
         raise UserError("Nothing says what to keep: set --min, --max or --top.")
     if options.top is not None and not 0 < options.top <= 1:
-        raise UserError(f"--top={options.top:g} is no share of the samples; choose one above 0, up to 1.")
+        raise UserError(f"--top={options.top:g} must be above 0 and at most 1: the fraction of samples to keep.")
     from neuclip_ds.embedding.select import Rule, select  # pyarrow takes a moment to import
 
     bounds = {"minimum": options.min, "maximum": options.max, "top": options.top}

@@ -127,7 +127,7 @@ _MAX_ASPECT = 100  # resizing the short side of a longer strip would take gigaby
 
 
 class DecodeError(Exception):
-    """Raised for bytes that are no usable image; the message is the reason."""
+    """Raised for bytes that cannot be used as an image; the message is the reason."""
 
 
 class Decoded(NamedTuple):
@@ -151,7 +151,7 @@ def decode_pil(data: bytes, min_side: int | None = None) -> Decoded:
 
 
 def read_header(data: bytes) -> Image.Image:
-    """Return an image whose pixels are not decoded yet; raise DecodeError if it is none that may be decoded."""
+    """Return an image whose pixels are not decoded yet; raise DecodeError if its format is not allowed."""
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
     except MemoryError:

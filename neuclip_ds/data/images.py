@@ -87,7 +87,7 @@ class RandomCrop:
 
 
 ImageTransform = RandomCrop | EvalTransform
-"""Turns encoded bytes into a uint8 (3, image_size, image_size) tensor; raises DecodeError if they are no image."""
+"""Turns encoded bytes into a uint8 (3, image_size, image_size) tensor; raises DecodeError for other bytes."""
 
 
 def draw_crop(height: int, width: int, scale: tuple[float, float], seed: int) -> tuple[int, int, int, int]:

@@ -132,7 +132,7 @@ def load_manifest(
         raise UserError(f"The manifest in {folder} does not match its own hash; remove it and build it again.")
     if any(parts):
         if None in parts or None in groups or not all(map(_PART.fullmatch, parts)):
-            raise _unreadable(folder, "a part is no file of sample tables")
+            raise _unreadable(folder, "a part is not a file of sample tables")
         places = [Place(folder / SAMPLES / part, group) for part, group in zip(parts, groups, strict=True)]
         manifest.samples = SampleParts.open(places, [shard.n for shard in manifest.shards])
     used = [shard for shard in manifest.shards if not shard.removed]

@@ -118,7 +118,7 @@ class MixtureOrder:
         return int(before + self._stages[at].taken(which, np.array(stream), number - self._begins[at]))
 
     def step_of(self, which: int, stream: int, taken: int) -> int | None:
-        """Return the step that takes a stream's sample after `taken` others; None if there is none."""
+        """Return the step that takes a stream's sample after `taken` others, or None."""
         at = next(at for at in reversed(range(len(self._stages))) if self._taken_before[at][which, stream] <= taken)
         rate = int(self._stages[at].per_cycle[which])
         if rate == 0:

@@ -104,7 +104,7 @@ def files_in(folder: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _map(path: Path) -> SampleTable:
     """Map a table; raise ValueError if it is damaged, OSError if it is absent or no file."""
     if not stat.S_ISREG(path.lstat().st_mode):
-        raise OSError(f"{path} is no file")
+        raise OSError(f"{path} is not a file")
     with pa.memory_map(str(path)) as file:
         buffer = file.read_buffer()  # stays mapped when the file is closed, and takes no file descriptor
     table = view_table(memoryview(buffer))

@@ -62,7 +62,7 @@ class PairTable(NamedTuple):
                 yield from batch.to_pylist()
 
     def find_column(self, usual: Sequence[str], what: str, advice: str) -> str:
-        """Return the first column with one of the usual names; raise UserError, with advice, if there is none."""
+        """Return the first column with one of the usual names; raise UserError, with advice, if none is found."""
         by_name = {column.lower(): column for column in reversed(self.schema.names)}
         found = next((by_name[name] for name in usual if name in by_name), None)
         if found is None:
@@ -106,7 +106,7 @@ def open_table(source: str, split: str | None = None) -> PairTable:
         paths = [str(path)] if path.is_file() else sorted(glob.glob(str(path), recursive=True))  # noqa: PTH207 - absolute
     kinds = {Path(file).suffix.lower() for file in paths}
     if len(kinds) != 1 or not kinds <= set(TABLES):
-        raise UserError(f"{source} is no table; name files of one kind ({', '.join(TABLES)}), or hf:NAME.")
+        raise UserError(f"{source} is not a table; name files of one kind ({', '.join(TABLES)}), or hf:NAME.")
     with _explaining(source):
         found = _open_files(paths, *kinds)
         read = partial(found.to_batches, batch_size=_BATCH, fragment_readahead=1)

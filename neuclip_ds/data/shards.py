@@ -34,7 +34,7 @@ def refuse_commands(paths: Iterable[str], origin: str, option: str) -> None:
 
 
 def resolve_shards(source: str, allow_commands: bool = False) -> list[str]:
-    """Return the absolute paths or URLs of the tars that `source` names; raise UserError if there are none.
+    """Return the absolute paths or URLs of the tars that `source` names; raise UserError if it names none.
 
     A source is a tar; a folder (its *.tar sorted by name, or those of its subfolders if it has none); a glob
     (`/data/*.tar`); a brace pattern (`/data/{00000..00127}.tar`), which keeps its order and may contain globs; a URL

@@ -102,7 +102,7 @@ def _group_members(members: Iterator[tuple[str, Extent]]) -> list[SampleEntry]:
 
 
 def _split(name: str) -> tuple[str, str]:
-    """Return key and extension, empty for a name that is no sample's.
+    """Return key and extension, empty for a name that belongs to no sample.
 
     This is webdataset's `((?:.*/|)[^.]+)[.]([^/]*)`, which takes time quadratic in the number of folders.
     """

@@ -41,7 +41,7 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
     values = [env.get(name, "0") for name in names]
     if not all(map(str.isdigit, values)) or int(values[0]) >= int(values[2]):
         found = ", ".join(f"{name}={value}" for name, value in zip(names, values, strict=True))
-        raise UserError(f"{found} is no rank of a launch; start with a launcher, which sets them.")
+        raise UserError(f"{found} does not describe a rank; start with a launcher, which sets these variables.")
     return RankEnvironment(*map(int, values))
 
 

@@ -119,5 +119,5 @@ def _files(source: Path) -> list[Path]:
         return feature_tables(source)
     found = sorted(source.rglob("*.parquet")) if source.is_dir() else [source] if source.is_file() else []
     if not found:
-        raise UserError(f"{source} is no parquet file and no folder that holds one; check the path.")
+        raise UserError(f"{source} is neither a parquet file nor a folder with one; check the path.")
     return found

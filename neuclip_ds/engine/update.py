@@ -56,7 +56,7 @@ class LossScale(DynamicLossScaler):
 
     @property
     def is_least(self) -> bool:
-        """Whether it cannot fall further, so that an overflow is no matter of scale."""
+        """Whether it cannot fall further, so that an overflow has another cause."""
         return bool(self.cur_scale <= self.min_scale)
 
     def update_scale(self, overflow: bool) -> None:

@@ -22,7 +22,7 @@ class Average(NamedTuple):
     """Mean score of a group of tasks."""
 
     value: float | None  # the mean; None unless every task of the group has a score
-    partial: float | None  # mean of the scores that there are; None if there are none
+    partial: float | None  # mean of the existing scores, or None
     missing: tuple[str, ...]  # names of the tasks without a score
     tasks: int  # size of the group
 

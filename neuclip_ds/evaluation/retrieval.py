@@ -194,7 +194,7 @@ def count_negatives(
 
     Args:
         anchors: (n, d) float32 features, with the `score` (n,) of their best match, from `inner_products`.
-        label: (n,) int64 of the anchors: candidates with the same label are no negatives.
+        label: (n,) int64 of the anchors: candidates with the same label do not count as negatives.
         candidates: (m, d) float32 features.
         labels: (m,) int64 of the candidates; those labeled `PADDING` do not count.
 

@@ -95,7 +95,7 @@ def is_set(path: Path) -> bool:
 
 
 def open_set(path: Path) -> EvaluationSet:
-    """Open a set; raise UserError if it is none, or a file is missing or malformed."""
+    """Open a set; raise UserError if a file is missing or malformed."""
     if path.is_file():
         return _open_pairs(path)
     if not path.is_dir():
@@ -104,7 +104,7 @@ def open_set(path: Path) -> EvaluationSet:
 
 
 def open_captioned(path: Path) -> EvaluationSet:
-    """Open a retrieval set; raise UserError if it is none."""
+    """Open a retrieval set; raise UserError if it lacks its files."""
     found = open_set(path)
     if found.kind != "retrieval":
         raise UserError(f"{path} is a {found.kind} set, not a retrieval set; write retrieval to its dataset_type.txt.")
@@ -112,7 +112,7 @@ def open_captioned(path: Path) -> EvaluationSet:
 
 
 def open_labeled(path: Path) -> EvaluationSet:
-    """Open a zero-shot set with its class names and templates; raise UserError if it is none."""
+    """Open a zero-shot set with its class names and templates; raise UserError if it lacks its files."""
     found = open_set(path)
     if found.kind != "classification":
         raise UserError(f"{path} is a {found.kind} set; name a zero-shot set.")

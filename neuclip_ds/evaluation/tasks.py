@@ -59,7 +59,7 @@ class Task(BaseModel):
         return cls(key=f"{_OWN}{name}", name=name, folder=name, kind=kind, metric=metric)
 
     def find(self, places: Sequence[Path]) -> Path | None:
-        """Return the first folder with the name of its set, None if there is none."""
+        """Return the first folder with the name of its set, or None."""
         names = (self.folder, self.folder.removesuffix("_test"))
         return next((place for name in names for place in places if place.name == name and place.is_dir()), None)
 
@@ -78,7 +78,7 @@ class TaskList(BaseModel):
         Raises UserError if a name matches no task.
         """
         if unknown := next((name for name in names if not any(_fits(task, name) for task in self.tasks)), None):
-            raise UserError(f"There is no task {unknown}; the tasks are {', '.join(task.key for task in self.tasks)}.")
+            raise UserError(f"Unknown task {unknown}; the tasks are {', '.join(task.key for task in self.tasks)}.")
         return [task for task in self.tasks if not names or any(_fits(task, name) for name in names)]
 
     def with_own(self, others: Sequence[Task]) -> TaskList:

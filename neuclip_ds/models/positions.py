@@ -17,7 +17,7 @@ _IMAGE = re.compile(r"(visual|vision_model|vision)\.")
 
 
 def check_patches(size: int, patch: int, option: str = "model.force_image_size") -> None:
-    """Raise UserError if the image size of an option is no whole number of patches, which would crop the image."""
+    """Raise UserError if an option's image size is not a multiple of the patch size, which would crop the image."""
     if size % patch:
         below = size // patch * patch
         raise UserError(
@@ -58,7 +58,7 @@ STRETCHES: dict[str, Callable[[Tensor, int], Tensor]] = {"interpolate": interpol
 def fit_context(table: Tensor, length: int, stretch: str, special: int = 0) -> Tensor:
     """Return (n, d) position embeddings of a text tower as (length, d): stretched, or the first ones.
 
-    The first `special` rows are no positions and stay as they are (RoBERTa's).
+    The first `special` rows do not stand for positions and stay unchanged (RoBERTa's).
     """
     if length <= len(table):
         return table[:length]
@@ -68,7 +68,7 @@ def fit_context(table: Tensor, length: int, stretch: str, special: int = 0) -> T
 def fit_grid(table: Tensor, count: int) -> Tensor:
     """Resample (n, d) or (1, n, d) position embeddings of a square of patches to `count` rows, bicubically.
 
-    Rows before the patches, such as the class token's, stay as they are. A table that is no square is returned as is.
+    Rows before the patches, such as the class token's, stay as they are. A table that is not square is unchanged.
     """
     old = table.shape[-2]
     for tokens in range(min(old, count)):

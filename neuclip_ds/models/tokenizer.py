@@ -148,7 +148,7 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     except Exception as error:  # transformers and tokenizers raise many types for damaged files
         reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
         raise UserError(
-            f"{name} is no tokenizer that transformers can read from a folder or the hub ({reason}); name a folder "
+            f"transformers cannot read a tokenizer {name} from a folder or the hub ({reason}); name a folder "
             "with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, "
             "or spiece.model), or omit model.text.tokenizer to train a BPE on the captions."
         ) from error
@@ -176,7 +176,7 @@ def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> 
         raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
     with_text = (caption for caption in captions if caption.strip())
     if (first := next(with_text, None)) is None:
-        raise UserError("There is no caption with text to train a BPE on; check data.train or model.text.tokenizer.")
+        raise UserError("No caption has text to train a BPE on; check data.train or model.text.tokenizer.")
     backend = Tokenizer(models.BPE())
     backend.normalizer = normalizers.Sequence(
         [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]

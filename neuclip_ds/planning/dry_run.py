@@ -93,7 +93,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
         UserError: the file is missing, or a line is not `NAME slots=N`.
     """
     if not path.is_file():
-        raise UserError(f"There is no hostfile {path}; hostfiles/ holds examples.")
+        raise UserError(f"The hostfile {path} does not exist; hostfiles/ has examples.")
     nodes: dict[str, int] = {}
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines():
         entry = line.split("#")[0].strip()

@@ -30,7 +30,7 @@ class TrainingSet:
 
     Attributes:
         manifest: of all sources, one after the other, without the pairs that are held out.
-        sources: options of each; empty for a data set that is no mixture.
+        sources: options of each; empty for a single data set.
         parts: (n_shards,) number of samples in use of each shard, 0 for those of other sources, for each source.
     """
 

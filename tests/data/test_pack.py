@@ -195,7 +195,7 @@ def test_mistakes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             choose_columns(table, captions=captions)
     (tmp_path / "b.parquet").write_bytes(b"no parquet")
     for source in (tmp_path, tmp_path / "nothing"):
-        with pytest.raises(UserError, match="is no table"):
+        with pytest.raises(UserError, match="is not a table"):
             open_table(str(source))
     with pytest.raises(UserError, match="has no splits"):
         open_table(str(tmp_path / "a.csv"), "train")

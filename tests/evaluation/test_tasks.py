@@ -45,7 +45,7 @@ def test_choice_by_name_key_or_pattern() -> None:
     assert [task.name for task in TASKS.choose(["flickr", "IMAGENETV2"])] == ["ImageNet v2", "Flickr"]
     assert len(TASKS.choose(["wds_vtab-*"])) == 12
     assert len(TASKS.choose([])) == 38
-    with pytest.raises(UserError, match="There is no task cifar11; the tasks are vtab/caltech101, cifar10"):
+    with pytest.raises(UserError, match="Unknown task cifar11; the tasks are vtab/caltech101, cifar10"):
         TASKS.choose(["cifar10", "cifar11"])
 
 
@@ -95,7 +95,7 @@ def test_own_sets_in_a_folder_next_to_datacomps(tmp_path: Path, caplog: pytest.L
 
 def test_mistakes_with_own_sets(tmp_path: Path) -> None:
     root = write_own_sets(tmp_path / "a")
-    with pytest.raises(UserError, match=r"There is no task pts; the tasks are .*own/pets"):
+    with pytest.raises(UserError, match=r"Unknown task pts; the tasks are .*own/pets"):
         found_in(root, names=("pts",))
     with pytest.raises(UserError, match="2 evaluation sets are called pets"):
         found_in(root / "pets", write_own_sets(tmp_path / "b") / "pets")

@@ -117,7 +117,7 @@ def test_hostfiles_are_read_as_deepspeed_reads_them(path: Path, tmp_path: Path) 
     assert read_hostfile(commented) == {"node1": 8, "node2": 4}
 
 
-@pytest.mark.parametrize(("text", "words"), [("node1 8\n", "'node1 8'"), ("", "names no node"), (None, "no hostfile")])
+@pytest.mark.parametrize(("text", "words"), [("node1 8\n", "'node1 8'"), ("", "names no node"), (None, "not exist")])
 def test_hostfile_mistakes(text: str | None, words: str, tmp_path: Path) -> None:
     path = tmp_path / "hosts"
     if text is not None:

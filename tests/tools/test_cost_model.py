@@ -47,9 +47,9 @@ def test_machines_by_name(tmp_path: Path) -> None:
     path.write_text(json.dumps(to_json(rates)))
     measured = find_machine(str(path), "slingshot")
     assert measured.slow == measured.fast == from_json(json.loads(path.read_text())) == rates
-    with pytest.raises(UserError, match=r"z80 is none of the machines .*choose one of h100"):
+    with pytest.raises(UserError, match=r"z80 is not among the machines .*choose one of h100"):
         find_machine("z80", "slingshot")
-    with pytest.raises(UserError, match=r"nowhere/machine\.json holds no machine"):
+    with pytest.raises(UserError, match=r"nowhere/machine\.json does not describe a machine"):
         find_machine("nowhere/machine.json", "slingshot")
 
 

@@ -38,7 +38,7 @@ def test_every_method_is_compared_by_valid_commands() -> None:
     with pytest.raises(UserError, match="Unknown arm siglipp; did you mean siglip"):
         study.chosen(["siglipp"])
     assert [str(Regime.parse(text)) for text in ("32x3", "32x30/10")] == ["32x3", "32x30/10"]
-    with pytest.raises(UserError, match="32 is no regime"):
+    with pytest.raises(UserError, match="32 is not a regime"):
         Regime.parse("32")
 
 

@@ -70,7 +70,7 @@ def test_a_run_that_diverges_has_failed_for_weights_and_biases_too(tmp_path: Pat
     assert event["kind"] == "diverged"
     assert f"to {event['step']} were skipped" in event["message"]
     assert "and there is no checkpoint to return to: lower optimizer.lr" in event["message"]
-    assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [f"error: {event['words']}"]
+    assert [line for line in ended.stderr.splitlines() if line.startswith("error: ")] == [f"error: {event['message']}"]
     assert event["message"] in (tmp_path / "run" / "log.txt").read_text()
     seen = {line["step"]: line["indices"] for line in records(tmp_path / "run" / "samples" / "rank00000.jsonl")}
     assert event["indices"] == seen[event["step"]]

@@ -77,7 +77,7 @@ class Regime(NamedTuple):
         """
         match = re.fullmatch(r"(\d+)x(\d+)(/10)?", text)
         if match is None:
-            raise UserError(f"{text} is no regime: write BATCHxEPOCHS, such as 32x3, or 32x30/10 for n/10 pairs.")
+            raise UserError(f"{text} is not a regime: write BATCHxEPOCHS, such as 32x3, or 32x30/10 for n/10 pairs.")
         return cls(int(match[1]), int(match[2]), match[3] is not None)
 
 

@@ -87,7 +87,7 @@ def download(name: str, patterns: Sequence[str], option: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses
         raise UserError(
-            f"{option}={name} is no local folder and cannot be downloaded from the hub ({first_sentence(error)}): "
+            f"{option}={name} is not a local folder and cannot be downloaded from the hub ({first_sentence(error)}): "
             "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
             "(HF_HOME)."
         ) from error

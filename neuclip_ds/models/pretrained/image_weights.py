@@ -26,7 +26,7 @@ def locate_image_weights(vision: VisionConfig) -> ImageWeights:
     """Locate the weights, downloading them from the hub if needed; call on one rank only.
 
     Raises:
-        UserError: there are none of that name, they are of another model, or cannot be downloaded.
+        UserError: no weights have that name, or they belong to another model, or cannot be downloaded.
     """
     path, known = Path(vision.pretrained).expanduser(), timm.get_pretrained_cfg(weights_name(vision))
     config: Mapping[str, Any] = {} if known is None else known.to_dict()
@@ -62,7 +62,7 @@ def _download(vision: VisionConfig, config: Mapping[str, Any], files: list[str])
     elif "/" not in hub:
         tags = [name.partition(".")[2] for name in timm.list_pretrained(f"{vision.name}.*")]
         raise UserError(
-            f"model.vision.pretrained={hub} is no file, folder, hub name, nor a tag of timm's {vision.name}: "
+            f"model.vision.pretrained={hub} is not a file, folder, hub name, nor a tag of timm's {vision.name}: "
             f"{', '.join(tags) or 'it has none'}."
         )
     name = hub + tagged if hub.endswith("/") else hub

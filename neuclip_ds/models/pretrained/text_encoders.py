@@ -92,7 +92,7 @@ class TextEncoder:
         return TextTower(trunk, projection, self.pooling, tokenizer.eos_id, pad_id)
 
     def _stretched(self) -> tuple[Any, int]:
-        """Return the config with as many learned positions as the context needs, and how many rows are no positions."""
+        """Return the config with as many learned positions as the context needs, and its rows without a position."""
         with torch.device("meta"):
             trunk = self._kind(self._published)
         for name, module in trunk.named_modules():

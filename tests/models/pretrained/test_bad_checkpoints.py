@@ -51,8 +51,8 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("openai/clip-vit-base-patch32", "no local folder and cannot be downloaded from the hub"),
-        ("/nowhere/at/all", "no local folder and cannot be downloaded from the hub"),
+        ("openai/clip-vit-base-patch32", "not a local folder and cannot be downloaded from the hub"),
+        ("/nowhere/at/all", "not a local folder and cannot be downloaded from the hub"),
         (
             "open_clip:ViT-B-32/laion2b_s34b_b79k",
             "download laion/CLIP-ViT-B-32-laion2B-s34B-b79K on a machine with network",
@@ -60,7 +60,7 @@ def refusal(folder: Path) -> str:
         ("open_clip:ViT-H-14-quickgelu/dfn5b", "open_clip:ViT-H-14-quickgelu/FILE"),
         ("open_clip:ViT-B-32/openai", "name open_clip:ViT-B-32-quickgelu/openai"),
         ("open_clip:ViT-B-32/imagenet", "names neither a file nor one of open_clip's weights for ViT-B-32: openai"),
-        ("open_clip:ViT-B-33/openai", "no local folder and cannot be downloaded from the hub"),
+        ("open_clip:ViT-B-33/openai", "not a local folder and cannot be downloaded from the hub"),
     ],
 )
 def test_names_without_network(name: str, words: str) -> None:
@@ -107,7 +107,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "damaged tokenizer": (
         "clip",
         lambda folder: (folder / "tokenizer.json").write_text("{}"),
-        "is no tokenizer that transformers can read",
+        "cannot read a tokenizer",
     ),
     "damaged tokenizer of open_clip": (
         "open_clip",
@@ -131,7 +131,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
         lambda folder: (folder / "model.safetensors").write_bytes(b"nothing of use"),
         "transformers cannot read the weights",
     ),
-    "no tokenizer": ("clip", without("tokenizer*"), "is no tokenizer that transformers can read"),
+    "no tokenizer": ("clip", without("tokenizer*"), "cannot read a tokenizer"),
     "another tokenizer": (
         "clip",
         config(lambda tree: tree["text_config"].update(eos_token_id=3)),

@@ -247,7 +247,7 @@ def refusal(config: ModelConfig) -> str:
 
 
 def test_what_is_refused(tmp_path: Path) -> None:
-    assert "model.text.pretrained=a/b is no local folder and cannot be downloaded" in refusal(config_of(Path("a/b")))
+    assert "model.text.pretrained=a/b is not a local folder" in refusal(config_of(Path("a/b")))
     assert "holds no config.json that transformers can read" in refusal(config_of(tmp_path))
     xlm_roberta(tmp_path / "small", vocab_size=10)
     assert "but the model's vocabulary ends at 9" in refusal(config_of(tmp_path / "small"))
