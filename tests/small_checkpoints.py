@@ -8,9 +8,10 @@ from build import batch, objective, pairs, step
 from torch import nn
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.checkpoint.engine_state import engine_files
+from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Objective
+from neuclip_ds.state.shards import shard_files, table_shards
 
 FACTS = {"seed": 0, "method": "neuclip"}
 DATA = {"hash": "abc", "step": 0}
@@ -58,5 +59,11 @@ def keeper(
 
 def save_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
     """Write weights and optimizer state, on all ranks together, into an existing folder."""
-    for file in engine_files(engine, communicator):
+    for file in shard_files(engine_shards(engine, communicator), engine_facts(engine), communicator):
+        file.write(folder)
+
+
+def save_tables(folder: Path, objective: Objective, communicator: Communicator | None = None) -> None:
+    """Write an objective's partitioned tables, on all ranks together."""
+    for file in shard_files(table_shards(objective.row_tables()), {}, communicator or Communicator()):
         file.write(folder)

@@ -16,9 +16,10 @@ from forks import Program
 from safetensors.torch import load_file
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.checkpoint.sharded_state import STATE, WEIGHT, StateFiles
 from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.objectives import METHODS
+from neuclip_ds.state.shards import TABLE
 
 if TYPE_CHECKING:
     from neuclip_ds.config import Config
@@ -145,14 +146,15 @@ def records(path: Path) -> list[dict[str, Any]]:
 
 
 def weights(checkpoint: Path) -> dict[str, Tensor]:
-    files = StateFiles(checkpoint / "engine")
+    files = StateFiles(checkpoint / STATE)
     return {name: files.read(name, WEIGHT) for name in files.shapes}
 
 
 def log_u(checkpoint: Path) -> Tensor:
-    """(n, 2), joined from what each rank wrote."""
-    parts = [load_file(path) for path in sorted(checkpoint.glob("samples.*.safetensors"))]
-    return torch.cat([table for part in parts for table in part.values()])
+    """(n, 2)"""
+    files = StateFiles(checkpoint / STATE)
+    (name,) = (name for name in files.names(TABLE) if name.startswith("samples/"))
+    return files.read(name, TABLE)
 
 
 def tensors(checkpoint: Path) -> dict[str, bytes]:
@@ -168,7 +170,7 @@ def tensors(checkpoint: Path) -> dict[str, bytes]:
 def outcome(runs: Path, run: str = "run") -> dict[str, object]:
     """What two equal runs leave: tensors and counters of the newest checkpoint, metrics, the samples of every step."""
     checkpoint = newest_checkpoint(runs, run)
-    counters = json.loads((checkpoint / "engine" / "engine.json").read_text())["counters"]
+    counters = json.loads((checkpoint / STATE / "index.json").read_text())["counters"]
     lines = records(runs / run / "metrics.jsonl")
     metrics = [{name: value for name, value in line.items() if name not in TIMES} for line in lines]
     samples = {path.name: path.read_text() for path in sorted((runs / run / "samples").iterdir())}

@@ -27,12 +27,13 @@ from benchmarking import machine, on_ranks
 from benchmarking.synthetic_profile import SyntheticSteps
 
 from neuclip_ds.checkpoint.checkpoints import Checkpoints
-from neuclip_ds.checkpoint.engine_state import engine_files
+from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.launch import connected
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.recipe import load_recipe, override, validate
+from neuclip_ds.state.shards import shard_files
 
 _MODELS = {"vitb32": "models/vitb32", "vitb16": "models/vitb16", "rn50": "models/rn50", "vith14": "models/dfn5b_vith14"}
 _FACTS = {"method": "benchmark"}
@@ -61,11 +62,12 @@ class _Run:
     def write_unchecked(self, folder: Path) -> None:
         """Write and sync the engine's files, which are nearly all of a checkpoint."""
         folder.mkdir(exist_ok=True)
-        for file in engine_files(self.engine, self._communicator):
+        ranks = self._communicator
+        for file in shard_files(engine_shards(self.engine, ranks), engine_facts(self.engine), ranks):
             file.write(folder)
             with (folder / file.name).open("rb") as written:
                 os.fsync(written.fileno())
-        self._communicator.barrier()
+        ranks.barrier()
 
     def save(self, checkpoints: Checkpoints) -> Path:
         return checkpoints.save(self._number, self.engine, self.objective, _FACTS, {})

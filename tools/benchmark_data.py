@@ -36,8 +36,8 @@ from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.scan import ScanOptions
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.state.partition import load_rows, save_rows
 from neuclip_ds.state.sample_store import SampleStore
+from neuclip_ds.state.shards import ShardFiles, shard_files, table_shards
 
 PARTS = ("raw", "order", "store")
 BILLION, SHARDS = 1_000_000_000, 100_000
@@ -143,12 +143,13 @@ def store_of(n: int) -> list[str]:
         plain = _seconds(lambda: _write_plainly(folder / "plain", 8 * n))
         (folder / "plain").unlink()
         began = time.perf_counter()
-        save_rows(folder, "samples", store.rows())
-        (saved,) = folder.iterdir()
+        for file in shard_files(table_shards({"samples": store.rows()}), {}, Communicator()):
+            file.write(folder)
+        (saved,) = folder.glob("*.safetensors")
         sync(saved)
         save = time.perf_counter() - began
         sync(saved, forget=True)
-        load = _seconds(lambda: load_rows(folder, "samples", store.rows()))
+        load = _seconds(lambda: ShardFiles(folder).fill({"samples": store.rows()}))
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
         sync(saved, forget=True)
         plain_read = _seconds(lambda: _read_plainly([str(saved)], 64 << 20))

@@ -4,9 +4,8 @@
 
     meta.json                       step, position in the data, fingerprint of the run (`facts`), and the
                                     checksums of all files (checkpoint/integrity.py)
-    engine/                         float32 weights and moments, one file a rank (checkpoint/sharded_state.py)
-    objective.safetensors           what is equal on all ranks: temperature, counters
-    NAME.START-STOP.safetensors     partitioned tables: per-sample statistics, NPN columns (state/partition.py)
+    state/                          float32 weights, moments and the objective's state, one file a rank
+                                    (checkpoint/sharded_state.py)
     config.yaml, tokenizer/, model/ what the model was trained with
 
 It is written under `.partial-...`, synced to disk and read back, and renamed by rank 0 when all ranks are done. Nothing
@@ -24,7 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.checkpoint.engine_state import engine_files, load_engine
+from neuclip_ds.checkpoint.engine_state import engine_facts, engine_shards, load_engine
 from neuclip_ds.checkpoint.integrity import (
     META,
     DamagedCheckpoint,
@@ -37,12 +36,13 @@ from neuclip_ds.checkpoint.integrity import (
     verify,
     write_files,
 )
+from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, atomic_write, sync, sync_folders
 from neuclip_ds.objectives.base import Objective
-from neuclip_ds.state.partition import load_rows, row_files
-from neuclip_ds.state.tensor_file import BytesFile, StateFile, TensorFile, read_tensors
+from neuclip_ds.state.shards import shard_files, table_shards, whole
+from neuclip_ds.state.tensor_file import BytesFile, StateFile
 
 log = logging.getLogger(__name__)
 
@@ -244,18 +244,18 @@ class Checkpoints:
 
     def load(self, path: Path, engine: Any, objective: Objective) -> None:
         """Fill engine and objective from a checkpoint of `newest`; raise `UserError` where files do not match."""
-        load_engine(path / "engine", engine, self._communicator)
-        for name, table in objective.row_tables().items():
-            load_rows(path, name, table)
-        objective.load_replicated_state(read_tensors(path / "objective.safetensors"))
+        files = load_engine(path / STATE, engine, self._communicator)
+        files.fill(objective.row_tables())
+        objective.load_replicated_state(files.whole(OBJECTIVE))
 
     def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
         """Return what this rank writes, with views of the state."""
-        files = [file._replace(name=f"engine/{file.name}") for file in engine_files(engine, self._communicator)]
-        for name, table in objective.row_tables().items():
-            files += row_files(name, table)
+        shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if self._communicator.rank == 0:
-            files.append(TensorFile("objective.safetensors", objective.replicated_state()))
+            shards |= whole(OBJECTIVE, objective.replicated_state())
+        state = shard_files(shards, engine_facts(engine), self._communicator)
+        files = [file._replace(name=f"{STATE}/{file.name}") for file in state]
+        if self._communicator.rank == 0:
             files += [BytesFile(name, content) for name, content in self._trained_with.items()]
         return files
 
@@ -273,7 +273,7 @@ class Checkpoints:
                     raise SaveFailed(
                         f"{partial} needs {needed / 1e9:.3g} GB, but its disk has {free / 1e9:.3g} GB left."
                     )
-                for name in ("engine/files", *self._trained_with):
+                for name in (f"{STATE}/files", *self._trained_with):
                     (partial / name).parent.mkdir(parents=True, exist_ok=True)
 
         self._communicator.on_rank_zero(make)

@@ -8,60 +8,59 @@ and DeepSpeed's counts of steps and samples, with fp16 the loss scale. Hyper-par
 """
 
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import (
-    BUFFERS,
-    WEIGHT,
-    StateFiles,
-    index_file,
-    scalar_key,
-    shard_key,
-    shards_file,
-)
+from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.update import loss_scale_of
 from neuclip_ds.engine.zero import Placement, parameter_shapes, placements, refresh_weights, release_gathered
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
-from neuclip_ds.state.tensor_file import StateFile, TensorFile
+from neuclip_ds.state.shards import Shards, shard_key, whole
 
 _WRITERS = 16  # ranks that share what all hold: all read it, so that more would open more files
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
-def engine_files(engine: Any, communicator: Communicator) -> list[StateFile]:
-    """Return the files of weights and optimizer state that this rank writes, with views of both; a collective call."""
-    shards = dict(_state_shards(engine, communicator))
-    keys = communicator.gather_objects(list(shards))
-    files: list[StateFile] = [shards_file(communicator.rank, communicator.world_size, shards)]
-    if communicator.rank == 0:
-        counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
-        if (scale := loss_scale_of(engine)) is not None:
-            counters |= scale.state()
-        index = index_file(parameter_shapes(engine.module), keys, counters)
-        files += [TensorFile(BUFFERS, _buffers(engine.module)), index]
-    return files
+def engine_shards(engine: Any, communicator: Communicator) -> Shards:
+    """Return what this rank writes of weights, buffers and optimizer state, with views of them."""
+    shards, scalars = dict[str, Tensor](), dict[str, Tensor]()
+    for place in placements(engine, communicator.rank):
+        part = _share(place, communicator)
+        state = engine.basic_optimizer.state.get(place.master, {})
+        for kind, value in {WEIGHT: part.master, **state}.items():
+            if not isinstance(value, Tensor):
+                continue
+            if kind != WEIGHT and value.ndim == 0:
+                scalars[f"{part.name}/{kind}"] = value
+            elif part.start < part.stop:
+                shards[shard_key(kind, part.name, part.start, part.stop)] = part.within(value)
+    return shards | (whole(SCALAR, scalars) | whole(BUFFER, _buffers(engine.module)) if communicator.rank == 0 else {})
 
 
-def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
+def engine_facts(engine: Any) -> dict[str, Any]:
+    """Return what the index of the shards holds: shapes of the parameters and counters."""
+    counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
+    if (scale := loss_scale_of(engine)) is not None:
+        counters |= scale.state()
+    return {"parameters": parameter_shapes(engine.module), "counters": counters}
+
+
+def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
     """Fill a freshly built engine, on all ranks together, from what any number of ranks of any ZeRO stage wrote.
 
-    The caller has verified them. Raises `UserError` on all ranks where any finds files missing or of another model.
+    The caller has verified the files, which are returned. Raises `UserError` on all ranks where any finds files missing
+    or of another model.
     """
 
     def read() -> StateFiles:
-        with _explained(folder):
-            files = _open(folder, engine.module)
-            _fill(files, engine, communicator)
-            _fill_buffers(files, engine.module)
+        files = _open(folder, engine.module)
+        _fill(files, engine, communicator)
+        _fill_buffers(files, engine.module)
         return files
 
     release_gathered(engine)
@@ -71,6 +70,7 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> None:
         setattr(engine, name, files.counters[name])
     if (scale := loss_scale_of(engine)) is not None:
         scale.load_state(files.counters)
+    return files
 
 
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
@@ -80,23 +80,11 @@ def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
     """
 
     def read() -> None:
-        with _explained(folder):
-            files = _open(folder, engine.module)
-            _check_weights(files, engine, communicator)
-            _fill(files, engine, communicator, weights=False)
+        files = _open(folder, engine.module)
+        _check_weights(files, engine, communicator)
+        _fill(files, engine, communicator, weights=False)
 
     communicator.on_every_rank(read)
-
-
-@contextmanager
-def _explained(folder: Path) -> Iterator[None]:
-    """Turn errors of files, which were intact when the caller verified them, into `UserError`."""
-    try:
-        yield
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder} cannot be read ({error}): restore it, or delete the checkpoint to resume from an older one."
-        ) from error
 
 
 def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -> None:
@@ -107,21 +95,6 @@ def _check_weights(files: StateFiles, engine: Any, communicator: Communicator) -
                 f"{files.folder} belongs to other weights than this run starts from ({place.name} differs): set "
                 "model.pretrained and the precision as they were in its recovery."
             )
-
-
-def _state_shards(engine: Any, communicator: Communicator) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors that this rank writes, as views, with their keys."""
-    for place in placements(engine, communicator.rank):
-        part = _share(place, communicator)
-        state = engine.basic_optimizer.state.get(place.master, {})
-        for kind, value in {WEIGHT: part.master, **state}.items():
-            if not isinstance(value, Tensor):
-                continue
-            if kind != WEIGHT and value.ndim == 0:
-                if communicator.rank == 0:
-                    yield scalar_key(kind, part.name), value
-            elif part.start < part.stop:
-                yield shard_key(kind, part.name, part.start, part.stop), part.within(value)
 
 
 def _share(place: Placement, communicator: Communicator) -> Placement:
@@ -142,13 +115,13 @@ def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: b
         by_master[place.master].append(place)
     for master, places in by_master.items():
         trained = places if master.requires_grad else []
-        scalars = {kind: value for place in trained for kind, value in files.scalars(place.name).items()}
+        scalars = {kind: x for place in trained for kind, x in files.whole(SCALAR, f"{place.name}/").items()}
         kinds = {kind for place in trained for kind in files.kinds(place.name)} - {WEIGHT}
         state = {kind: torch.zeros_like(master) for kind in sorted(kinds)}
-        for kind, whole in ({WEIGHT: master.zero_(), **state} if weights else state).items():
+        for kind, target in ({WEIGHT: master.zero_(), **state} if weights else state).items():
             for place in places:
                 if place.start < place.stop and (kind == WEIGHT or kind in files.kinds(place.name)):
-                    place.within(whole).copy_(files.read(place.name, kind, place.start, place.stop))
+                    place.within(target).copy_(files.read(place.name, kind, place.start, place.stop))
         if state or scalars:
             # a fused optimizer counts its steps where it steps, the others on the CPU
             counted_on = master.device if optimizer.defaults.get("fused") else torch.device("cpu")
@@ -177,7 +150,7 @@ def _buffers(module: Any) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def _fill_buffers(files: StateFiles, module: Any) -> None:
-    buffers, found = _buffers(module), files.buffers()
+    buffers, found = _buffers(module), files.whole(BUFFER)
     if missing := sorted(buffers.keys() - found.keys()):
         raise UserError(
             f"{files.folder} lacks the buffers {missing} of this run's model: set model.* back, or give the run "

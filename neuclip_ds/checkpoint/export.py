@@ -1,12 +1,15 @@
 """Export the model of a run to the file format of another library: weights, temperature and tokenizer."""
 
+from collections.abc import Mapping
 from pathlib import Path
+
+from torch import Tensor
 
 from neuclip_ds.checkpoint.checkpoints import read_best, step_folder
 from neuclip_ds.checkpoint.integrity import verify
 from neuclip_ds.checkpoint.model_card import model_card
 from neuclip_ds.checkpoint.saved_model import find_checkpoint, open_run
-from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import check_unused, new_folder
@@ -14,7 +17,6 @@ from neuclip_ds.models.export import export, write_towers
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import merged
 from neuclip_ds.objectives.temperature import trained_temperature
-from neuclip_ds.state.tensor_file import read_tensors
 
 
 def export_run(
@@ -37,9 +39,9 @@ def export_run(
     checkpoint = find_checkpoint(_best(path) if best else path)
     verify(checkpoint)
     run = open_run(checkpoint)
-    logits = _logits(checkpoint, run.config, run.start)
-    trained = StateFiles(checkpoint / "engine", verified=True).weights(average)
-    source, weights = merged(run.source, run.tokenizer, trained)
+    state = StateFiles(checkpoint / STATE, verified=True)
+    logits = _logits(state.whole(OBJECTIVE), run.config, run.start)
+    source, weights = merged(run.source, run.tokenizer, state.weights(average))
     with new_folder(folder) as unfinished:
         if form == "towers":
             model = source.build(run.tokenizer)
@@ -59,9 +61,8 @@ def _best(run: Path) -> Path:
     return step_folder(run / "checkpoints", found.step)
 
 
-def _logits(checkpoint: Path, config: Config, start: LogitParameters) -> LogitParameters:
+def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:
     """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
-    state = read_tensors(checkpoint / "objective.safetensors")
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from neuclip_ds.checkpoint.checkpoints import verify_together
 from neuclip_ds.checkpoint.integrity import is_complete
-from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.checkpoint.sharded_state import STATE, StateFiles
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -42,7 +42,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
         verify_together(checkpoint, communicator)
         run = open_run(checkpoint)
         model = run.source.build(run.tokenizer)
-        model.load_state_dict(StateFiles(checkpoint / "engine", verified=True).weights(average))
+        model.load_state_dict(StateFiles(checkpoint / STATE, verified=True).weights(average))
         return SavedModel(
             f"{checkpoint}{' (ema)' if average else ''}",
             model,

@@ -1,6 +1,5 @@
 """`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,7 +7,6 @@ from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
@@ -21,10 +19,9 @@ from neuclip_ds.objectives.compose import compose_objective
 from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
-from neuclip_ds.state.partition import load_rows, save_rows
-from neuclip_ds.state.tensor_file import read_tensors
+from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards, whole
 
-_META, _REPLICATED = "loss.json", "loss.safetensors"
+_REPLICATED = "objective"  # kind of what is equal on all ranks
 
 
 class ContrastiveLoss(nn.Module):
@@ -193,12 +190,11 @@ class ContrastiveLoss(nn.Module):
         """Write the state of all ranks to a folder. All ranks call it; `load` works with any number of ranks."""
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
-        for name, table in self._objective.row_tables().items():
-            save_rows(folder, name, table)
+        shards = table_shards(self._objective.row_tables())
         if self._communicator.rank == 0:
-            state = self._objective.replicated_state()
-            save_file({key: value.detach().cpu().contiguous() for key, value in state.items()}, folder / _REPLICATED)
-            (folder / _META).write_text(json.dumps(self._facts()), encoding="utf-8")
+            shards |= whole(_REPLICATED, self._objective.replicated_state())
+        for file in shard_files(shards, self._facts(), self._communicator):
+            file.write(folder)
         self._communicator.barrier()
 
     def load(self, folder: Path | str) -> None:
@@ -208,13 +204,12 @@ class ContrastiveLoss(nn.Module):
             UserError: the folder is incomplete, or belongs to another method, width or data set.
         """
         folder = Path(folder)
-        if not (folder / _META).is_file():
-            raise UserError(f"{folder} holds no saved loss: {_META} is missing.")
-        facts = json.loads((folder / _META).read_text(encoding="utf-8"))
-        self._prepare_for(facts, str(folder))
-        for name, table in self._objective.row_tables().items():
-            load_rows(folder, name, table)
-        self._objective.load_replicated_state(read_tensors(folder / _REPLICATED))
+        if not (folder / INDEX).is_file():
+            raise UserError(f"{folder} holds no saved loss: {INDEX} is missing.")
+        files = ShardFiles(folder)
+        self._prepare_for(files.facts, str(folder))
+        files.fill(self._objective.row_tables())
+        self._objective.load_replicated_state(files.whole(_REPLICATED))
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""

@@ -8,16 +8,13 @@ so that saving a table of gigabytes needs no second copy in memory.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file
 from torch import Tensor
 
-from neuclip_ds.errors import UserError
 from neuclip_ds.files import Checksum, ChecksumWriter
 
 CHUNK_BYTES = 64 << 20
@@ -40,7 +37,6 @@ class TensorFile(NamedTuple):
 
     name: str  # relative to the folder
     tensors: Mapping[str, Tensor]
-    metadata: Mapping[str, str] = {}
 
     @property
     def bytes(self) -> int:
@@ -53,7 +49,7 @@ class TensorFile(NamedTuple):
 
     def write(self, folder: Path) -> Checksum:
         """Write the file with at most one chunk of 64 MB in extra memory, and return its checksum."""
-        header: dict[str, object] = {"__metadata__": dict(self.metadata)}
+        header: dict[str, object] = {}
         end = 0
         for name, tensor in self.tensors.items():
             start, end = end, end + tensor.numel() * tensor.element_size()
@@ -101,23 +97,3 @@ def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
         return (tensor,)
     row = tensor[0].numel() * tensor.element_size()
     return tensor.split(max(1, CHUNK_BYTES // row))
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Read the tensors of a safetensors file; raise UserError if it is missing, or is none."""
-    return _readable(path, load_file)
-
-
-def open_tensors(path: Path) -> Any:
-    """Open a safetensors file, whose tensors are read on demand; raise UserError if it is missing, or is none."""
-    return _readable(path, lambda path: safe_open(path, framework="pt"))
-
-
-def _readable(path: Path, read: Callable[[Path], Any]) -> Any:
-    try:
-        return read(path)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{path} is not a readable safetensors file ({error}): restore it, or delete its checkpoint to use an "
-            "older one."
-        ) from error

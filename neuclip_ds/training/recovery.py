@@ -17,14 +17,13 @@ import torch
 from neuclip_ds.checkpoint.checkpoints import complete_checkpoints, verify_together
 from neuclip_ds.checkpoint.engine_state import load_moments
 from neuclip_ds.checkpoint.integrity import is_complete, read_meta
+from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
 from neuclip_ds.config import Config
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.batch_norm import batch_norms, kept_statistics
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.objectives.options import ObjectiveConfig
-from neuclip_ds.state.partition import load_rows
-from neuclip_ds.state.tensor_file import read_tensors
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
 from neuclip_ds.training.plan import check_data
@@ -94,7 +93,7 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
                 f"{checkpoint} holds moments of optimizer.name={meta['facts']['optimizer']}, this run has {wanted}: "
                 "set it back, or give --recovery.restore='[\"statistics\"]'."
             )
-        load_moments(checkpoint / "engine", context.engine, context.communicator)
+        load_moments(checkpoint / STATE, context.engine, context.communicator)
     transferred = [kind for kind in recovery.restore if kind == "moments" or _TABLE in objective.row_tables()]
     if "statistics" in transferred:
         if not keeps_u(meta["facts"]["method"]):
@@ -103,14 +102,15 @@ def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> No
                 "--recovery.restore='[\"moments\"]', or recover with --recovery.loss=gcl."
             )
         check_data(meta["data"], context.data.manifest)
-        states = read_tensors(checkpoint / "objective.safetensors"), objective.replicated_state()
+        files = StateFiles(checkpoint / STATE, verified=True)
+        states = files.whole(OBJECTIVE), objective.replicated_state()
         found, here = (float(state.get(_TAU, torch.nan)) for state in states)
         if found != here and not math.isnan(here):
             raise UserError(
                 f"{checkpoint} holds u at the temperature {found:.6g}, this run has {here:.6g}: set "
                 "objective.temperature.initial back, or recover again."
             )
-        load_rows(checkpoint, _TABLE, objective.row_tables()[_TABLE])
+        files.fill({_TABLE: objective.row_tables()[_TABLE]})
     log.info("%s are taken from %s", " and ".join(transferred) or "no statistics", checkpoint)
 
 

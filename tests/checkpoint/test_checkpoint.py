@@ -68,8 +68,8 @@ def test_a_step_saved_again_replaces_the_old(tmp_path: Path) -> None:
 def test_weights_that_are_missing(tmp_path: Path) -> None:
     built = trained()
     path = keeper(tmp_path).save(1, PlainEngine(), built, FACTS, DATA)
-    (path / "engine" / "fragments.00000-of-00001.safetensors").unlink()
-    with pytest.raises(UserError, match=r"engine cannot be read .*fragments\.00000-of-00001\.safetensors.*restore it"):
+    (path / "state" / "00000-of-00001.safetensors").unlink()
+    with pytest.raises(UserError, match=r"00000-of-00001\.safetensors cannot be read .*restore it"):
         keeper(tmp_path).load(path, PlainEngine(), built)
 
 

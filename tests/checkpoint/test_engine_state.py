@@ -14,7 +14,7 @@ from small_checkpoints import save_engine
 from torch import Tensor, nn
 
 from neuclip_ds.checkpoint.engine_state import load_engine
-from neuclip_ds.checkpoint.sharded_state import WEIGHT, StateFiles
+from neuclip_ds.checkpoint.sharded_state import BUFFER, SCALAR, WEIGHT, StateFiles
 from neuclip_ds.config import Config, OptimizerConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
@@ -125,9 +125,9 @@ def content(folder: Path) -> dict[str, Tensor]:
     files = StateFiles(folder)
     found = {f"{kind} of {name}": files.read(name, kind) for name in files.shapes for kind in files.kinds(name)}
     for name in files.shapes:
-        found.update({f"{kind} of {name}": value for kind, value in files.scalars(name).items()})
+        found.update({f"{kind} of {name}": value for kind, value in files.whole(SCALAR, f"{name}/").items()})
     found.update({f"counter {name}": torch.tensor(value) for name, value in files.counters.items()})
-    return found | load_file(folder / "buffers.safetensors")
+    return found | files.whole(BUFFER)
 
 
 def unequal(left: Path, right: Path) -> set[str]:
@@ -159,7 +159,7 @@ def hand_back(cases: list[Case], folder: Path) -> None:
     for case in cases:
         where = place(folder, case)
         assert unequal(where / "broken", where / "whole") == set()
-        in_16_bits = {f"{WEIGHT} of {FROZEN}", *load_file(where / "first" / "buffers.safetensors")}
+        in_16_bits = {f"{WEIGHT} of {FROZEN}", *StateFiles(where / "first").whole(BUFFER)}
         assert unequal(where / "third", where / "first") <= in_16_bits, "these have no float32 master"
         complete(where / "third", case)
 
@@ -173,11 +173,12 @@ def complete(folder: Path, case: Case) -> None:
     for name in sizes:
         trained = name != FROZEN
         assert files.kinds(name) == (sorted([WEIGHT, *kinds]) if trained else [WEIGHT])
-        assert sorted(files.scalars(name)) == (scalars if trained else [])
-        assert all(value == 2 for value in files.scalars(name).values())
+        assert sorted(files.whole(SCALAR, f"{name}/")) == (scalars if trained else [])
+        assert all(value == 2 for value in files.whole(SCALAR, f"{name}/").values())
         assert not trained or files.read(name, WEIGHT).dtype == torch.float32
     written = [
-        sum(value.numel() for value in load_file(path).values() if value.ndim) for path in folder.glob("fragments.*")
+        sum(value.numel() for key, value in load_file(path).items() if not key.endswith("/whole"))
+        for path in folder.glob("*.safetensors")
     ]
     assert sum(written) == sum(sizes.values()) * (1 + len(kinds)) - sizes[FROZEN] * len(kinds)
     assert max(written) <= 2 * min(written), "all ranks write"
@@ -188,7 +189,7 @@ def test_another_world_size_and_stage_keep_every_bit(tmp_path: Path) -> None:
     said = hand_over([("adamw", engine) for engine in STAGES] + [("lion", "zero1_fp32")], 1, tmp_path)
     for missing, foreign in said:
         assert re.match(r"rank 1 on \S+: .*cannot be read", missing)
-        assert "nowhere/engine.json" in missing
+        assert "nowhere/index.json" in missing
         assert foreign.startswith("rank 0 on ")
         assert "has the parameter 0.weight in the shape [5, 3], this run's model in [6, 3]: set model.* back" in foreign
 
@@ -209,14 +210,14 @@ def load_from_few_files(communicator: Communicator, folder: Path, engines: list[
         source, copy = folder / name, folder / f"{name}-{communicator.world_size}-{communicator.rank}"
         engine = build(("adamw", name), communicator, seed=1, freeze=False)
         parts, needed = {part.name: part for part in placements(engine, communicator.rank)}, {0}
-        for file, keys in enumerate(json.loads((source / "engine.json").read_text())["keys"]):
-            for name, place in (key.split("/")[1:] for key in keys if not key.endswith("/scalar")):
+        for file, keys in enumerate(json.loads((source / "index.json").read_text())["keys"]):
+            for name, place in (key.split("/")[1:] for key in keys if not key.endswith("/whole")):
                 part, (start, stop) = parts.get(name), map(int, place.split("-"))
                 if part is not None and max(start, part.start) < min(stop, part.stop):
                     needed.add(file)
         shutil.copytree(source, copy)
-        for path in copy.glob("fragments.*"):
-            if int(path.name.split(".")[1].split("-")[0]) not in needed:
+        for path in copy.glob("*.safetensors"):
+            if int(path.name.split("-")[0]) not in needed:
                 path.unlink()
         load_engine(copy, engine, communicator)
         weights_are_masters(engine, StateFiles(source))

@@ -7,11 +7,12 @@ import pytest
 import torch
 from build import VARIANTS, batch, objective, pairs, step
 from ranks import run_ranks
+from small_checkpoints import save_tables
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.section import merge
-from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.state.shards import ShardFiles
 
 ROWS, DIM = 12, 5
 
@@ -38,8 +39,7 @@ def save(communicator: Communicator, folder: Path) -> None:
             one_step(built, communicator, number)
         target = folder / name
         target.mkdir(exist_ok=True)
-        for table, rows in built.row_tables().items():
-            save_rows(target, table, rows)
+        save_tables(target, built, communicator)
         if communicator.rank == 0:
             torch.save(built.replicated_state(), target / "replicated.pt")
 
@@ -48,8 +48,7 @@ def resume(communicator: Communicator, folder: Path) -> dict[str, Any]:
     results = {}
     for name in VARIANTS:
         built = build(name, communicator)
-        for table, rows in built.row_tables().items():
-            load_rows(folder / name, table, rows)
+        ShardFiles(folder / name).fill(built.row_tables())
         built.load_replicated_state(torch.load(folder / name / "replicated.pt", weights_only=True))
         results[name] = [one_step(built, communicator, number) for number in (3, 4)]
     return results

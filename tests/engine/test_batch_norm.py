@@ -11,6 +11,7 @@ from small_runs import demo_shards, newest_checkpoint, train_connected
 from torch import Tensor
 
 from neuclip_ds.checkpoint.export import export_run
+from neuclip_ds.checkpoint.sharded_state import BUFFER, STATE, StateFiles
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.loss.two_pass import batch_norms
 from neuclip_ds.recipe import validate
@@ -74,7 +75,7 @@ def train(communicator: Communicator, shards: str, runs: Path, engines: list[str
         train_connected(communicator, validate({**options, "max_steps": 2}), FollowStatistics())
         resumed = FollowStatistics()
         train_connected(communicator, validate({**options, "max_steps": 4}), resumed)
-        saved = load_file(runs / name / "checkpoints" / "step_000000002" / "engine" / "buffers.safetensors")
+        saved = StateFiles(runs / name / "checkpoints" / "step_000000002" / STATE).whole(BUFFER)
         assert len(resumed.at_start) > 20
         for key, value in resumed.at_start.items():
             assert torch.equal(value, saved[key]), key
@@ -89,7 +90,7 @@ def test_two_ranks_train_a_resnet_in_every_stage(tmp_path: Path) -> None:
         assert sum("retrieval_pairs" in record for record in read_metrics(run / "metrics.jsonl")) == 2
         export_run(run, "towers", tmp_path / "exports" / name)
         exported = load_file(tmp_path / "exports" / name / "image" / "model.safetensors")
-        saved = load_file(newest_checkpoint(tmp_path / "runs", name) / "engine" / "buffers.safetensors")
+        saved = StateFiles(newest_checkpoint(tmp_path / "runs", name) / STATE).whole(BUFFER)
         statistics = {key.removeprefix("vision.trunk."): x for key, x in saved.items() if "running_" in key}
         assert all(torch.equal(exported[key], value) for key, value in statistics.items())
         assert {x.dtype for x in statistics.values()} == {torch.float32}

@@ -8,6 +8,7 @@ import oracle
 import pytest
 import torch
 from build import STILL, VARIANTS, batch, objective, pairs, relative_error, step
+from small_checkpoints import save_tables
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives import METHODS
@@ -16,7 +17,7 @@ from neuclip_ds.objectives.contrastive import ContrastiveObjective
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.pair_arithmetic import Hinge
 from neuclip_ds.section import merge
-from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.state.shards import ShardFiles
 
 every_method = pytest.mark.parametrize("name", VARIANTS)
 
@@ -136,10 +137,8 @@ def test_state_round_trip(name: str, tmp_path: Path) -> None:
     rows = [batch(*(x.float() for x in pairs(8, 6, seed=number))) for number in range(4)]
     for number in range(3):
         method(rows[number], step(number, epoch=number // 2))
-    for table, content in method.row_tables().items():
-        save_rows(tmp_path, table, content)
-    for table, content in fresh.row_tables().items():
-        load_rows(tmp_path, table, content)
+    save_tables(tmp_path, method)
+    ShardFiles(tmp_path).fill(fresh.row_tables())
     fresh.load_replicated_state({key: value.clone() for key, value in method.replicated_state().items()})
     one, other = (built(rows[3], step(3, epoch=1)) for built in (method, fresh))
     assert torch.equal(one.image, other.image)

@@ -8,13 +8,14 @@ import oracle
 import pytest
 import torch
 from build import batch, objective, pairs, relative_error, step
+from small_checkpoints import save_tables
 from torch.nn.functional import normalize
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
 from neuclip_ds.objectives.normalizers.moving_average import gamma_of, moving_average
 from neuclip_ds.objectives.options import MovingAverageConfig
-from neuclip_ds.state.partition import load_rows, save_rows
+from neuclip_ds.state.shards import ShardFiles
 
 
 @pytest.mark.parametrize(
@@ -88,6 +89,6 @@ def test_drift_of_all_normalizers_alike_leaves_no_lag() -> None:
 
 def test_u_and_relative_u_are_not_taken_for_each_other(tmp_path: Path) -> None:
     saved, other = corrected(0.1), corrected(0.0)
-    save_rows(tmp_path, "samples", saved.row_tables()["samples"])
+    save_tables(tmp_path, saved)
     with pytest.raises(UserError, match="log_u_above_level"):
-        load_rows(tmp_path, "samples", other.row_tables()["samples"])
+        ShardFiles(tmp_path).fill(other.row_tables())

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
 from sample_log import read_samples
 from small_runs import SMALL, TRAIN, demo_shards, ends, newest_checkpoint, read_options, start, wait_for, weights
 from torch import Tensor
+
+from neuclip_ds.checkpoint.sharded_state import OBJECTIVE, STATE, StateFiles
+from neuclip_ds.state.shards import TABLE
 
 PAIRS, BATCH = 300, 32
 EPOCH = 10  # steps: the last batch has 20 empty rows
@@ -76,11 +78,8 @@ def checkpoint(run: Path) -> Path:
 
 def tables(run: Path) -> dict[str, Tensor]:
     """The columns of all partitioned tables, whole: u, individual temperatures, NPN columns; of a queue none."""
-    found: dict[str, list[Tensor]] = {}
-    for path in sorted(checkpoint(run).glob("*.*-*.safetensors")):
-        for key, value in load_file(path).items():
-            found.setdefault(f"{path.name.split('.')[0]} {key}", []).append(value)
-    return {key: torch.cat(parts) for key, parts in found.items()}
+    files = StateFiles(checkpoint(run) / STATE)
+    return {name: files.read(name, TABLE) for name in files.names(TABLE)}
 
 
 def same_batches(run: Path, whole: Path, steps: int) -> None:
@@ -101,7 +100,7 @@ def same_end(run: Path, whole: Path) -> None:
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-4, msg=key)
-    ours, theirs = (load_file(checkpoint(folder) / "objective.safetensors") for folder in (run, whole))
+    ours, theirs = (StateFiles(checkpoint(folder) / STATE).whole(OBJECTIVE) for folder in (run, whole))
     for key, value in theirs.items():
         torch.testing.assert_close(ours[key], value, rtol=1e-4, atol=1e-5, msg=key)
 
@@ -130,7 +129,7 @@ def test_two_killed_ranks_and_then_one(shards: Path, tmp_path: Path) -> None:
     killed = Launch(2, [*chosen, "--deepspeed=zero3_fp32"], tmp_path / "broken")
     killed.reach(6)
     killed.kill()
-    assert (checkpoint(tmp_path / "broken") / "engine" / "fragments.00001-of-00002.safetensors").is_file()
+    assert (checkpoint(tmp_path / "broken") / STATE / "00001-of-00002.safetensors").is_file()
     Launch(1, [*chosen, "--deepspeed=zero1_fp32"], tmp_path / "broken").end()
     same_batches(tmp_path / "broken", tmp_path / "whole", 20)
     assert tables(tmp_path / "whole"), "u of each sample"

@@ -33,7 +33,7 @@ def run(communicator: Communicator, shards: Path, runs: Path, ends: list[tuple[s
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_stopped_has_the_same_average(ranks: int, shards: Path, tmp_path: Path) -> None:
     run_ranks(ranks, run, shards, tmp_path, [("whole", 4), ("broken", 2), ("broken", 4)])
-    whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "engine") for name in ("whole", "broken"))
+    whole, broken = (StateFiles(newest_checkpoint(tmp_path / name) / "state") for name in ("whole", "broken"))
     for name in whole.shapes:
         for kind in (AVERAGE, WEIGHT):
             assert torch.equal(whole.read(name, kind), broken.read(name, kind)), (name, kind)

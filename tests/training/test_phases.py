@@ -183,7 +183,7 @@ def check(engines: list[str], shards: Path, folder: Path) -> None:
         assert inputs == [(8, 6, 2)] * 3 + [(16, 40, 3)] * 2 + [(16, 40, 5)] * 2
         assert broken[engine] == whole[engine]
         assert [lr for *_, lr in whole[engine]][5:] == [0.01, 0.01]
-        left, right = (StateFiles(newest_checkpoint(folder / name / engine) / "engine") for name in ("whole", "broken"))
+        left, right = (StateFiles(newest_checkpoint(folder / name / engine) / "state") for name in ("whole", "broken"))
         for name in left.shapes:
             for kind in left.kinds(name):
                 assert torch.equal(left.read(name, kind), right.read(name, kind)), (engine, name, kind)

@@ -10,7 +10,7 @@ from small_runs import ROOT, log_u, newest_checkpoint, read_options, records, tr
 from tars import write_pairs
 from torch import Tensor
 
-from neuclip_ds.checkpoint.sharded_state import StateFiles
+from neuclip_ds.checkpoint.sharded_state import SCALAR, StateFiles
 
 TUNE = ["--objective.method=tuneclip", "--optimizer.warmup_steps=0", "--objective.temperature.initial=0.05"]
 ENGINES = sorted(path.stem for path in (ROOT / "ds_configs").glob("*.json") if not path.stem.endswith("_fp16"))
@@ -33,13 +33,13 @@ def recovered(runs: Path) -> Path:
 
 
 def moments(checkpoint: Path) -> dict[str, Tensor]:
-    files = StateFiles(checkpoint / "engine")
+    files = StateFiles(checkpoint / "state")
     return {f"{kind} {name}": files.read(name, kind) for name in files.shapes for kind in ("exp_avg", "exp_avg_sq")}
 
 
 def counts(checkpoint: Path) -> set[float]:
-    files = StateFiles(checkpoint / "engine")
-    return {float(value) for name in files.shapes for value in files.scalars(name).values()}
+    files = StateFiles(checkpoint / "state")
+    return {float(value) for name in files.shapes for value in files.whole(SCALAR, f"{name}/").values()}
 
 
 def test_weights_stand_still_while_moments_and_u_gather(shards: str, tmp_path: Path) -> None:

@@ -1,0 +1,137 @@
+"""State in shards: what several ranks wrote is read by any number, row by row; what is missing is one sentence."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+from torch import Tensor
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.state.partition import Partition, RowTable
+from neuclip_ds.state.shards import ShardFiles, Shards, shard_files, shard_key, table_shards, whole
+
+SIZES = {"a/b.weight": 12, "bias": 5, "one": 1}
+KINDS = ("weight", "exp_avg")
+
+
+def write(folder: Path, ranks: Sequence[Shards], **facts: Any) -> ShardFiles:
+    folder.mkdir(exist_ok=True)
+    keys = [list(shards) for shards in ranks]
+    for rank, shards in enumerate(ranks):
+        communicator: Any = SimpleNamespace(rank=rank, world_size=len(ranks), gather_objects=lambda _: keys)
+        for file in shard_files(shards, facts, communicator):
+            file.write(folder)
+    return ShardFiles(folder)
+
+
+def elements(name: str, kind: str) -> Tensor:
+    return torch.arange(SIZES[name]) + 100.0 * sorted(SIZES).index(name) + 1000.0 * KINDS.index(kind)
+
+
+def three(folder: Path) -> ShardFiles:
+    """Three files; the second holds the end of one tensor, all of another and nothing of the rest."""
+
+    def cut(kind: str, name: str, start: int, stop: int) -> Shards:
+        return {shard_key(kind, name, start, stop): elements(name, kind)[start:stop]}
+
+    ranks: list[Shards] = [whole("scalar", {"bias/step": torch.tensor(7.0)}), {}, cut("weight", "one", 0, 1)]
+    for kind in KINDS:
+        ranks[0] |= cut(kind, "a/b.weight", 0, 5)
+        ranks[1] |= cut(kind, "a/b.weight", 9, 12) | cut(kind, "bias", 0, 5)
+        ranks[2] |= cut(kind, "a/b.weight", 5, 9)
+    return write(folder, ranks, steps=7)
+
+
+def test_any_range_of_what_three_ranks_wrote(tmp_path: Path) -> None:
+    files = three(tmp_path)
+    assert files.facts == {"steps": 7}
+    assert files.kinds("a/b.weight") == ["exp_avg", "weight"] and files.kinds("one") == ["weight"]
+    assert files.whole("scalar", "bias/") == {"step": torch.tensor(7.0)}
+    assert files.whole("scalar", "a/") == files.whole("other") == {}
+    for kind in KINDS:
+        for start in range(13):
+            for stop in range(start, 13):
+                found = files.read("a/b.weight", kind, start, stop)
+                assert torch.equal(found, elements("a/b.weight", kind)[start:stop])
+        assert torch.equal(files.read("bias", kind), elements("bias", kind))
+    plain = load_file(tmp_path / "00001-of-00003.safetensors")
+    assert set(plain) == {f"{kind}/{rest}" for kind in KINDS for rest in ("a/b.weight/9-12", "bias/0-5")}
+
+
+def test_only_files_that_hold_what_is_read_are_opened(tmp_path: Path) -> None:
+    three(tmp_path)
+    for number, start, stop in ((0, 0, 5), (1, 9, 12), (2, 6, 9)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        for kept in ("index.json", f"{number:05d}-of-00003.safetensors"):
+            (folder / kept).write_bytes((tmp_path / kept).read_bytes())
+        files = ShardFiles(folder)
+        assert torch.equal(
+            files.read("a/b.weight", "exp_avg", start, stop), elements("a/b.weight", "exp_avg")[start:stop]
+        )
+        with pytest.raises(UserError, match="cannot be read"):
+            files.read("a/b.weight", "weight")
+
+
+def test_missing_rows_are_named(tmp_path: Path) -> None:
+    three(tmp_path)
+    index = json.loads((tmp_path / "index.json").read_text())
+    index["keys"][2] = []
+    (tmp_path / "index.json").write_text(json.dumps(index))
+    files = ShardFiles(tmp_path)
+    with pytest.raises(UserError, match=r"lacks rows 5 to 12 of a/b\.weight \(weight\)"):
+        files.read("a/b.weight", "weight")
+    assert torch.equal(files.read("a/b.weight", "weight", 9, 12), elements("a/b.weight", "weight")[9:])
+
+
+@given(rows=st.integers(1, 200), world_size=st.integers(1, 12))
+def test_every_row_has_one_owner(rows: int, world_size: int) -> None:
+    parts = [Partition.of(rows, rank, world_size) for rank in range(world_size)]
+    assert [row for part in parts for row in range(part.start, part.stop)] == list(range(rows))
+
+
+def table(rows: int, rank: int, world_size: int, offset: float = 0.0, **options: Any) -> dict[str, RowTable]:
+    part = Partition.of(rows, rank, world_size)
+    values = torch.arange(part.start, part.stop, dtype=torch.float32) + offset
+    return {"samples": RowTable(part, {"u": values, "w": values.unsqueeze(1).repeat(1, 3)}, **options)}
+
+
+def tables_of(folder: Path, rows: int, writers: int) -> ShardFiles:
+    return write(folder, [table_shards(table(rows, rank, writers)) for rank in range(writers)])
+
+
+@pytest.mark.parametrize("writers", [1, 2, 3, 7])
+@pytest.mark.parametrize("readers", [1, 2, 5])
+def test_tables_move_between_world_sizes_and_grow(writers: int, readers: int, tmp_path: Path) -> None:
+    files = tables_of(tmp_path, 23, writers)
+    for rank in range(readers):
+        read, wanted = table(23, rank, readers, offset=1000.0), table(23, rank, readers)["samples"]
+        files.fill(read)
+        assert all(torch.equal(read["samples"].tensors[key], wanted.tensors[key]) for key in wanted.tensors)
+        grown = table(40, rank, readers, offset=1000.0, grows=True)
+        files.fill(grown)
+        rows = torch.arange(grown["samples"].partition.start, grown["samples"].partition.stop)
+        assert torch.equal(grown["samples"].tensors["u"], torch.where(rows < 23, rows, rows + 1000).float())
+
+
+def test_tables_of_other_data_or_methods_are_refused(tmp_path: Path) -> None:
+    files = tables_of(tmp_path, 23, 2)
+    with pytest.raises(UserError, match="lacks rows 23 to 40 of samples/u"):
+        files.fill(table(40, 0, 1))
+    part = Partition.of(23, 0, 1)
+    for tensors, words in [
+        ({"tau_image": torch.zeros(23)}, r"holds \['u', 'w'\], but this run needs \['tau_image'\]"),
+        ({"u": torch.zeros(23), "w": torch.zeros(23, 2)}, r"samples/w has rows of \(3,\)"),
+    ]:
+        with pytest.raises(UserError, match=words):
+            files.fill({"samples": RowTable(part, tensors)})
+    (tmp_path / "00001-of-00002.safetensors").unlink()
+    with pytest.raises(UserError, match="cannot be read"):
+        ShardFiles(tmp_path).fill(table(40, 0, 1, grows=True))
