@@ -191,6 +191,8 @@ def test_amorlip_is_as_published() -> None:
     large = (1.0, 3, 2, 1, 0.92, 0.8, 1e-3)
     assert row("cc3m_amorlip") == (0.5, 3, 2, 8, 0.999, 0.8, 1e-3, 30)
     assert row("cc12m_amorlip") == (*large, 33)
+    scales = [config_of(f"cc12m_amorlip{end}").objective.amortized.fit_scale for end in ("", "_released_code")]
+    assert scales == ["paper", "released_code"]
     for data, pairs in (("dfn14m", 13.7e6), ("dfn192m", 192e6), ("dfn1b", 1.0e9)):
         batch, steps = ENCODERS[data][:2]
         assert row(f"{data}_amorlip") == (*large, math.ceil(batch * steps / pairs - 1e-3))

@@ -38,6 +38,7 @@ from neuclip_ds.models.trained_parts import TOWERS, block_names
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.gather import Features
+from neuclip_ds.objectives.normalizers.amortized import fits_all_rows
 from neuclip_ds.planning.memory import MemoryQuery
 
 Build = Callable[[Config, Context, torch.dtype], Objective]
@@ -197,6 +198,7 @@ class ObjectiveQuery(NamedTuple):
 
 def objective_calls(query: ObjectiveQuery) -> list[Call]:
     """Return the collectives of an average step."""
+    query = _at_this_size(query)
     rows, dims = (2 * query.micro_batches, 4 * query.micro_batches), (_DIM, 2 * _DIM, 3 * _DIM)
     columns, share = (1, 2), prototypes_of(query.config) / query.world_size
     by_size = _lagrange(rows, query.rows), _lagrange(dims, query.dim), _lagrange(columns, share)
@@ -210,6 +212,15 @@ def objective_calls(query: ObjectiveQuery) -> list[Call]:
     return [Call(*call, count / steps) for call, count in found.items()]
 
 
+def _at_this_size(query: ObjectiveQuery) -> ObjectiveQuery:
+    """Return the query with what the objective chooses by the size of the batch, which the small runs would not."""
+    config = query.config.model_copy(deep=True)
+    nets, rows = config.objective.amortized, query.rows * query.world_size
+    every = fits_all_rows(nets, query.dim, rows, query.comm_dtype, nets.inner_steps)
+    nets.fit_rows = "all" if every else "own"
+    return query._replace(config=config)
+
+
 def _lagrange(points: Sequence[int], x: float) -> list[float]:
     """Return the weights of the values at `points` in the value at x of the polynomial through them."""
     return [math.prod((x - other) / (point - other) for other in points if other != point) for point in points]
@@ -220,6 +231,7 @@ def objective_work(query: ObjectiveQuery) -> ObjectiveWork:
 
     Both numbers are polynomials in rows b, width d and this rank's prototypes c, whose coefficients small runs give.
     """
+    query = _at_this_size(query)
     sizes = [(b, d, c) for b in (2, 3, 5) for d in (4, 6, 9) for c in (1, 3)]
     seen = [run_objective(query._replace(rows=b, dim=d, micro_batches=1), c)[1] for b, d, c in sizes]
     terms = torch.tensor([_terms(*size) for size in sizes], dtype=torch.float64)

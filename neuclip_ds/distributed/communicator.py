@@ -1,5 +1,6 @@
 """Collectives of the objectives, the normalizers and the per-sample state, counted by purpose."""
 
+import copy
 import functools
 import json
 import socket
@@ -106,6 +107,12 @@ class Communicator:
         self.begun = 0
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
         self._store = dist.HashStore() if store is None and self.world_size == 1 else store
+
+    def alone(self) -> "Communicator":
+        """Return a communicator of this rank alone, with which no call communicates."""
+        lone = copy.copy(self)
+        lone.rank, lone.world_size, lone.traffic = 0, 1, defaultdict(Traffic)
+        return lone
 
     @property
     def group(self) -> ProcessGroup | None:

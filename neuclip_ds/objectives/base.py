@@ -127,7 +127,17 @@ class NormalizerOutput(NamedTuple):
 
 
 class Normalizer(Stateful):
-    """Estimator of the anchors' normalizers; each has a file in `objectives/normalizers/`."""
+    """Estimator of the anchors' normalizers; each has a file in `objectives/normalizers/`.
+
+    Attributes:
+        always_gathers: whether every step needs the features of all ranks.
+    """
+
+    always_gathers = True
+
+    def gathers(self, step: Step) -> bool:
+        """Whether this step needs the features of all ranks, or a rank's own alone; the same on all ranks."""
+        return True
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Estimate the normalizers of a batch, and update the estimator.
@@ -143,7 +153,8 @@ class Normalizer(Stateful):
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
         """Return (2, local) log of the current estimate of g for this rank's anchors, -inf where there is none yet.
 
-        Changes no state; arguments as in the call.
+        It is the mean over negatives alone. What a method adds to it (eps, a share of the positive) is taken out, so
+        that methods compare. Changes no state; arguments as in the call.
         """
         raise NotImplementedError
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.objectives.base import Context, FeatureGradients, Normalizer, Objective, Step
-from neuclip_ds.objectives.gather import Features, GatheredFeatures
+from neuclip_ds.objectives.gather import FeatureGather, Features, GatheredFeatures
 from neuclip_ds.objectives.options import ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import PairLoss, products_exact_for
 from neuclip_ds.objectives.pair_gradient import pair_similarities
@@ -42,7 +42,7 @@ class ContrastiveObjective(Objective):
     @torch.no_grad()
     @products_exact_for(torch.float32)
     def __call__(self, features: Features, step: Step) -> FeatureGradients:
-        batch = GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
+        batch = self._batch(features, step)
         batch.require_pairs(step.number)
         tau = self._temperature.of(batch)
         scale = self._scale(tau)
@@ -55,6 +55,9 @@ class ContrastiveObjective(Objective):
         if estimate.feature_grad is not None:
             image = image.add(estimate.feature_grad[0] * scale)
             text = text.add(estimate.feature_grad[1] * scale)
+        if batch.total != batch.size:  # from a mean over this rank's anchors to its part of the mean over all
+            image, text = (grad * (batch.size / batch.total) for grad in (image, text))
+        log_divisor = math.log(self.pair_loss.divisor(batch.total))
         local_tau, local_scale = (x if x.ndim == 0 else x[:, batch.local] for x in (tau, scale))
         local_mean_logit = gradient.mean_logit / local_scale
         grad_log_scale = gradient.mean_logit.sum()
@@ -64,7 +67,7 @@ class ContrastiveObjective(Objective):
             [
                 (local_scale * estimate.value + self._temperature.rho(step) * local_tau).sum(),
                 # OpenCLIP's loss of the same batch and tau, comparable between methods
-                torch.logaddexp(log_g + math.log(pairs.divisor), torch.zeros_like(log_g)).sum() / 2,
+                torch.logaddexp(log_g + log_divisor, torch.zeros_like(log_g)).sum() / 2,
                 local_mean_logit.sum(),
                 estimate.tau_term.sum(),
                 grad_log_scale,
@@ -73,7 +76,7 @@ class ContrastiveObjective(Objective):
             ]
         )
         *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
-        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.size for total in totals)
+        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.total for total in totals)
         if self._constant:
             loss = loss + self._constant
         signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
@@ -87,6 +90,23 @@ class ContrastiveObjective(Objective):
             **{name: mean / 2 for name, mean in zip(estimate.local_metrics, means, strict=True)},
         }
         return FeatureGradients(batch.expand(image), batch.expand(text), loss, metrics)
+
+    def begin_gather(self, index: Tensor, valid: Tensor) -> FeatureGather | None:
+        return super().begin_gather(index, valid) if self._normalizer.always_gathers else None
+
+    def _batch(self, features: Features, step: Step) -> GatheredFeatures:
+        """Gather the features of all ranks, or take this rank's where the step needs no others.
+
+        Where some rank has fewer than two rows that count, and so no contrast, all ranks gather.
+        """
+        if not self._normalizer.gathers(step):
+            count = features.valid.sum().view(1)
+            counts = self._communicator.begin_host_gather(count, "features").wait()
+            if int(counts.min()) > 1:
+                own = GatheredFeatures(features, self._communicator.alone(), self.comm_dtype)
+                own.total = int(counts.sum())
+                return own
+        return GatheredFeatures(features, self._communicator, self.comm_dtype, self.prefetch)
 
     @torch.no_grad()
     @products_exact_for(torch.float32)

@@ -99,6 +99,7 @@ class GatheredFeatures:
         index: (B,) int64 global sample indices, in host memory.
         local: which of the B rows are this rank's.
         padded_index: (K b,) indices with -1 for rows that do not count, in host memory.
+        total: number of rows that count on all ranks: B, or more where these are one rank's rows only.
         comm_dtype: precision that the rows have traveled in; they are numbers of it.
     """
 
@@ -131,6 +132,7 @@ class GatheredFeatures:
             own = rows[self.local] - start
             self._rows, self._own_rows = (to_device(x, features.image.device) for x in (rows, own))
         self.image, self.text = gather.features(features.image.dtype, self._rows)
+        self.total = self.size
 
     @property
     def size(self) -> int:

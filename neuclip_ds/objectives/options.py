@@ -28,8 +28,11 @@ class TemperatureConfig(Section):
     optimizer: Literal["adam", "lion", "sgd"] = "adam"
     """Optimizer of a global temperature, and of SigLIP's bias: Adam, or Lion or SGD as FastCLIP's study of optimizers
     has them. Moment decays are the encoders', of which the first is SGD's momentum."""
+    variable: Literal["log", "tau"] = "log"
+    """What the optimizer of a global temperature moves: log(1/tau), as all released code does, or tau itself (FastCLIP
+    Procedure 5). Individual temperatures are always moved as tau."""
     lr: float | None = Field(None, ge=0)
-    """Learning rate of log(1/tau). By default that of the encoders."""
+    """Learning rate of `variable`. By default that of the encoders."""
     rule: Literal["robust", "learned"] | None = None
     """How neuclip and neuclip_queue learn tau: `robust` with rho (NeuCLIP eq. 12), the default of the first; `learned`
     as OpenCLIP with eps = 1/(n-1) and no rho, that of the second."""
@@ -77,6 +80,18 @@ class AmortizedConfig(Section):
     loss: Literal["l2_log", "kl", "js"] = "l2_log"
     """Loss that lambda is fitted by: squared error of logarithms, or KL or Jensen-Shannon divergence, to which a tenth
     of the squared error is added."""
+    fit_scale: Literal["paper", "released_code"] = "paper"
+    """Scale of these losses: means over anchors and half of the squared error (AmorLIP eq. 8 to 10), or the released
+    code's, which divides the divergences by B^2 and omits the half."""
+    amortizes: Literal["partition", "negatives"] = "partition"
+    """What lambda is fitted to: the partition function, or its negatives alone, to which each batch's positives are
+    added back (AmorLIP Table 3)."""
+    fit_rows: Literal["auto", "all", "own"] = "auto"
+    """Rows of the batch that a rank fits the nets to: all of them, the same on every rank, or its own, which sends the
+    gradient of each update. `auto` takes all where those gradients would be larger than the features."""
+    gather: Literal["every_step", "fits"] = "every_step"
+    """Which steps gather the features of all ranks: each, or those that fit the nets, while in the others a rank
+    contrasts its own rows only (AmorLIP section 3.3)."""
     lr: float = Field(1e-3, gt=0)
     """Adam's learning rate (the released code multiplies it by the number of ranks)."""
     max_grad_norm: float = Field(1.0, ge=0)
@@ -87,6 +102,8 @@ class AmortizedConfig(Section):
     """Steps T_online between fits of the online nets."""
     target_every: int = Field(2, ge=1)
     """Steps T_target between updates of the EMA target nets."""
+    epoch_steps: int | None = Field(None, ge=1)
+    """Training steps that count as an epoch, after which the nets start anew. By default those of the data."""
     ema: float = Field(0.999, ge=0, le=1)
     """Decay alpha of the EMA."""
     previous_weight: float = Field(0.8, ge=0, lt=1)

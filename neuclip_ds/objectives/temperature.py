@@ -1,7 +1,8 @@
 """Rules for the temperature, one per class.
 
-The trained number is theta = log(1/tau), as in every published code base; its gradient is -tau d/dtau. It is
-float32, lives outside the DeepSpeed engine, and is the same on all ranks because its gradient is.
+The trained number is theta = log(1/tau), as in every published code base, whose gradient is -tau d/dtau, or tau itself
+(FastCLIP Procedure 5). It is float32, lives outside the DeepSpeed engine, and is the same on all ranks because its
+gradient is.
 """
 
 import math
@@ -106,12 +107,13 @@ class ConstantTemperature(Temperature):
 
 
 class LearnableTemperature(Temperature):
-    """theta = log(1/tau) with its optimizer, schedule and bounds; further scalars may be learned with it."""
+    """theta = log(1/tau), or tau, with its optimizer, schedule and bounds; further scalars may be learned with it."""
 
     def __init__(self, config: ObjectiveConfig, context: Context, **further: float) -> None:
         super().__init__(config, context)
         self._own_optimizer = context.own_optimizers
-        initial = {"theta": -math.log(initial_temperature(self._config, context)), **further}
+        tau, self._by_tau = initial_temperature(self._config, context), self._config.variable == "tau"
+        initial = {**({"tau": tau} if self._by_tau else {"theta": -math.log(tau)}), **further}
         device = context.communicator.device
         self._scalars = {
             name: Parameter(torch.tensor([value], dtype=context.dtype, device=device))
@@ -126,7 +128,11 @@ class LearnableTemperature(Temperature):
 
     @torch.no_grad()
     def _clamp(self) -> None:
-        self._scalars["theta"].clamp_(-math.log(self._config.maximum), -math.log(self._config.minimum))
+        low, high = self._config.minimum, self._config.maximum
+        if self._by_tau:
+            self._scalars["tau"].clamp_(low, high)
+        else:
+            self._scalars["theta"].clamp_(-math.log(high), -math.log(low))
 
     def parameters(self) -> dict[str, Parameter]:
         return dict(self._scalars)
@@ -134,14 +140,19 @@ class LearnableTemperature(Temperature):
     @property
     def tau(self) -> Tensor:
         """0-dim temperature, within its bounds."""
-        return self.scalar("theta").neg().exp()
+        return self.scalar("tau") if self._by_tau else self.scalar("theta").neg().exp()
 
     def scalar(self, name: str) -> Tensor:
         """0-dim copy of a learned scalar."""
         return self._scalars[name].detach().squeeze(0).clone()
 
     def descend(self, step: Step, **gradients: Tensor) -> None:
-        """Take a step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller."""
+        """Take a step with d loss / d scalar (0-dim) by name and clamp tau; or leave the step to the caller.
+
+        The temperature's is that by theta, whichever variable is learned.
+        """
+        if self._by_tau:
+            gradients["tau"] = gradients.pop("theta") / -self.tau
         for name, gradient in gradients.items():
             self._scalars[name].grad = gradient.reshape(1).to(self._scalars[name].dtype)
         if not self._own_optimizer:
@@ -220,4 +231,4 @@ def _optimizer(scalars: list[Parameter], name: str, context: Context) -> torch.o
 def trained_temperature(state: Mapping[str, Tensor]) -> Tensor | None:
     """Return tau from an objective's replicated state; None where samples have their own."""
     theta = state.get("temperature.theta", state.get("theta"))
-    return state.get("temperature.tau") if theta is None else theta.neg().exp()
+    return state.get("temperature.tau", state.get("tau")) if theta is None else theta.neg().exp()

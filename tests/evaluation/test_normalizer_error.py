@@ -32,6 +32,8 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
     "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "inner_steps": 3, "mlp_lr": 0.02}}),
     "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"size": 16, "kappa": 2.0}}),
+    "amorlip": ("amorlip", {"amortized": {"positive_weight": 1e-3, "inner_steps": 9, "lr": 0.02, "ema": 0.3}}),
+    "amorlip_negatives": ("amorlip", {"amortized": {"amortizes": "negatives", "ema": 0.3}}),
 }
 
 
@@ -137,7 +139,7 @@ def averages(method: Any) -> Tensor:
 def predictions(method: Any) -> Tensor:
     w = method.row_tables()["npn"].tensors
     tau = temperatures(method)[0, 0]
-    return oracle.alphas(*FEATURES, tau, w["w1"], w["w2"], eps=1e-6)
+    return oracle.alphas(*FEATURES, tau, w["w1"], w["w2"], eps=0.0)
 
 
 def pooled(method: Any) -> Tensor:
@@ -148,16 +150,25 @@ def pooled(method: Any) -> Tensor:
         rows = batch[torch.isin(batch, VALID)]
         image, text = (x[rows] for x in FEATURES)
         tau, others = temperatures(method)[0, 0], rows.unsqueeze(1) != state["normalizer.queue_index"]
-        result[:, rows] = oracle.queue_estimates(image, text, tau, queues, others, 2.0, 1e-6)[2]
+        alpha = oracle.queue_estimates(image, text, tau, queues, others, 2.0, 1e-6)[2]
+        result[:, rows] = (alpha.exp() - 1e-6).log()
     return result
 
 
-def network(method: Any) -> Tensor:
+def network(method: Any, name: str = "weights") -> Tensor:
     """(2, N) answers of the MLP relative to the positives."""
-    flat = method.replicated_state()["normalizer.weights"]
+    flat = method.replicated_state()[f"normalizer.{name}"]
     image, text = FEATURES
-    answer = AmortizationMlp(DIM, DIM)(flat, torch.stack(FEATURES)) - (image * text).sum(1) / temperatures(method)
-    return (answer.exp() + 1e-6).log()
+    return AmortizationMlp(DIM, DIM)(flat, torch.stack(FEATURES)) - (image * text).sum(1) / temperatures(method)
+
+
+def amortized(method: Any) -> Tensor:
+    """(2, N) answers of the target net without the positives' share of a batch."""
+    result = torch.zeros(2, N, dtype=torch.float64)
+    for batch in ORDER.split(BATCH):
+        rows = batch[torch.isin(batch, VALID)]
+        result[:, rows] = (network(method, "target")[:, rows].exp() - 1e-3 / (len(rows) - 1)).log()
+    return result
 
 
 ESTIMATES: dict[str, Any] = {
@@ -167,9 +178,11 @@ ESTIMATES: dict[str, Any] = {
     "gcl": averages,
     "tuneclip": averages,
     "neuclip": predictions,
-    "neuclip_not_drawn": lambda method: (batch_means(method).exp() + 1e-6).log(),
+    "neuclip_not_drawn": batch_means,
     "neuclip_queue": pooled,
     "neuclip_mlp": network,
+    "amorlip": amortized,
+    "amorlip_negatives": lambda method: network(method, "target"),
 }
 
 

@@ -25,9 +25,9 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
     },
     "amorlip": {
         "": {"amortized": {"width": 0.5}},
-        "combined_kl": {"amortized": {"width": 0.5, "encoder_normalizer": "combined", "loss": "kl"}},
-        "js": {"amortized": {"width": 0.5, "loss": "js", "max_ratio": 1.1}},
-        "seldom": {"amortized": {"width": 0.5, "online_every": 2, "target_every": 1}},
+        "combined_kl": {"amortized": {"encoder_normalizer": "combined", "loss": "kl", "fit_rows": "own"}},
+        "js": {"amortized": {"width": 0.5, "loss": "js", "max_ratio": 1.1, "amortizes": "negatives"}},
+        "seldom": {"amortized": {"width": 0.5, "online_every": 2, "target_every": 1, "fit_rows": "own"}},
     },
     "neuclip": {
         "": {"eps": 1e-6, "npn": _NPN},

@@ -13,16 +13,22 @@ from neuclip_ds.distributed.communicator import Communicator
 
 @pytest.mark.parametrize("c", [0.0, 1e-3, 1.0])
 @pytest.mark.parametrize("encoder_normalizer", ["ema", "combined"])
-@pytest.mark.parametrize("tau", [0.02, 0.2])
-@pytest.mark.parametrize("chunk", [None, 5])
-def test_stage_two(c: float, encoder_normalizer: str, tau: float, chunk: int | None) -> None:
-    """Loss, its feature gradients and its gradient by theta = log(1/tau), rho included."""
+@pytest.mark.parametrize("amortizes", ["partition", "negatives"])
+@pytest.mark.parametrize(("tau", "chunk"), [(0.02, None), (0.2, 5)])
+def test_stage_two(c: float, encoder_normalizer: str, amortizes: str, tau: float, chunk: int | None) -> None:
+    """Loss, its feature gradients and its gradient by theta = log(1/tau), rho included.
+
+    A net of negatives gets the batch's positives added back.
+    """
     image, text = (x.requires_grad_() for x in pairs(17, DIM))
-    options = {"encoder_normalizer": encoder_normalizer, "ema": 0.5, "target_every": 1, "lr": 0.05}
+    options = {"encoder_normalizer": encoder_normalizer, "amortizes": amortizes, "ema": 0.5, "target_every": 1}
+    options |= {"lr": 0.05}
     method = amorlip(tau, rho=3.0, chunk_size=chunk, positive_weight=c, **options)
     found, seen = with_scalar_gradients(method, batch(image.detach(), text.detach()), step())
     target = predict(net_of(method, "target"), image, text)
     log_lambda = target if encoder_normalizer == "ema" else log_partition(image, text, tau, c)
+    if amortizes == "negatives" and encoder_normalizer == "ema":
+        log_lambda = (target.exp() + c / 16 * ((image * text).sum(1).detach() / tau).exp()).log()
     theta = torch.tensor(-math.log(tau), dtype=torch.float64, requires_grad=True)
     loss = oracle.amorlip(image, text, (-theta).exp(), log_lambda, c, rho=3.0)
     wanted = torch.autograd.grad(loss, (image, text, theta))
@@ -65,7 +71,9 @@ def test_the_estimate_that_is_evaluated_is_the_one_in_use(encoder_normalizer: st
     log_lambda = log_partition(image, text, TAU, 0.3)
     if encoder_normalizer == "ema":
         log_lambda = predict(net_of(method, "target"), image, text)
-    torch.testing.assert_close(log_estimate, log_lambda - (image * text).sum(1) / TAU, rtol=EXACT, atol=EXACT)
+    negatives = (log_lambda - (image * text).sum(1) / TAU).exp() - 0.3 / 8  # without the positive's share
+    torch.testing.assert_close(log_estimate, negatives.clamp(min=0).log(), rtol=EXACT, atol=EXACT)
+    assert torch.isfinite(log_estimate).any()
     for key, value in method.replicated_state().items():
         assert torch.equal(before[key], value), key
 

@@ -10,23 +10,30 @@ epoch. Stage II gives encoders and temperature the gradient, with lambda and the
 
     tau (-2 L mean s_ii + mean C1_i/lambda1_i + mean C2_i/lambda2_i) + rho tau                  (eq. 6, rescaled)
 
-with lambda the target net's or, as in the released code, Z itself. An anchor's negatives weigh exp(L s_ij)/lambda_i,
-so log w_i = L s_ii - log lambda_i in the common gradient. That weight moves with s_ii, where the common gradient holds
-it constant; the rest is C_i/lambda_i - 1 for each direction, along the partner. The order in a step is online net,
-target net, stage II.
+with lambda the target net's or, as in the released code, Z itself. With `amortizes=negatives` (Table 3) the nets are
+fitted to the sum over j != i alone, and lambda is their answer plus the anchor's own term c exp(L s_ii)/(B-1).
 
-Each rank fits the nets to its own rows. The gradient of an update is summed over ranks (4 MB at d = 512), with the same
-bits on each, so the nets stay equal. Of the anchors only log w travels.
+An anchor's negatives weigh exp(L s_ij)/lambda_i, so log w_i = L s_ii - log lambda_i in the common gradient. That weight
+moves with s_ii, where the common gradient holds it constant; the rest is C_i/lambda_i - 1 for each direction, along the
+partner. The order in a step is online net, target net, stage II.
+
+Ranks. Every rank holds both nets, the same bits. It fits them to all rows of the batch, for which log Z and log C of
+the anchors travel, or to its own rows, and the gradient of each update is summed over ranks (4 MB at d = 512).
+`fits_all_rows` decides: the former computes on every rank what ranks could share, the latter sends more than OpenCLIP
+does unless the batch is large. With `gather=fits` (section 3.3) the steps without a fit contrast each rank's own rows;
+their C has the mean over b - 1 negatives, and the share of the positive that the global batch has.
 """
 
 import math
 from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.nn.functional import pad, softplus
 
+from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.objectives.base import Context, Normalizer, NormalizerOutput, Step, adam_state, load_adam_state
 from neuclip_ds.objectives.gather import GatheredFeatures
 from neuclip_ds.objectives.normalizers.amortization_mlp import AmortizationMlp
@@ -34,9 +41,9 @@ from neuclip_ds.objectives.normalizers.prediction import bounded, partner_gradie
 from neuclip_ds.objectives.options import AmortizedConfig, ObjectiveConfig
 from neuclip_ds.objectives.pair_arithmetic import lowest_exponent
 
-# The divergences are sums over anchors, divided by B^2; their derivative by log lambda_i is C_i/lambda_i times this
-# function of log lambda_i - log Z_i. With P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for
-# all pairs of an anchor, so that no pair is visited:
+# The derivative of a divergence by log lambda_i is C_i/lambda_i times this function of log lambda_i - log Z_i. With
+# P = exp(L s)/lambda and Q = exp(L s)/Z, not normalized, P/Q is the same for all pairs of an anchor, so that no pair is
+# visited:
 #   kl  C/lambda (log Z - log lambda)
 #   js  1/2 [C/lambda log(P/M) + C/Z log(Q/M)],  M = (P + Q)/2,  P/M = 2/(1 + lambda/Z),  Q/M = 2/(1 + Z/lambda)
 _DIVERGENCE_L2 = 0.1  # weight of the squared error in addition to a divergence
@@ -56,24 +63,25 @@ def previous_weight(epoch: int, config: AmortizedConfig) -> float:
 def fit_gradient(
     log_lambda: Tensor, log_target: Tensor, log_total: Tensor, size: int, config: AmortizedConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return the derivative of the amortization loss, summed over both directions, by log lambda.
+    """Return the derivative of the amortization loss (AmorLIP eq. 8-10), summed over both directions, by log lambda.
 
     Args:
         log_lambda, log_target, log_total: (2, rows) log of lambda, Z and C; there may be no rows.
-        size: B, which the loss is divided by, or by its square.
+        size: B, which the loss is divided by, in the released code's scale the divergences by its square.
         config: which loss.
 
     Returns:
         x (2, rows) and p (0-dim, at least 0): the derivative is exp(p) x, which need not be representable.
     """
+    released = config.fit_scale == "released_code"
     gap = log_lambda - log_target
-    squared = gap * (2 / size)
+    squared = gap * ((2 if released else 1) / size)
     slope = _DIVERGENCE_SLOPES.get(config.loss)
     if slope is None:
         return squared, gap.new_zeros(())
     log_ratio = log_total - log_lambda
     peak = pad(log_ratio.flatten(), (0, 1)).max()
-    divergence = _bounded_exp(log_ratio - peak) * slope(gap) / size**2
+    divergence = _bounded_exp(log_ratio - peak) * slope(gap) / (size**2 if released else size)
     return divergence + _DIVERGENCE_L2 * _bounded_exp(-peak) * squared, peak
 
 
@@ -82,15 +90,47 @@ def _bounded_exp(x: Tensor) -> Tensor:
     return x.clamp(min=lowest_exponent(x.dtype)).exp()
 
 
+def fits_all_rows(config: AmortizedConfig, dim: int, rows: int, comm_dtype: torch.dtype, updates: int) -> bool:
+    """Whether each rank fits the nets to all `rows` of the global batch instead of its own.
+
+    `auto` compares what the gradients of so many updates send, as float32, with the features in `comm_dtype`.
+    """
+    if config.fit_rows != "auto":
+        return config.fit_rows == "all"
+    gradients = updates * _mlp(config, dim).size * torch.float32.itemsize  # an all-reduce sends them twice
+    return gradients > rows * dim * comm_dtype.itemsize  # of images, and as much of texts
+
+
+def _mlp(config: AmortizedConfig, dim: int) -> AmortizationMlp:
+    return AmortizationMlp(dim, max(1, int(config.width * dim)))
+
+
+class _FitRows(NamedTuple):
+    """The anchors that a rank fits the nets to."""
+
+    features: Tensor  # (2, rows, d)
+    log_target: Tensor  # (2, rows): log Z
+    log_total: Tensor  # (2, rows): log C, of what the nets amortize
+    size: int  # B
+    ranks: Communicator  # over which sums go: all, or this one where the rows are all
+
+
+def _log_minus(log_x: Tensor, log_y: Tensor) -> Tensor:
+    """Return log(x - y), -inf where x is not larger."""
+    return log_x + torch.log1p(-(log_y - log_x).clamp(max=0).exp())
+
+
 class AmortizedNormalizer(Normalizer):
     """w_i = exp(L s_ii) / lambda_i."""
 
     def __init__(self, config: ObjectiveConfig, eps: float, context: Context) -> None:
         """AmorLIP's loss has no eps."""
         self._config = own = config.amortized
-        self._communicator, self._own_optimizer = context.communicator, context.own_optimizers
+        self._communicator, self._dim, self._own_optimizer = context.communicator, context.dim, context.own_optimizers
+        self._updates = own.inner_steps if context.own_optimizers else 1  # on a batch
+        self.always_gathers = own.gather == "every_step"
         self._log_positive_weight = math.log(own.positive_weight) if own.positive_weight else -math.inf
-        self._mlp = AmortizationMlp(context.dim, max(1, int(own.width * context.dim)))
+        self._mlp = _mlp(own, context.dim)
         blank = torch.zeros(self._mlp.size, dtype=context.dtype, device=context.communicator.device)
         self._online = Parameter(blank)
         self._target = blank.clone()
@@ -101,15 +141,18 @@ class AmortizedNormalizer(Normalizer):
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
         """Estimate after a fit; without learning from the nets as they are, or from the batch while none are drawn."""
-        features, positive = self._inputs(batch, tau)
-        log_total = self._log_total(log_g, positive, batch.size)
+        features, positive, own_pair = self._inputs(batch, tau)
+        log_total = torch.logaddexp(log_g + positive, own_pair.expand_as(log_g))
+        log_fitted = log_total if self._amortizes_positives else log_g + positive
         if step.learn:
-            log_target = self._learn(step.epoch, features, log_total, batch.size)
+            log_target = self._learn(step, batch, features, log_fitted)
         else:
-            log_target = self._log_target(log_total, features, self._epoch)
+            log_target = self._log_target(log_fitted, features, self._epoch)
         drawn = self._epoch >= 0
         predicted = self._mlp(self._target, features) if drawn else log_target
         log_lambda = predicted if drawn and self._config.encoder_normalizer == "ema" else log_target
+        if not self._amortizes_positives:
+            log_lambda = torch.logaddexp(log_lambda, own_pair.expand_as(log_lambda))
         log_lambda = representable(log_lambda, log_total)
         if self._config.max_ratio is not None:
             log_lambda = bounded(log_lambda, log_total, math.log(self._config.max_ratio))
@@ -123,23 +166,34 @@ class AmortizedNormalizer(Normalizer):
         return NormalizerOutput(log_weight, ratio - positive, tau_term, {}, feature_grad, metrics)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        """log lambda_i - L s_ii, which is -log w_i: it holds the positive's share c/(B-1) besides g_i."""
+        """log (lambda_i - c exp(L s_ii)/(B-1)) - L s_ii; without the share of the positive where lambda holds it."""
         if self._epoch < 0:
             return torch.full_like(log_g, -math.inf)
-        features, positive = self._inputs(batch, tau)
+        features, positive, own_pair = self._inputs(batch, tau)
         if self._config.encoder_normalizer == "ema":
-            return self._mlp(self._target, features) - positive
-        return self._log_target(self._log_total(log_g, positive, batch.size), features, self._epoch) - positive
+            log_lambda = self._mlp(self._target, features)
+        else:
+            negatives = log_g + positive
+            log_fitted = torch.logaddexp(negatives, own_pair) if self._amortizes_positives else negatives
+            log_lambda = self._log_target(log_fitted, features, self._epoch)
+        return (_log_minus(log_lambda, own_pair) if self._amortizes_positives else log_lambda) - positive
 
-    def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
-        """(2, local, d) features and (local,) L s_ii."""
-        return batch.anchors(), batch.positive[batch.local] / tau
+    def gathers(self, step: Step) -> bool:
+        if self.always_gathers or not step.learn:
+            return True
+        return self._epoch_of(step) != self._epoch or self._steps % self._config.online_every == 0
 
-    def _log_total(self, log_g: Tensor, positive: Tensor, size: int) -> Tensor:
-        """(2, local) log C of anchors of a batch of `size`."""
-        own_pair = positive + self._log_positive_weight - math.log(size - 1)
-        negatives = log_g + positive
-        return torch.logaddexp(negatives, own_pair.expand_as(negatives))
+    @property
+    def _amortizes_positives(self) -> bool:
+        return self._config.amortizes == "partition"
+
+    def _epoch_of(self, step: Step) -> int:
+        return step.epoch if self._config.epoch_steps is None else step.number // self._config.epoch_steps
+
+    def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """(2, local, d) features, (local,) L s_ii and (local,) log of the anchor's own term in C."""
+        positive = batch.positive[batch.local] / tau
+        return batch.anchors(), positive, positive + self._log_positive_weight - math.log(batch.total - 1)
 
     def _log_target(self, log_total: Tensor, features: Tensor, epoch: int) -> Tensor:
         """(2, local) log Z."""
@@ -148,27 +202,37 @@ class AmortizedNormalizer(Normalizer):
         log_previous = self._mlp(self._previous, features)
         return torch.logaddexp(log_total + math.log1p(-weight), log_previous + math.log(weight))
 
-    def _learn(self, epoch: int, features: Tensor, log_total: Tensor, size: int) -> Tensor:
+    def _learn(self, step: Step, batch: GatheredFeatures, features: Tensor, log_total: Tensor) -> Tensor:
         """Draw the nets of a new epoch, fit them to the batch, and return (2, local) log Z."""
+        epoch = self._epoch_of(step)
         starts = epoch != self._epoch
         if starts and self._epoch >= 0:
             self._previous = self._target.clone()
         log_target = self._log_target(log_total, features, epoch)
-        if starts:
-            self._draw(epoch, features, log_target, size)
-        if self._steps % self._config.online_every == 0:
-            self._fit(features, log_target, log_total, size)
+        if starts or self._steps % self._config.online_every == 0:
+            rows = self._fit_rows(batch, features, log_target, log_total)
+            if starts:
+                self._draw(epoch, rows)
+            self._fit(rows)
         if self._steps % self._config.target_every == 0:
             self._target.lerp_(self._online.detach(), 1 - self._config.ema)
         self._steps += 1
         return log_target
 
-    def _draw(self, epoch: int, features: Tensor, log_target: Tensor, size: int) -> None:
+    def _fit_rows(self, batch: GatheredFeatures, features: Tensor, log_target: Tensor, log_total: Tensor) -> _FitRows:
+        """Return this rank's (2, local, d) rows with (2, local) log Z and log C, or those of all ranks."""
+        ranks, size = self._communicator, len(batch.padded_index)
+        if ranks.world_size == 1 or not fits_all_rows(self._config, self._dim, size, batch.comm_dtype, self._updates):
+            return _FitRows(features, log_target, log_total, batch.size, ranks)
+        values = batch.gather(torch.cat([log_target, log_total]), "normalizer")
+        return _FitRows(torch.stack([batch.image, batch.text]), values[:2], values[2:], batch.size, ranks.alone())
+
+    def _draw(self, epoch: int, rows: _FitRows) -> None:
         """New nets, but for their level a function of the epoch alone, and a new Adam."""
         self._target.copy_(self._mlp.draw(epoch))
         if self._config.init == "batch_mean":
-            gap = (log_target - self._mlp(self._target, features)).sum(dim=1)
-            self._mlp.raise_level(self._target, self._communicator.all_reduce(gap, "normalizer") / size)
+            gap = (rows.log_target - self._mlp(self._target, rows.features)).sum(dim=1)
+            self._mlp.raise_level(self._target, rows.ranks.all_reduce(gap, "normalizer") / rows.size)
         self._online.data.copy_(self._target)
         self._adam = self._new_adam()
         self._epoch, self._steps = epoch, 0
@@ -176,23 +240,23 @@ class AmortizedNormalizer(Normalizer):
     def _new_adam(self) -> torch.optim.Adam:
         return torch.optim.Adam([self._online], lr=self._config.lr, fused=True)
 
-    def _fit(self, features: Tensor, log_target: Tensor, log_total: Tensor, size: int) -> None:
-        for _ in range(self._config.inner_steps if self._own_optimizer else 1):
+    def _fit(self, rows: _FitRows) -> None:
+        for _ in range(self._updates):
             with torch.enable_grad():
-                log_lambda = self._mlp(self._online, features)
-            by_output, peak = fit_gradient(log_lambda.detach(), log_target, log_total, size, self._config)
+                log_lambda = self._mlp(self._online, rows.features)
+            by_output, peak = fit_gradient(log_lambda.detach(), *rows[1:4], self._config)
             (gradient,) = torch.autograd.grad(log_lambda, self._online, by_output)
-            gradient, peak = self._sum_over_ranks(gradient, peak)
+            gradient, peak = self._sum_over_ranks(gradient, peak, rows.ranks)
             self._online.grad = gradient * self._log_scale(gradient, peak).exp()
             if self._own_optimizer:
                 self._adam.step()
 
-    def _sum_over_ranks(self, gradient: Tensor, peak: Tensor) -> tuple[Tensor, Tensor]:
+    def _sum_over_ranks(self, gradient: Tensor, peak: Tensor, ranks: Communicator) -> tuple[Tensor, Tensor]:
         """Sum gradients that each rank has divided by exp(peak) of its local rows; return the sum and its peak."""
         if self._config.loss in _DIVERGENCE_SLOPES:
-            highest = self._communicator.all_gather(peak.view(1), "network gradients").max()
+            highest = ranks.all_gather(peak.view(1), "network gradients").max()
             gradient, peak = gradient * _bounded_exp(peak - highest), highest
-        return self._communicator.all_reduce(gradient, "network gradients"), peak
+        return ranks.all_reduce(gradient, "network gradients"), peak
 
     def _log_scale(self, gradient: Tensor, peak: Tensor) -> Tensor:
         """log of the factor for a gradient that was divided by exp(peak): exp(peak), or less where it is clipped.

@@ -89,6 +89,7 @@ class _Prediction(NamedTuple):
     """Prediction for all anchors; direction 0 reads W1, direction 1 W2."""
 
     alpha: Tensor  # (2, B)
+    log_ghat: Tensor  # (2, B): alpha without eps
     log_sum: Tensor  # (2, B): log of the sum of exp(z_ik) over this rank's prototypes
     sides: tuple[_Side, _Side]
 
@@ -141,7 +142,9 @@ class NpnNormalizer(NetworkNormalizer):
         return output
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        return self._predict(batch, tau).alpha[:, batch.local] if self._drawn else log_eps_plus(log_g, self._eps)
+        if not self._drawn:
+            return log_g
+        return self._predict(batch, tau).log_ghat[:, batch.local]
 
     def _redraw_if_due(self, step: Step) -> None:
         """Every T_r steps set W1 to the queue's m texts and W2 to the images of the same samples.
@@ -170,8 +173,8 @@ class NpnNormalizer(NetworkNormalizer):
         log_sum = torch.stack([image.log_sum, text.log_sum]) - positive / tau
         ceiling = ((1 - positive) / tau).double()
         total = self._communicator.all_reduce((log_sum.double() - ceiling).exp(), "normalizer")
-        log_ghat = total.log() + ceiling - math.log(self._config.prototypes)  # log 1/m sum_k exp(z_ik)
-        return _Prediction(log_eps_plus(log_ghat.to(positive.dtype), self._eps), log_sum, (image, text))
+        log_ghat = (total.log() + ceiling - math.log(self._config.prototypes)).to(positive.dtype)  # 1/m sum_k exp(z_ik)
+        return _Prediction(log_eps_plus(log_ghat, self._eps), log_ghat, log_sum, (image, text))
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
         """exp(cos(e_i, W_k)/tau) of one direction, relative to each row's sum."""

@@ -66,8 +66,7 @@ class MlpNpnNormalizer(NetworkNormalizer):
         return self._in_order(lambda: self._fit(features, positive, log_target, tau, batch.size), estimate, step)
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        log_ghat = self._log_ghat(*self._inputs(batch, tau)) if self._started else log_g
-        return log_eps_plus(log_ghat, self._eps)
+        return self._log_ghat(*self._inputs(batch, tau)) if self._started else log_g
 
     def _inputs(self, batch: GatheredFeatures, tau: Tensor) -> tuple[Tensor, Tensor]:
         """(2, local, d) features and (local,) s_ii / tau."""

@@ -85,8 +85,11 @@ class PooledQueueNormalizer(Normalizer):
         return output
 
     def log_estimate(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor) -> Tensor:
-        log_target = log_eps_plus(log_g, self._eps)
-        return self._estimate(batch, log_target, tau).alpha if self._seen else log_target
+        if not self._seen:
+            return log_g
+        log_ghat = self._estimate(batch, log_eps_plus(log_g, self._eps), tau).log_ghat
+        pooled = torch.logaddexp(log_g, log_ghat + math.log(self._kappa)) - math.log1p(self._kappa)
+        return torch.where(log_ghat.isfinite(), pooled, log_g)  # an anchor without entries of others has the batch's
 
     def _from_both(self, batch: GatheredFeatures, log_target: Tensor, tau: Tensor) -> NormalizerOutput:
         """Loss, weights and the gradient of (1 - R_i) log(eps + ghat_i)."""
