@@ -180,6 +180,13 @@ def test_gamma_is_as_published(name: str) -> None:
     assert average.gamma_epochs == GAMMA_EPOCHS[data_of(name)]
 
 
+def test_neuclips_network_is_as_published() -> None:
+    for data in ("cc3m", "cc12m", "dfn14m", "dfn192m", "dfn1b"):
+        npn = config_of(f"{data}_neuclip").objective.npn
+        assert (npn.optimizer, npn.rate, npn.weight_decay, npn.initial_accumulator) == ("adagrad", 1.0, 0.0, 0.0)
+        assert (npn.prototypes, npn.redraw_every, npn.inner_steps) == (4096, 500, 10)
+
+
 def test_amorlip_is_as_published() -> None:
     """The last column is beta's T, all epochs of the run."""
 

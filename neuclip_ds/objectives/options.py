@@ -127,15 +127,19 @@ class NpnConfig(Section):
     """Form of the network: prototypes (NeuCLIP eq. 10), or AmorLIP's MLP fitted to the same objective (ablation)."""
     mlp_lr: float = Field(1e-3, gt=0)
     """Adam's learning rate with network=mlp."""
+    optimizer: Literal["scaled", "adagrad"] = "scaled"
+    """Update of the prototypes: AdaGrad (NeuCLIP), or the gradient scaled so that no logit moves by more than lr, which
+    neither depends on the batch's size nor amplifies rounding errors at low temperatures (this project)."""
     inner_steps: int = Field(10, ge=0)
-    """AdaGrad updates T_u per step."""
+    """Updates T_u per step."""
     redraw_every: int = Field(500, ge=0)
-    """Steps T_r between re-draws of the columns from recent features; 0 draws them once."""
-    lr: float = Field(1.0, gt=0)
-    """AdaGrad learning rate. The published 1.0 holds for B >= 1024 and m = 4096; use a smaller one below."""
+    """Steps T_r between re-draws of the columns from recent features; 0 draws them once, as order=joint does."""
+    lr: float | None = Field(None, gt=0)
+    """Step size of an update. By default 0.3 with `scaled`, and with AdaGrad the published 1.0, which holds for
+    B >= 1024 and m = 4096; use a smaller one below."""
     weight_decay: float = Field(0.0, ge=0)
     """Weight decay of the network: coupled with the gradient in AdaGrad and in the MLP's Adam, decoupled with
-    order=joint. NeuCLIP searched 0 to 1 and has 0."""
+    order=joint. NeuCLIP searched 0 to 1 and has 0; optimizer=scaled has none."""
     initial_accumulator: float = Field(0.0, ge=0)
     """AdaGrad's accumulator at the start."""
     alpha_grad: Literal["full", "positive", "stop"] = "full"
@@ -145,15 +149,23 @@ class NpnConfig(Section):
     """Bound on (eps + g)/(eps + ghat), with which an anchor's negatives weigh. By default none (NeuCLIP)."""
     objective: Literal["unified", "separate"] = "unified"
     """Objective that the network is fitted to: the loss itself, or (alpha - log(eps + g))^2 (ablation)."""
-    order: Literal["alternating", "simultaneous", "joint"] = "alternating"
-    """Update the network first and the encoders with its new prediction, or both from the old one: `simultaneous` with
-    T_u AdaGrad updates, `joint` with one AdamW step at the encoders' learning rate (Algorithm 3, ablation)."""
+    order: Literal["alternating", "joint"] = "alternating"
+    """Update the network first and the encoders with its new prediction (Algorithm 1), or both from the old one:
+    `joint`, where the network takes one AdamW step at the encoders' learning rate, without re-draws (Algorithm 3)."""
 
     @model_validator(mode="after")
     def _order_fits_the_network(self) -> NpnConfig:
         if self.order == "joint" and self.network == "mlp":
-            raise ValueError("order=joint is for prototypes; with network=mlp use simultaneous")
+            raise ValueError("order=joint is for prototypes; remove it, or network=mlp")
+        scaled = self.optimizer == "scaled" and self.network == "prototypes" and self.order != "joint"
+        if scaled and (self.weight_decay or self.initial_accumulator):
+            raise ValueError("weight_decay and initial_accumulator are not read by optimizer=scaled; set adagrad")
         return self
+
+    @property
+    def rate(self) -> float:
+        """Step size of an update."""
+        return self.lr if self.lr is not None else {"scaled": 0.3, "adagrad": 1.0}[self.optimizer]
 
 
 class QueueConfig(Section):

@@ -25,7 +25,12 @@ MORE_PROTOTYPES = {
     if section in METHODS[method].sections and options.get(section, {}).get("network") != "mlp"
 }
 OTHER_SIZES = {**MORE_PROTOTYPES, "neuclip_few": ("neuclip", merge(VARIANTS["neuclip"][1], {"npn": {"prototypes": 3}}))}
-SUM_PULLS = ("neuclip", "neuclip_no_rho", "neuclip_joint")  # alpha_grad=full: the prototypes' pull, (B, d) over ranks
+SUM_PULLS = (
+    "neuclip",
+    "neuclip_adagrad",
+    "neuclip_no_rho",
+    "neuclip_joint",
+)  # alpha_grad=full: the prototypes' pull, (B, d) over ranks
 
 
 def global_batch(number: int) -> tuple[torch.Tensor, ...]:

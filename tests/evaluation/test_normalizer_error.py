@@ -28,7 +28,7 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "isogclr": ("isogclr", {}),
     "gcl": ("gcl", {}),
     "tuneclip": ("tuneclip", {}),
-    "neuclip": ("neuclip", {"npn": {"prototypes": 8, "inner_steps": 3, "lr": 0.05, "initial_accumulator": 0.1}}),
+    "neuclip": ("neuclip", {"npn": {"prototypes": 8, "inner_steps": 3}}),
     "neuclip_not_drawn": ("neuclip", {"npn": {"prototypes": 500}}),
     "neuclip_mlp": ("neuclip", {"npn": {"network": "mlp", "inner_steps": 3, "mlp_lr": 0.02}}),
     "neuclip_queue": ("neuclip_queue", {"temperature": ROBUST, "queue": {"size": 16, "kappa": 2.0}}),

@@ -25,9 +25,9 @@ from neuclip_ds.training.step import TrainStep
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "own_loop.md"
 DIM, SAMPLES, LR, EPOCHS = 6, 48, 1e-3, 2
-# 7 prototypes: the NPN predicts from the second step on. A warm accumulator: from zero, AdaGrad's first step is a sign.
+# 7 prototypes: the NPN predicts from the second step on
 OPTIONS: dict[str, dict[str, Any]] = {
-    "neuclip": {"npn": {"prototypes": 7, "inner_steps": 3, "lr": 0.1, "initial_accumulator": 0.1}},
+    "neuclip": {"npn": {"prototypes": 7, "inner_steps": 3}},
     "fastclip_v3": {"temperature": {"rho": 2.0}},
 }
 # a method that keeps statistics of samples on one process and one with prototypes on two, then the other way round

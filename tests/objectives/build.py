@@ -15,8 +15,8 @@ from neuclip_ds.objectives.gather import Features
 
 SAMPLES = 1000
 _AVERAGE = {"gamma_min": 0.3, "gamma_epochs": 2}
-# 7 prototypes: no world size divides them. A warm accumulator: from zero, AdaGrad's first step is a sign.
-_NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3, "lr": 0.1, "initial_accumulator": 0.1}
+_NPN = {"prototypes": 7, "inner_steps": 3, "redraw_every": 3}  # no world size divides 7
+_ADAGRAD = {"optimizer": "adagrad", "lr": 0.1, "initial_accumulator": 0.1}  # from zero its first step is a sign
 _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> options; a method without has its defaults
     **{
         name: {"": {"eps": 1e-6, "moving_average": _AVERAGE}}
@@ -31,6 +31,7 @@ _OPTIONS: dict[str, dict[str, dict[str, Any]]] = {  # method -> variant -> optio
     },
     "neuclip": {
         "": {"eps": 1e-6, "npn": _NPN},
+        "adagrad": {"npn": {**_NPN, **_ADAGRAD}},
         "positive": {"npn": {**_NPN, "alpha_grad": "positive", "max_ratio": 0.9}},
         "stop": {"npn": {**_NPN, "alpha_grad": "stop"}},
         "no_rho": {"npn": _NPN, "temperature": {"rule": "learned"}},

@@ -9,4 +9,4 @@ def test_several_methods_share_a_command_line() -> None:
         config = config_for(method, shared)
         assert config.objective.method == (method or "neuclip_queue")
         assert config.objective.eps == 1e-6
-        assert config.objective.npn.lr == (3 if method == "neuclip" else 1.0)
+        assert config.objective.npn.lr == (3 if method == "neuclip" else None)

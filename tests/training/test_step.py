@@ -39,7 +39,7 @@ TREE: dict[str, Any] = {
     # a warm accumulator: from zero, AdaGrad's first step is a sign, which turns with the last bit of a small gradient
     "objective": {
         "temperature": {"rho": 2.0},
-        "other_methods": {"npn": {"prototypes": 24, "lr": 0.05, "initial_accumulator": 0.01}},
+        "other_methods": {"npn": {"prototypes": 24}},
     },
     "optimizer": {"lr": LR, "weight_decay": 0.1, "max_grad_norm": 0.5},
 }

@@ -36,9 +36,15 @@ Algorithm 1, one step (`NpnNormalizer.__call__`), after the features and g_i of 
 
     every T_r steps: W1 <- text features, W2 <- image features of the same samples          `_redraw_if_due`
     (of this batch where B >= m, else of the last m samples before it)
-    T_u times: W1, W2 <- AdaGrad on dJ/dW                                                   `_fit`
+    T_u times: W1, W2 <- AdaGrad on dJ/dW, or the scaled update                             `_fit`
     alpha_i from the new W1, W2                                                             `_predict`
     gradient of J for encoders and tau                                                      `_estimate`
+
+The scaled update (ours), which docs/reference/methods.md compares with AdaGrad:
+
+    W_k <- W_k/|W_k| - lr tau B |W_k| dJ/dW_k / (sum_i p_ik (1 + |1 - r_i|) + delta), then to unit length  `_scaled`
+
+The quotient is shorter than 1, as |r_i| <= 1 + |1 - r_i|, so no logit cos(e_i, W_k)/tau moves by more than about lr.
 
 Each rank holds m/K prototypes of W1 and of W2, their AdaGrad state and their rows of the feature queue. An update needs
 the 2B sums over all prototypes and nothing of size d x m: one all-reduce. The sums travel as float64, relative to the
@@ -73,6 +79,8 @@ from neuclip_ds.state.partition import Partition, RowTable
 # in between stays small.
 _CPU_BLOCK, _GPU_BLOCK = 2**20, 2**26
 _ADAGRAD_EPS = 1e-10  # torch's
+_DELTA = 1e-3  # of the prototypes' mean mass: those with far less hardly move
+_SHORTEST = 1e-12  # |W_k|, which is divided by
 _LOG_NOTHING = -1e4  # log of a sum without terms; finite, so that its product with zero is zero
 
 
@@ -102,7 +110,7 @@ class NpnNormalizer(NetworkNormalizer):
     """
 
     def __init__(self, config: NpnConfig, eps: float, context: Context) -> None:
-        super().__init__(config, eps, context, config.lr)
+        super().__init__(config, eps, context, config.rate)
         ranks = context.communicator
         self._partition = Partition.of(config.prototypes, ranks.rank, ranks.world_size)
         empty = torch.zeros((self._partition.size, context.dim), dtype=context.dtype, device=ranks.device)
@@ -112,14 +120,16 @@ class NpnNormalizer(NetworkNormalizer):
         self._drawn = False
         self._joint, self._adam = config.order == "joint", context.adam
         # of AdamW, or AdaGrad's sum of squared gradients; the former moves the prototypes whoever has the optimizers
-        moments = {"moment": 0.0, "square": 0.0} if self._joint else {"accumulator": config.initial_accumulator}
+        moments = {"adagrad": {"accumulator": config.initial_accumulator}, "scaled": {}}[config.optimizer]
+        if self._joint:
+            moments = {"moment": 0.0, "square": 0.0}
         self._moments = [{key: torch.full_like(empty, x) for key, x in moments.items()} for _ in (IMAGE, TEXT)]
         self._moves = self._joint or context.own_optimizers
         self._updates = 1 if self._joint else self._updates
         self._steps = 0  # of AdamW
 
     def __call__(self, batch: GatheredFeatures, log_g: Tensor, tau: Tensor, step: Step) -> NormalizerOutput:
-        """Take one step of Algorithm 1; with `order=simultaneous` the network's updates come last."""
+        """Take one step of Algorithm 1; with `order=joint`, of Algorithm 3, whose update of W comes last."""
         log_target = log_eps_plus(batch.gather(log_g, "normalizer"), self._eps)  # log(eps + g), (2, B)
         fills_queue = batch.size >= self._config.prototypes
         if step.learn and fills_queue:
@@ -147,14 +157,14 @@ class NpnNormalizer(NetworkNormalizer):
         return self._predict(batch, tau).log_ghat[:, batch.local]
 
     def _redraw_if_due(self, step: Step) -> None:
-        """Every T_r steps set W1 to the queue's m texts and W2 to the images of the same samples.
+        """Every T_r steps, in Algorithm 3 once, set W1 to the queue's m texts and W2 to the images of the same samples.
 
         They are this batch's where it has m pairs (Algorithm 1, line 4), so that an anchor's own partner is among them.
         A queue of fewer would hold some anchors' partners and not others', so then they are those before this batch.
         """
         if self._seen < self._config.prototypes:
             return
-        every = self._config.redraw_every
+        every = 0 if self._joint else self._config.redraw_every
         if self._drawn and not (every and step.number % every == 0):
             return
         for prototype, queue in zip(self._prototypes, reversed(self._queue), strict=True):
@@ -178,7 +188,7 @@ class NpnNormalizer(NetworkNormalizer):
 
     def _side(self, anchors: Tensor, prototypes: Tensor, tau: Tensor) -> _Side:
         """exp(cos(e_i, W_k)/tau) of one direction, relative to each row's sum."""
-        norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=1e-12)
+        norm = torch.linalg.vector_norm(prototypes, dim=1, keepdim=True).clamp_(min=_SHORTEST)
         unit = prototypes / norm
         cold = unit / tau  # a pass over the prototypes instead of one over the logits
         share = anchors.new_empty((len(anchors), len(unit)))
@@ -203,25 +213,44 @@ class NpnNormalizer(NetworkNormalizer):
             residual = 2 / tau * (prediction.alpha - log_target)  # (2, B) r_i
         else:
             residual = 1 - (log_target - representable(prediction.alpha, log_target)).exp()
-        weights = self._log_mass(prediction).exp_().mul_(residual).div_(batch.size)
+        mass = self._log_mass(prediction).exp_().div_(batch.size)  # (2, B), sum_k p_ik / B over this rank's
+        weights, bounds = mass * residual, mass * (1 + (1 - residual).abs())
         self._steps += 1
         for number, anchors in enumerate((batch.image, batch.text)):
-            prototype = self._prototypes[number]
+            prototype, side = self._prototypes[number], prediction.sides[number]
             prototype.grad = None if self._moves else torch.empty_like(prototype)
-            gradients = _gradients(prediction.sides[number], weights[number].unsqueeze(1) * anchors)
-            for columns, gradient in gradients:
+            for columns, gradient in _gradients(side, weights[number].unsqueeze(1) * anchors):
+                moments = {key: values[columns] for key, values in self._moments[number].items()}
                 if prototype.grad is not None:
                     prototype.grad[columns] = gradient
-                    continue
-                moments = {key: values[columns] for key, values in self._moments[number].items()}
-                (self._adamw if self._joint else self._adagrad)(prototype[columns], gradient, lr=lr, **moments)
+                elif self._joint:
+                    self._adamw(prototype[columns], gradient, lr, **moments)
+                elif self._config.optimizer == "adagrad":
+                    self._adagrad(prototype[columns], gradient, **moments)
+                else:
+                    bound = bounds[number] @ side.share[:, columns]
+                    self._scaled(prototype[columns], gradient, bound, tau)
 
-    def _adagrad(self, prototype: Tensor, gradient: Tensor, lr: float, accumulator: Tensor) -> None:
-        """Take torch's AdaGrad's step in place, at its own learning rate; the accumulator sums squared gradients."""
+    def _scaled(self, prototype: Tensor, gradient: Tensor, bound: Tensor, tau: Tensor) -> None:
+        """Step in place by at most lr tau against the gradient, on the unit sphere.
+
+        Args:
+            prototype: (columns, d).
+            gradient: (columns, d) dJ/dW_k, overwritten.
+            bound: (columns,) 1/B sum_i p_ik (1 + |1 - r_i|), which |W_k| times the gradient's length is below.
+            tau: 0-dim.
+        """
+        norm = torch.linalg.vector_norm(prototype, dim=1, keepdim=True).clamp_(min=_SHORTEST)
+        step = gradient.mul_(norm * tau * self._config.rate / (bound + _DELTA / self._config.prototypes).unsqueeze(1))
+        prototype.div_(norm).sub_(step)
+        prototype.div_(torch.linalg.vector_norm(prototype, dim=1, keepdim=True))
+
+    def _adagrad(self, prototype: Tensor, gradient: Tensor, accumulator: Tensor) -> None:
+        """Take torch's AdaGrad's step in place; the accumulator sums squared gradients."""
         if self._config.weight_decay:
             gradient.add_(prototype, alpha=self._config.weight_decay)
         accumulator.addcmul_(gradient, gradient)
-        prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.lr)
+        prototype.addcdiv_(gradient, accumulator.sqrt().add_(_ADAGRAD_EPS), value=-self._config.rate)
 
     def _adamw(self, prototype: Tensor, gradient: Tensor, lr: float, moment: Tensor, square: Tensor) -> None:
         """Take AdamW's step in place, the ablation of the order: prototypes and encoders move at once (Algorithm 3).
@@ -230,7 +259,7 @@ class NpnNormalizer(NetworkNormalizer):
             W <- (1 - lr lambda) W - lr M/(1 - beta_1^t) / (sqrt(V/(1 - beta_2^t)) + epsilon)
 
         lr, betas and epsilon are the encoders', as both have one optimizer in Algorithm 3; the paper has no value for
-        lambda. A re-draw keeps the moments.
+        lambda.
         """
         (beta1, beta2), eps = self._adam
         correction1, correction2 = 1 - beta1**self._steps, 1 - beta2**self._steps
