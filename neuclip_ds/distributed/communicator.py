@@ -56,9 +56,9 @@ class Pending:
 
     _result: Tensor  # that the collective fills
     _work: dist.Work | None = None  # torch's handle; None if the result is ready
-    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait`
+    _waiting: Callable[[], AbstractContextManager[None]] = nullcontext  # times `wait` in the traffic
 
-    to_host: bool = False  # the result is for the host, which waits for the device
+    to_host: bool = False  # `wait` blocks the host until the device has finished
 
     def wait(self) -> Tensor:
         """Wait for the result and return it; on a GPU later kernels wait, not the host."""
@@ -70,7 +70,7 @@ class Pending:
 
 
 class Communicator:
-    """Collectives over all ranks of the process group; with one rank no call communicates.
+    """Collectives over all ranks of the process group; with one rank, calls return without communication.
 
     Needs an initialized `torch.distributed` process group when more than one rank runs.
 
@@ -78,7 +78,7 @@ class Communicator:
         rank: rank of this process, 0 <= rank < world_size.
         device: device of the tensors.
         traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
-        begun: collectives that this rank has begun; one that lags behind the others keeps them waiting.
+        begun: number of collectives that this rank has begun; the others wait for a rank with a smaller number.
     """
 
     def __init__(
@@ -90,10 +90,10 @@ class Communicator:
     ) -> None:
         """
         Args:
-            device: of the tensors.
-            group: the ranks; None is the default process group.
-            host_group: the same ranks, for objects and tensors in host memory; None is `group`.
-            store: of the same ranks, for `count`.
+            device: device of the tensors.
+            group: process group of the ranks; None is the default one.
+            host_group: process group of the same ranks for objects and tensors in host memory; None is `group`.
+            store: store of the same ranks, for `count`.
         """
         connected = dist.is_initialized()
         self._group = group
@@ -102,7 +102,7 @@ class Communicator:
         self.rank: int = dist.get_rank(group) if connected else 0
         self.world_size: int = dist.get_world_size(group) if connected else 1
         self.device = torch.device(device)
-        self._host = torch.device("cpu") if reaches_hosts else self.device  # where tensors of the host travel from
+        self._host = torch.device("cpu") if reaches_hosts else self.device  # device that sends tensors of the host
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
         self.begun = 0
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
@@ -121,9 +121,9 @@ class Communicator:
 
     @functools.cached_property
     def own_group(self) -> ProcessGroup | None:
-        """A process group of this rank alone, which no other rank needs to know of.
+        """A process group of this rank alone, made without the other ranks.
 
-        It is of gloo on GPUs too: NCCL's would be split from that of all ranks, which would have to take part.
+        It uses gloo on GPUs too: NCCL would split it from the group of all ranks, and all would have to take part.
         """
         if self.world_size == 1:
             return self.group
@@ -141,9 +141,9 @@ class Communicator:
         return self._begin("all_gather", x, purpose, result, dist.all_gather_into_tensor, x.contiguous())
 
     def begin_host_gather(self, x: Tensor, purpose: str) -> Pending:
-        """Start an `all_gather` of a tensor in host memory, which no device takes part in.
+        """Start an `all_gather` of a tensor in host memory, without the GPU.
 
-        Where the group carries tensors of GPUs only (NCCL), it travels through them, and `wait` waits for the device.
+        If the group carries only GPU tensors (NCCL), the tensor is sent through the GPU, and `wait` waits for it.
         """
         if self.world_size == 1:
             return Pending(x)
@@ -183,7 +183,7 @@ class Communicator:
                 dist.barrier(group=self._group)
 
     def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its result, which JSON holds, on all ranks.
+        """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
 
         A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
         """
@@ -202,11 +202,11 @@ class Communicator:
         return cast(T, outcome["result"])
 
     def gather_objects(self, x: T) -> list[T]:
-        """Gather the x of every rank, which JSON holds, in rank order on all ranks; for small, infrequent data."""
+        """Gather the JSON-serializable x of every rank, in rank order, on all ranks; for small, infrequent data."""
         return self._exchange(x, self._gather)
 
     def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Return what ranks have sent in a collective of bytes; raise TypeError where JSON cannot hold x."""
+        """Return the objects that ranks sent in a collective of bytes; raise TypeError if x is not JSON."""
         self.begun += 1
         own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
         with record_function(f"{PURPOSE}control"):
@@ -239,7 +239,7 @@ class Communicator:
                 raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
 
     def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Return what `work` gives on this rank, or raise on all ranks the first rank's `UserError`."""
+        """Return the result of `work` on this rank, or raise the first rank's `UserError` on all ranks."""
         try:
             result = work()
         except UserError as error:
@@ -285,7 +285,7 @@ class Communicator:
 
     @contextmanager
     def _timed(self, purpose: str, device: torch.device) -> Iterator[None]:
-        """Add the time this rank spends launching a collective or waiting for it, without what overlaps computation."""
+        """Add the time that this rank spends launching or waiting for a collective, without overlapped time."""
         if device.type == "cuda":
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

@@ -46,7 +46,7 @@ def read_environment(env: MutableMapping[str, str] = os.environ) -> RankEnvironm
 
 
 def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
-    """Set what a process group needs and the launcher has not set: of one rank without a launcher, of a step of srun.
+    """Set variables of the process group that the launcher leaves unset: for a single rank, and for a step of srun.
 
     The rendezvous of a step of srun is its first node, at a port derived from the job. Under mpirun without
     MASTER_ADDR and MASTER_PORT nothing is set: MPI must provide the address. Raises `UserError` for other launchers.
@@ -66,18 +66,18 @@ def complete_environment(env: MutableMapping[str, str] = os.environ) -> None:
 
 
 def find_gpus(devices: Path = Path("/dev")) -> list[str]:
-    """Return the device files of NVIDIA's and AMD's drivers that compute; those in dri/ may be displays alone."""
+    """Return the device files of NVIDIA's and AMD's compute drivers; files in dri/ may belong to displays."""
     return sorted(str(path) for path in devices.glob("*") if re.fullmatch(r"nvidia\d+|kfd", path.name))
 
 
 def refuse_missing_gpus(torch_build: str) -> None:
-    """Raise `UserError` where DeepSpeed, which finds no GPU, would train on the CPU by mistake.
+    """Raise `UserError` if DeepSpeed finds no GPU and would train on the CPU by mistake.
 
-    That is so where this machine has GPUs, and where `deepspeed --num_gpus N` has started this process;
-    `--num_accelerators`, its other name, means what there is. DS_ACCELERATOR=cpu chooses the CPU.
+    This is the case if the machine has GPUs, or if `deepspeed --num_gpus N` started this process;
+    `--num_accelerators`, its other name, also means CPU ranks. DS_ACCELERATOR=cpu chooses the CPU.
 
     Args:
-        torch_build: torch's version, and what it is built for.
+        torch_build: torch's version and the platform it was built for.
     """
     if os.environ.get("DS_ACCELERATOR"):
         return
@@ -89,7 +89,7 @@ def refuse_missing_gpus(torch_build: str) -> None:
             "https://download.pytorch.org/whl/cu126. DS_ACCELERATOR=cpu trains on the CPU."
         )
     for parent in psutil.Process().parents():
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the process has ended
             command = " ".join(parent.cmdline())
             if wanted := re.search(r"[/ ](?:deepspeed|ds)(?:\.launcher\.runner)? .*--num_gpus[ =](\d+)", command):
                 raise UserError(
@@ -107,7 +107,8 @@ def _driver_version() -> str:
 def use_interface_of(address: str) -> None:
     """Let gloo use the network interface that has this address, unless GLOO_SOCKET_IFNAME names one.
 
-    By itself gloo takes that of the machine's name, which may be in another network or, as Debian's 127.0.1.1, in none.
+    By default gloo uses the interface of the host name's address, which may belong to another network or, like Debian's
+    127.0.1.1, to none.
     """
     wanted = ip_address(address)
     for name, addresses in psutil.net_if_addrs().items():
@@ -119,7 +120,7 @@ def use_interface_of(address: str) -> None:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens at on this machine."""
+    """Return a free TCP port of this machine."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

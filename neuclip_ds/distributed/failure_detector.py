@@ -5,8 +5,8 @@ the other nodes. So each rank has a lifeline to the rank before it: a TCP connec
 closes when that process dies or when its node does not answer for 20 s, whatever Python is doing. The first failure is
 the store's key `error`, which a thread of every rank reads twice a second; the store ends with rank 0.
 
-A rank that hangs alive is named: after 10 minutes in the same place ranks publish how many collectives they have begun,
-and the others wait for those that have begun fewer, or that do not answer.
+The log names a rank that hangs: after 10 minutes at the same place, ranks publish how many collectives they have begun.
+The ranks with fewer, or without an answer, keep the others waiting.
 """
 
 import json
@@ -34,7 +34,7 @@ _PERIOD = 0.5  # seconds
 _WINDOW = 1.0  # seconds until a failed rank reports, since the end of a rank makes others fail
 _SILENCE = 30.0  # seconds after which a store that does not answer counts as lost
 _LONGEST_START = 300.0  # seconds in which the ranks must have connected their process groups
-_PATIENCE = 600.0  # seconds after which a rank that stands still is reported
+_PATIENCE = 600.0  # seconds after which a stuck rank is reported
 _SPREAD = 60.0  # seconds within which ranks that wait for the same one have all stopped
 _NOT_CONNECTED = (
     "the ranks have not connected to each other by NCCL and gloo in 5 minutes. Set NCCL_SOCKET_IFNAME and "
@@ -63,9 +63,9 @@ class FailureDetector:
     and in one line by the first rank of each node.
 
     Args:
-        environment: this rank, of two or more that all do the same.
+        environment: this rank; all ranks (two or more) enter the block.
         store: a connection to the launch's store that nothing else uses; rank 0's process or torchrun serves it.
-        address: of this machine, at which the other nodes reach it.
+        address: address at which the other nodes reach this machine.
 
     Attributes:
         communicator: set it once the ranks have connected their process groups, which must happen in 5 minutes.
@@ -82,14 +82,14 @@ class FailureDetector:
         self._error: BaseException | None = None  # of this rank
         self._failed_at = 0.0
         self._before_ended = self._leaving = False
-        self._silence = 0  # periods since the store has answered
+        self._silence = 0  # periods since the store last answered
         self._wake, self._left = threading.Event(), threading.Event()
         self._began = self._since = time.monotonic()
         self._place: list[object] = []  # where the main thread has been since `_since`
-        self._standing = self._named = False  # whether that is published, and for whom ranks wait is logged
+        self._standing = self._named = False  # whether this is published, and whether the awaited ranks are logged
         family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        self._held = socket.create_server(("", 0), family=family)  # accepts nothing: the kernel connects
-        os.register_at_fork(after_in_child=self._held.close)  # a loader process would hold it when this one has died
+        self._held = socket.create_server(("", 0), family=family)  # never accepts: the kernel completes connections
+        os.register_at_fork(after_in_child=self._held.close)  # a loader process must not keep it open
         store.set(f"rank/{self._rank}", json.dumps([self._host, address, self._held.getsockname()[1]]))
         self._before = (self._rank - 1) % self._world_size
         self._hosts = {rank: json.loads(store.get(f"rank/{rank}"))[0] for rank in (0, self._before)}
@@ -111,7 +111,7 @@ class FailureDetector:
         self._held.close()
 
     def _find_failure(self) -> Failure | None:
-        """Return the failure of this rank or the one before; called again until there is one."""
+        """Return the failure of this rank or the one before, or None; called repeatedly."""
         if self._before_ended and not self._store.check([f"left/{self._before}"]):
             return Failure(self._before, self._hosts[self._before], _DIED)
         error = self._error
@@ -150,7 +150,7 @@ class FailureDetector:
         self._end(failure, wait)
 
     def _watch_lifeline(self) -> None:
-        """Note that the rank before has ended; end the process when the store has not answered for long."""
+        """Record the end of the rank before; end the process when the store has not answered for long."""
         poll = select.poll()
         poll.register(self._lifeline, select.POLLIN)
         while not self._left.is_set():
@@ -164,7 +164,7 @@ class FailureDetector:
                 self._end(Failure(0, self._hosts[0], f"it has not answered for {_SILENCE:.0f} s"))
 
     def _watch_progress(self, communicator: Communicator) -> None:
-        """Publish where this rank stands still; the first rank that does logs for whom they wait."""
+        """Publish where this rank is stuck; the first such rank logs which ranks keep the others waiting."""
         frame = sys._current_frames()[threading.main_thread().ident or 0]
         calls = [f"{of.f_code.co_filename}:{line} in {of.f_code.co_name}" for of, line in traceback.walk_stack(frame)]
         still, key = time.monotonic() - self._since, f"standing/{self._rank}"
@@ -201,7 +201,7 @@ class FailureDetector:
         )
 
     def _standing_place(self, rank: int) -> tuple[int, str] | None:
-        """Return the collectives that a rank which stands still has begun, and the line of code that it is at."""
+        """Return how many collectives a stuck rank has begun, and its current line of code."""
         found = self._store.check([f"standing/{rank}"]) and json.loads(self._store.get(f"standing/{rank}"))
         return found or None
 

@@ -1,13 +1,13 @@
-"""Copies between host memory and a GPU that the host does not wait for."""
+"""Asynchronous copies between host memory and a GPU."""
 
 import torch
 from torch import Tensor
 
-_STAGED = 64 << 10  # bytes of pageable memory that CUDA takes at once; of more, the host waits for the copy
+_STAGED = 64 << 10  # bytes of pageable memory that CUDA copies asynchronously; the host waits for larger copies
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor on a device, through pinned memory where it comes from the host and is large.
+    """Return a tensor on a device, through pinned memory if it is large and comes from the host.
 
     Torch uses the pinned memory again only after the copy.
     """
@@ -17,7 +17,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 class HostCopy:
-    """A copy of a tensor in host memory, begun when it is made; of a tensor that is there already the tensor itself."""
+    """An asynchronous copy of a tensor to host memory; a tensor that is already there is not copied."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._copy = tensor
@@ -29,7 +29,7 @@ class HostCopy:
             self._arrived.record()
 
     def wait(self) -> Tensor:
-        """Wait for the copy alone, not for what the device was given after it, and return it."""
+        """Wait for the copy, but not for later work of the device, and return it."""
         if self._arrived is not None:
             self._arrived.synchronize()
         return self._copy

@@ -47,7 +47,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     no more gradients decay into them, and CPUs compute slowly with them.
 
     Args:
-        task: that of all ranks, in lines such as a config's.
+        task: description of the work, equal on all ranks, in lines such as a config's.
         max_outage: seconds that a node may wait for its storage while the others wait in a collective.
 
     Raises:
@@ -63,7 +63,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
     except UserError as error:
         if environment.world_size == 1:
             raise
-        problem = str(error)  # rank 0 reports it, so that no other node waits for this one
+        problem = str(error)  # rank 0 reports it, so no other node waits for this one
     with ExitStack() as stack:
         store = detector = None
         if environment.world_size > 1:
@@ -85,7 +85,7 @@ def connected(task: str, max_outage: float = 0.0) -> Iterator[Communicator]:
 
 
 def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicator:
-    """Join the launcher's process group, or the one that there is; DeepSpeed's engine shares it."""
+    """Join the launcher's process group, or use the existing one; DeepSpeed's engine shares it."""
     accelerator = get_accelerator()
     device = torch.device(accelerator.current_device_name())
     limit = _COLLECTIVE_LIMIT + timedelta(seconds=max_outage)
@@ -101,7 +101,7 @@ def join(max_outage: float = 0.0, store: dist.Store | None = None) -> Communicat
 
 
 def leave() -> None:
-    """Leave the process group, also DeepSpeed's references to it.
+    """Leave the process group and drop DeepSpeed's references to it.
 
     A process that ends with the group's threads running would abort instead of exiting.
     """
@@ -127,7 +127,7 @@ def _choose_device(local_rank: int) -> None:
 
 
 def _facts(task: str) -> dict[str, str]:
-    """Return what must be equal on all ranks."""
+    """Return the facts that must be equal on all ranks."""
     package = Path(__file__).parents[1]
     code = hashlib.sha256()
     for path in sorted(package.rglob("*.py")):
@@ -185,7 +185,7 @@ def rendezvous(
         The address of this machine in the network in which ranks reach rank 0.
 
     Raises:
-        UserError: on every rank that is there, if one has a `problem`, ranks are missing, two have one number, or facts
+        UserError: on every present rank, if one has a `problem`, ranks are missing, two have one number, or facts
             differ.
     """
     with socket.create_connection((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))) as probe:

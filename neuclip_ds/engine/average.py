@@ -1,7 +1,7 @@
 """The exponential moving average (EMA) of the weights, in float32.
 
-It lies with the optimizer's state of each master. So it takes the place of the masters under every ZeRO stage, and is
-saved, restored and handed to other stages and numbers of ranks as the moments are.
+It is part of the optimizer's state of each master. So it is sharded like the masters under every ZeRO stage, and saved,
+restored and resharded like the moments.
 """
 
 from collections.abc import Iterator
@@ -12,7 +12,7 @@ import torch
 
 from neuclip_ds.engine.zero import refresh_weights, release_gathered
 
-AVERAGE = "average"  # its kind among the optimizer's tensors
+AVERAGE = "average"  # its key in the optimizer's state
 
 
 class WeightAverage:
@@ -21,8 +21,8 @@ class WeightAverage:
     def __init__(self, engine: Any, decay: float) -> None:
         """
         Args:
-            engine: DeepSpeed's.
-            decay: share of the average that a step keeps, in (0, 1).
+            engine: DeepSpeed's engine.
+            decay: fraction of the average that a step keeps, in (0, 1).
         """
         self._engine, self._decay = engine, decay
 
@@ -34,7 +34,7 @@ class WeightAverage:
         """
         share = 1 - min(self._decay, (1 + step) / (10 + step))
         for master, state in self._engine.basic_optimizer.state.items():
-            if AVERAGE not in state:  # not before the optimizer's own, which is made only where there is none
+            if AVERAGE not in state:  # after the optimizer has made its state, which it makes only if none exists
                 state[AVERAGE] = master.detach().clone()
             state[AVERAGE].lerp_(master.detach(), share)
 
@@ -60,6 +60,6 @@ class WeightAverage:
 
 
 def discard_average(engine: Any) -> None:
-    """Forget the average that a checkpoint brought, in a run that keeps none."""
+    """Drop the average that a checkpoint contains if the run keeps none."""
     for state in engine.basic_optimizer.state.values():
         state.pop(AVERAGE, None)

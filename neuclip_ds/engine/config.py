@@ -16,7 +16,7 @@ from neuclip_ds.section import read_options
 
 
 class _Part(BaseModel):
-    """A part of DeepSpeed's JSON: the keys that this package reads, with their types."""
+    """A section of DeepSpeed's JSON: the keys that this package reads, with their types."""
 
     model_config = ConfigDict(strict=True)
 
@@ -90,7 +90,7 @@ def load_engine_config(config: Config, world_size: int) -> dict[str, Any]:
 
 
 def accumulates_in_float32(engine: dict[str, Any]) -> bool:
-    """Return whether gradients of micro-batches are added in float32; without ZeRO they have the weights' dtype."""
+    """Return whether micro-batches' gradients are added in float32; without ZeRO they have the weights' dtype."""
     dtype = engine.get("data_types", {}).get("grad_accum_dtype") if zero_stage(engine) else None
     return precision(engine) == "fp32" or dtype in ("fp32", "float32", "float")
 
@@ -141,12 +141,12 @@ def precision(engine: dict[str, Any]) -> Literal["fp32", "bf16", "fp16"]:
 
 
 def zero_stage(engine: dict[str, Any]) -> int:
-    """Return the stage of ZeRO, 0 without."""
+    """Return the ZeRO stage; 0 without ZeRO."""
     return int(engine.get("zero_optimization", {}).get("stage", 0))
 
 
 def read_engine_file(name: str) -> tuple[Path, dict[str, Any]]:
-    """Return the path and the content, as the user has written it, of a JSON file that is named or given by path."""
+    """Return the path and the raw content of a JSON file, given by name or path."""
     candidates = [Path(name), FOLDER / f"{name}.json", Path("ds_configs") / f"{name}.json"]
     path = next((path for path in candidates if path.is_file()), None)
     if path is None:

@@ -62,7 +62,7 @@ class Lamb(torch.optim.Optimizer):
         """(P,) norm of each of P parameters over that of its direction."""
         sides = zip(*pairs, strict=True)
         norms = torch.stack([torch.stack([torch.linalg.vector_norm(x) for x in side]) for side in sides])
-        if self._communicator is not None:  # offloaded shards are on the CPU, what travels is not
+        if self._communicator is not None:  # offloaded shards are on the CPU, but the collective needs the device
             squares = norms.square().to(self._communicator.device)
             norms = self._communicator.all_reduce(squares, "optimizer").to(norms.device).sqrt()
         weight_norm, update_norm = norms

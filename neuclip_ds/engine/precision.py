@@ -1,4 +1,4 @@
-"""The numerics of a run: precision of towers, matrix products and features between ranks; deterministic algorithms."""
+"""The numerics of a run: precision of towers, matrix products and gathered features; deterministic algorithms."""
 
 import logging
 import os
@@ -34,7 +34,7 @@ def require_precision(engine: dict[str, Any], name: str) -> None:
 
 
 def resolve_comm_dtype(config: Config, engine: dict[str, Any]) -> torch.dtype:
-    """Return the dtype in which features travel between ranks (`objective.comm_dtype`)."""
+    """Return the dtype in which features are sent between ranks (`objective.comm_dtype`)."""
     comm_dtypes = {"auto": towers_dtype(engine), "bfloat16": torch.bfloat16, "float32": torch.float32}
     return comm_dtypes[config.objective.comm_dtype]
 
@@ -64,7 +64,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     """Let torch use deterministic algorithms in the block, if `enabled`: equal inputs give equal bits, also on a GPU.
 
     Raises:
-        UserError: the block has called an operation that has none.
+        UserError: the block called an operation without a deterministic algorithm.
     """
     if not enabled:
         yield
@@ -73,7 +73,7 @@ def deterministic_algorithms(enabled: bool) -> Iterator[None]:
     before, memory = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic
     filled = memory.fill_uninitialized_memory  # type: ignore[attr-defined]
     torch.use_deterministic_algorithms(True)
-    # nothing reads memory before it is written, so filling it would only take time
+    # no operation reads uninitialized memory, so filling it would only take time
     memory.fill_uninitialized_memory = False  # type: ignore[attr-defined]
     try:
         yield

@@ -26,14 +26,14 @@ def check_engine_config(engine_config: dict[str, Any], name: str) -> None:
     one_rank = {**engine_config, "train_batch_size": engine_config["train_micro_batch_size_per_gpu"]}
     try:
         DeepSpeedConfig(copy.deepcopy(one_rank))
-    except Exception as error:  # its parts raise errors of every kind
+    except Exception as error:  # DeepSpeed raises errors of many types
         raise UserError(f"DeepSpeed refuses deepspeed={name}: {' '.join(str(error).split())[:300]}") from error
 
 
 def start_engine(
     model: nn.Module, config: OptimizerConfig, engine_config: dict[str, Any], communicator: Communicator
 ) -> Any:
-    """Return the engine, with float32 masters as the weights are and an optimizer without moments or learning rate yet.
+    """Return the engine, with float32 masters equal to the weights and an optimizer without moments or learning rate.
 
     DeepSpeed's config is from `load_engine_config`. The engine shares the communicator's process group.
     """
@@ -67,7 +67,7 @@ def start_engine(
 
 
 class _Float32BatchNorm:
-    """A layer of batch normalization whose weights are cast to float32 and whose statistics stay in it, as in autocast.
+    """Batch normalization that computes in float32 and keeps its statistics in float32, as under autocast.
 
     Its input and output have the towers' dtype. A statistic of 16 bits would keep no update below 0.4 % of it.
     """

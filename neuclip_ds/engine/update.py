@@ -37,7 +37,7 @@ def update_weights(engine: Any) -> tuple[float, bool]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """Set the learning rate of every group to its share of `lr`."""
+    """Set the learning rate of every group to `lr` times its `lr_scale`."""
     for group in optimizer.param_groups:
         group["lr"] = lr * group.get("lr_scale", 1.0)
 
@@ -69,26 +69,26 @@ class LossScale(DynamicLossScaler):
     def grow(self) -> None:
         """Double after `fp16.loss_scale_window` steps without overflow; call it after each."""
         super().update_scale(False)
-        self.cur_iter -= 1  # which the step has been counted in
+        self.cur_iter -= 1  # it already counts this step
 
     def state(self) -> dict[str, int]:
         """Return what a checkpoint keeps; scales are powers of two."""
         return {f"loss_scale.{name}": int(getattr(self, name)) for name in _SCALE_STATE}
 
     def load_state(self, state: Mapping[str, int]) -> None:
-        """Take back what `state` returned, if it is there."""
+        """Restore the result of `state`, if present."""
         for name in _SCALE_STATE:
             setattr(self, name, state.get(f"loss_scale.{name}", getattr(self, name)))
 
 
 def install_loss_scale(engine: Any) -> None:
-    """Exchange DeepSpeed's dynamic scale, if the engine has one, for ours."""
+    """Replace DeepSpeed's dynamic scale, if the engine has one, with ours."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     if isinstance(scaler, DynamicLossScaler):
         engine.optimizer.loss_scaler = LossScale(scaler)
 
 
 def loss_scale_of(engine: Any) -> LossScale | None:
-    """Return an engine's dynamic loss scale, None where it has none."""
+    """Return an engine's dynamic loss scale, or None."""
     scaler = getattr(engine.optimizer, "loss_scaler", None)
     return scaler if isinstance(scaler, LossScale) else None

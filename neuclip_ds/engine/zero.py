@@ -31,19 +31,19 @@ class Wrapper(Enum):
 class Placement(NamedTuple):
     """Elements [start, stop) of the flattened parameter `name` are [offset, offset + stop - start) of `master`.
 
-    Empty where this rank holds nothing of a parameter that belongs to the master's group.
+    Empty if this rank holds no element of a parameter in the master's group.
     """
 
     name: str
     start: int
     stop: int
-    master: Tensor  # what the optimizer steps on; a frozen parameter's weights
+    master: Tensor  # the tensor that the optimizer updates; for a frozen parameter its weights
     offset: int
-    replicated: bool  # all ranks hold the same
+    replicated: bool  # whether all ranks hold the same elements
 
     @property
     def elements(self) -> slice:
-        """Where they are in the flattened master, and in tensors of its layout."""
+        """Their slice of the flattened master, and of tensors with its layout."""
         return slice(self.offset, self.offset + self.stop - self.start)
 
     def within(self, tensor: Tensor) -> Tensor:
@@ -52,7 +52,7 @@ class Placement(NamedTuple):
 
 
 def placements(engine: Any, rank: int) -> Iterator[Placement]:
-    """Yield what this rank holds of every parameter, in the same order on all ranks."""
+    """Yield this rank's part of every parameter, in the same order on all ranks."""
     optimizer, module, wrapper = engine.optimizer, engine.module, _wrapper_of(engine)
     names = {parameter: name for name, parameter in module.named_parameters()}
     if wrapper is Wrapper.ZERO_3:
@@ -76,7 +76,7 @@ def placements(engine: Any, rank: int) -> Iterator[Placement]:
 
 
 def replicas(engine: Any, rank: int) -> dict[str, Tensor]:
-    """Return what every rank holds with the same bits.
+    """Return the tensors that must be bit-identical on all ranks.
 
     These are frozen weights, all weights below ZeRO 3, and masters and moments without ZeRO.
     """
@@ -126,7 +126,7 @@ def refresh_weights(engine: Any) -> None:
 
 
 def forget_gradients(engine: Any) -> None:
-    """Drop what ZeRO 2 with offload keeps of a gradient that it has refused, and would add to every later one."""
+    """Drop the refused gradient that ZeRO 2 with offload keeps and would add to every later one."""
     if _wrapper_of(engine) is Wrapper.ZERO_1_2:
         gradients = engine.optimizer.averaged_gradients
         gradients.update(dict.fromkeys(gradients))
@@ -142,8 +142,8 @@ def keep_frozen_whole(module: nn.Module, communicator: Communicator) -> None:
 def share_process_group(communicator: Communicator) -> None:
     """Let the engine use the communicator's process group instead of a copy of it.
 
-    NCCL carries out the collectives of one group in the order of their launch, but those of two groups, such as ZeRO
-    3's fetches of weights and our gathers under the same towers, in any order: ranks that differ in it wait for ever.
+    NCCL executes the collectives of one group in the order of their launch, but those of two groups (ZeRO 3's weights
+    and our features) in any order; ranks with different orders would deadlock.
     """
     deepspeed.utils.groups._WORLD_GROUP = communicator.group
 

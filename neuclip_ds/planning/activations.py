@@ -1,9 +1,9 @@
 """The memory of a forward and backward pass of the towers, counted without allocating it and without a device.
 
 The module runs on tensors that have shapes but no bytes (torch's FakeTensorMode), so that recomputation under
-activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch takes on a
-CPU, where attention is flash attention, which keeps O(T) a head as on a GPU. What a kernel allocates inside is
-not counted.
+activation checkpointing, views and in-place operations count as they happen. Kernels are those that torch uses on a
+CPU, where attention is flash attention, which keeps O(T) values per head as on a GPU. Memory that a kernel allocates
+internally does not count.
 """
 
 import weakref
@@ -23,7 +23,7 @@ class Activations(NamedTuple):
     """Bytes at the peak of one micro-batch's forward and backward pass, beyond weights and inputs."""
 
     alone: int
-    with_gradients: int  # of weights, each from the moment on when the backward pass has made it
+    with_gradients: int  # of weights, each from the moment when the backward pass makes it
 
 
 def count_activations(
@@ -49,8 +49,8 @@ class LiveBytes(TorchDispatchMode):
     """Count the storages that operations allocate on one kind of device, until they are freed.
 
     Attributes:
-        now: bytes of those that are there.
-        peak: the most that have been there at once.
+        now: bytes of the storages that exist now.
+        peak: maximum of `now`.
         peak_with_gradients: the same, with gradients that `take_gradient` has freed.
     """
 
@@ -65,7 +65,7 @@ class LiveBytes(TorchDispatchMode):
     ) -> Any:
         for leaf in tree_leaves((args, kwargs)):
             if isinstance(leaf, Tensor):
-                self._known.add(leaf.untyped_storage())  # weights and inputs: from outside where they are new here
+                self._known.add(leaf.untyped_storage())  # weights and inputs, made outside
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             is_here = isinstance(leaf, Tensor) and leaf.device.type == self._device_type
@@ -74,7 +74,7 @@ class LiveBytes(TorchDispatchMode):
         return result
 
     def take_gradient(self, parameter: Tensor) -> None:
-        """Free a parameter's gradient, and count it apart from then on."""
+        """Free a parameter's gradient, and count it separately from then on."""
         assert parameter.grad is not None
         self._gradients += parameter.grad.nbytes
         parameter.grad = None

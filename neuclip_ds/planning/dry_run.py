@@ -36,10 +36,10 @@ def print_dry_run(
 ) -> None:
     """Print the report of a dry run on rank 0.
 
-    It is that of the ranks that run, or of a hostfile's nodes, and with `gpu_memory`, GB of a rank, of what fits.
+    It describes the running ranks or a hostfile's nodes. With `gpu_memory` (GB per rank) it also reports what fits.
 
     Raises:
-        UserError: config, DeepSpeed JSON, hostfile or data cannot work.
+        UserError: config, DeepSpeed JSON, hostfile or data is invalid.
     """
     nodes = read_hostfile(hostfile) if hostfile else {}
     world_size = sum(nodes.values()) or environment.world_size
@@ -50,7 +50,7 @@ def print_dry_run(
     def attempt(work: Callable[[], T]) -> T | None:
         try:
             return work()
-        except UserError as error:  # the other parts of the plan are printed nevertheless
+        except UserError as error:  # the other parts of the plan are still printed
             problems.append(error)
             return None
 
@@ -74,7 +74,7 @@ def print_dry_run(
     if held_out:
         lines.append(f"evaluation {held_out.describe()}")
     if model:
-        sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes of a pair
+        sent = 2 * query.source.embed_dim * resolve_comm_dtype(config, engine).itemsize + 8  # bytes per pair
         features = (world_size - 1) * query.rank_batch * sent / 1e6
         lines.append(f"traffic    {features:,.2f} MB of features received per rank and step (computed)")
         lines += _memory_lines(replace(query, samples=manifest.n if manifest else 0), gpu_memory, nodes)
@@ -110,7 +110,7 @@ def read_hostfile(path: Path) -> dict[str, int]:
 
 def _model_lines(query: MemoryQuery, engine: dict[str, Any]) -> Iterator[str]:
     config = query.config
-    model_for_phases(config)  # refuses sizes that its image tower cannot take
+    model_for_phases(config)  # raises for sizes that the image tower does not support
     model = query.build()
     image, text = Trainable.of(model.vision), Trainable.of(model.text)
     wanted = config.model.activation_checkpointing
@@ -150,7 +150,7 @@ def _data_lines(config: Config, manifest: Manifest, order: BatchOrder) -> list[s
 
 
 def _memory_lines(query: MemoryQuery, gpu_memory: float | None, nodes: dict[str, int]) -> Iterator[str]:
-    """Yield the accounts of memory, and the smallest ZeRO stage for GPUs of that size; `nodes` are other machines."""
+    """Yield the memory estimates, and the smallest ZeRO stage for GPUs of that size; `nodes` are other machines."""
     towers = count_towers(query)
     found = account(query, towers)
     unknown = "" if query.samples else ", u not counted as n is unknown"

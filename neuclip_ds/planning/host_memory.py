@@ -1,4 +1,4 @@
-"""The host memory of a run's loaders, and what this machine lacks of all that the run needs."""
+"""The host memory of a run's loaders, and warnings if this machine has too little memory."""
 
 import os
 from pathlib import Path
@@ -11,14 +11,14 @@ from neuclip_ds.config import Config
 from neuclip_ds.data.loader import part_count
 from neuclip_ds.planning.memory import MemoryAccount, MemoryQuery, account, count_towers
 
-SHARED_MEMORY = Path("/dev/shm")  # where torch puts tensors that go from one process to another
+SHARED_MEMORY = Path("/dev/shm")  # torch shares tensors between processes here
 _PROCESS = 300_000_000  # measured: 0.05 GB at first, 0.2 once garbage collection has copied pages; 0.5 are inherited
 FIX = "use a smaller data.micro_batch, model.activation_checkpointing=true, a higher ZeRO stage, or more ranks"
 _FIX_OF_HOST = "use fewer data.workers or data.prefetch, a smaller data.batch_size, or more nodes"
 
 
 class LoaderMemory(NamedTuple):
-    """Bytes of all ranks of a node at their peak."""
+    """Peak bytes of all ranks of a node."""
 
     shared: int  # in /dev/shm
     total: int
@@ -29,12 +29,12 @@ class LoaderMemory(NamedTuple):
 
     @property
     def advice(self) -> str:
-        """Return the option of a container with room for a node's batches, in whole gigabytes."""
+        """Return the container option with room for a node's batches, in whole gigabytes."""
         return f"--shm-size={-(-self.shared // 10**9)}g"
 
 
 def loader_memory(query: MemoryQuery, ranks: int) -> LoaderMemory:
-    """Compute the loaders' memory of a node with so many ranks.
+    """Estimate the loaders' memory of a node with a number of ranks.
 
     Each worker has `data.prefetch` parts of batches ready in shared memory and builds one more, for training and for
     an evaluation meanwhile. One pass takes the next batch while it still holds its own; the second of two passes frees
@@ -57,7 +57,7 @@ def local_ranks() -> int:
 
 
 def memory_warnings(config: Config, world_size: int) -> list[str]:
-    """Return a sentence for each memory of this machine that the run, planned before it allocates, is too large for.
+    """Return a warning for each kind of memory that is too small on this machine for the planned run.
 
     Raises `UserError` if the model cannot be built.
     """
@@ -66,7 +66,7 @@ def memory_warnings(config: Config, world_size: int) -> list[str]:
 
 
 def shortages(found: MemoryAccount, loaders: LoaderMemory, device: str) -> list[str]:
-    """Return a sentence for this machine's GPU, RAM and shared memory, where it is smaller than the accounts."""
+    """Return a warning for each of GPU, RAM and shared memory that is smaller than the estimate."""
     on_gpu = device == "cuda"
     machine = f"this machine for its {loaders.ranks} ranks" if loaders.ranks > 1 else "this machine"
     ram = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

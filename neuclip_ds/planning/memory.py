@@ -1,9 +1,9 @@
-"""The memory account of a run: the bytes of one rank, part by part, before anything is allocated.
+"""The memory estimate of a run: the bytes of one rank, part by part, before anything is allocated.
 
 The peak is the largest of three moments of a step: the towers' forward and backward, the objective on the whole batch,
 and the optimizer's step. Gradients count as a whole in all three, except those that a backward pass makes one by one
-and that do not outlast the step. The account leaves out what torch's allocator does not give out (CUDA's context, NCCL,
-libraries); loaders have a separate account of the host's memory (host_memory.py).
+and that do not outlast the step. The estimate excludes memory outside torch's allocator (CUDA's context, NCCL,
+libraries); host_memory.py estimates the loaders' host memory.
 """
 
 from collections.abc import Mapping
@@ -32,7 +32,7 @@ from neuclip_ds.state.sample_store import MAX_DEVICE_BYTES
 from neuclip_ds.training.plan import largest_model
 
 _MOMENTS = {"adamw": 2, "lamb": 2, "lion": 1, "sgd": 1}
-_USABLE = 0.9  # of a GPU: the rest is CUDA's context, NCCL's buffers and gaps between blocks
+_USABLE = 0.9  # of a GPU; the rest is for CUDA's context, NCCL's buffers and fragmentation
 _ALL_REDUCED = 500_000_000  # elements that DeepSpeed copies together and reduces at once where it has no buckets
 _BLOCK_COPIES = 4  # of a block of similarities, where pairs are visited twice
 
@@ -79,11 +79,11 @@ class StandInTokenizer:
 
 @dataclass(frozen=True)
 class MemoryQuery:
-    """The run to account for; its model is found when it is first needed."""
+    """The run to estimate; its model is located when first needed."""
 
     config: Config
     world_size: int
-    samples: int = 0  # n of the data set, 0 where it is not known
+    samples: int = 0  # n of the data set, 0 if unknown
     device: str = "cuda"  # or `cpu`
 
     @cached_property
@@ -119,8 +119,8 @@ class MemoryQuery:
 class Parameters(NamedTuple):
     """Sizes of a module's parameters, in elements."""
 
-    sizes: tuple[int, ...]  # of those that train
-    frozen: int  # of all others
+    sizes: tuple[int, ...]  # of trained parameters
+    frozen: int  # of the other parameters
 
     @staticmethod
     def of(module: nn.Module) -> "Parameters":
@@ -160,7 +160,7 @@ class EngineMemory(NamedTuple):
 def engine_memory(
     engine: dict[str, Any], optimizer: str, parameters: Parameters, ranks: int, averages: bool = False
 ) -> EngineMemory:
-    """Return what DeepSpeed holds under its config, as ZeRO (arXiv:1910.02054, Figure 1) divides it.
+    """Return the bytes that DeepSpeed holds under its config, divided as in ZeRO (arXiv:1910.02054, Figure 1).
 
     Stage 1 divides the optimizer's states by the number of ranks, stage 2 gradients as well, and stage 3 weights as
     well. `averages` counts the weights' moving average.
@@ -195,10 +195,10 @@ def engine_memory(
 
 
 def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
-    """Return the memory account of a run.
+    """Return the memory estimate of a run.
 
     Raises:
-        UserError: config or DeepSpeed JSON cannot work.
+        UserError: config or DeepSpeed JSON is invalid.
     """
     config, rows, batch = query.config, query.rank_batch, query.config.data.batch_size
     loaded, state = load_engine_config(config, query.world_size), objective_state(query)
@@ -236,12 +236,12 @@ def account(query: MemoryQuery, towers: Towers) -> MemoryAccount:
 
 
 def smallest_that_fits(query: MemoryQuery, towers: Towers, gigabytes: float) -> tuple[str, MemoryAccount] | None:
-    """Return the first of ds_configs/ in the run's precision, by stage, then with offload, that fits such GPUs."""
+    """Return the first file of ds_configs/ in the run's precision, by stage, then offload, that fits these GPUs."""
     kind = precision(load_engine_config(query.config, query.world_size))
     names = [f"zero{stage}_{kind}" for stage in range(1 if kind == "fp16" else 0, 4)]
     names += ["zero2_bf16_offload", "zero3_bf16_offload"] if kind == "bf16" else []
     for name in names:
-        with suppress(UserError):  # a stage that refuses so many micro-batches
+        with suppress(UserError):  # this stage refuses so many micro-batches
             found = account(replace(query, config=query.config.model_copy(update={"deepspeed": name})), towers)
             if found.fits(gigabytes):
                 return name, found
