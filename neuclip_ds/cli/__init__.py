@@ -1,1 +1,1 @@
-"""Programs: one module a command, and `main`, which runs the command that is named."""
+"""Programs: one module per command, and `main`, which runs a command by name."""

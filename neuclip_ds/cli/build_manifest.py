@@ -49,12 +49,12 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--processes", type=int, help="worker processes on this machine (default: one per core)")
     options = parser.parse(arguments)
     with _workers(options.processes) as executor:
-        if executor is not None:  # None on MPI's other ranks, once the work is done
+        if executor is not None:  # None on MPI's other ranks after the work is done
             _build(options, executor)
 
 
 def _workers(processes: int | None) -> AbstractContextManager[Executor | None]:
-    """Return processes of this machine; under `mpirun` the other ranks, or this one if it is alone."""
+    """Return a pool of local processes; under `mpirun`, of the other ranks, or of this one if it is alone."""
     if not any(name in os.environ for name in _MPI):
         return process_pool(processes or os.cpu_count() or 1)
     from mpi4py.futures import MPICommExecutor

@@ -79,11 +79,11 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     identity = {"model": saved.name, "precision": options.precision}
 
     def contents(task: Task, place: Path) -> str | None:
-        """Return the identity of one of the user's own sets; None for a task of DataComp."""
+        """Return the identity of one of the user's own sets, or None for a task of DataComp."""
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
 
     def unscored() -> list[str]:
-        """Return the keys of tasks to score; a set of your own may have a score of other files."""
+        """Return the keys of the tasks to score. A user's own set is scored again if its files have changed."""
         known, keys = Results(folder, identity), []
         for task, place in found:
             if task.key in known.metrics and known.data.get(task.key) == contents(task, place):

@@ -1,7 +1,7 @@
 """Select samples by a column of numbers and write their uids, which `build-manifest --uids` reads.
 
-FILES are features of `neuclip-ds embed`, whose column `similarity` is that of image and caption (as DFN filters, with
-the model that made them), or any parquet files with a column of uids, such as DataComp's metadata. A uid is 32 hex
+FILES are features of `neuclip-ds embed`, whose column `similarity` holds the image-caption similarity (the score
+that DFN filters by), or any parquet files with a column of uids, such as DataComp's metadata. A uid is 32 hex
 digits.
 
 Examples:

@@ -1,4 +1,4 @@
-"""`neuclip-ds COMMAND`: import the command that is named, and no other, and run it."""
+"""`neuclip-ds COMMAND`: import only that command, and run it."""
 
 import importlib
 import os
@@ -23,10 +23,10 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None, command: str = "") -> None:
-    """Run a command, named or the first argument.
+    """Run a command, given by name or as the first argument.
 
     The exit code is 0, 1 (training failed), 2 (a mistake in the input) or 128 + the signal that stopped it. The rank
-    that launchers add as an argument (`--local_rank=0`) is dropped: the environment holds it, too.
+    that launchers add as an argument (`--local_rank=0`) is dropped, because the environment has it too.
     """
     given = [*filter(None, [command]), *(sys.argv[1:] if argv is None else argv)]
     arguments = [argument for argument in given if not re.match(r"--local[-_]rank=", argument)]

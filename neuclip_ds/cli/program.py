@@ -1,4 +1,4 @@
-"""What all commands share: their parser, and the end of a program with one sentence and an exit code."""
+"""Shared by all commands: their parser, and the end of a program with one message and an exit code."""
 
 import argparse
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 @contextmanager
 def exit_on_mistake() -> Iterator[None]:
-    """Print a `UserError` once a node and end every rank with exit code 2; a divergence ends with 1.
+    """Print a `UserError` once per node and end every rank with exit code 2; a diverged run ends with 1.
 
     A stop signal ends the program with one line and exit code 128 + its number.
     """
@@ -65,7 +65,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter, argparse.ArgumentDefaults
 
 @contextmanager
 def progress_bar(title: str) -> Iterator[Callable[[int, int], None]]:
-    """Show a bar on stderr while the block runs; yield what it is told with: how much is done, and of how much."""
+    """Show a progress bar on stderr while the block runs; yield a function of the amounts done and total."""
     from rich.console import Console  # slow to import
     from rich.progress import MofNCompleteColumn, Progress
 

@@ -43,11 +43,11 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
         print_dry_run(config, environment, asked.hostfile, asked.gpu_memory)
         return
-    # torch and deepspeed take seconds to import: only once the config is known to be sound
+    # torch and deepspeed take seconds to import, so the config is checked first
     from neuclip_ds.api import train
     from neuclip_ds.planning.host_memory import memory_warnings
 
-    with suppress(UserError):  # all ranks report it, once they have met
+    with suppress(UserError):  # all ranks report it after the rendezvous
         warnings = memory_warnings(config, environment.world_size) if environment.rank == 0 else ()
         print(*(f"warning: {warning}\n" for warning in warnings), sep="", end="", file=sys.stderr, flush=True)
     train(config, hooks=hooks)

@@ -31,7 +31,7 @@ Defaults are in parentheses; `neuclip-ds train RECIPE --print-config` prints wha
 
 
 def requested_help(arguments: Sequence[str], description: str) -> str | None:
-    """Return the help that the arguments request, if they do: of the everyday options, or of `all`."""
+    """Return the help that the arguments request (everyday options or `all`), or None."""
     place = next((i for i, argument in enumerate(arguments) if argument.split("=")[0] in ("-h", "--help")), None)
     if place is None:
         return None

@@ -1,18 +1,18 @@
-"""Breakdown of a training step's time as in FastCLIP's Tables 15-22, and of its traffic by purpose, with its tables.
+"""Breakdown of a training step's time as in FastCLIP's Tables 15-22 and of its traffic by purpose.
 
     total = computation + pure communication + others,    communication = pure communication + overlap
 
 Overlap is communication while the rank also computes; others is the rest (loading, Python, waiting for the GPU). A rank
-that reaches a collective early waits in it for the last one, which counts as communication; the last rank does not
-wait, so the shortest duration of a collective over ranks is its transfer time.
+that reaches a collective early waits in it for the last one, and this wait counts as communication; the last rank does
+not wait, so the shortest duration of a collective over ranks is its transfer time.
 
 `breakdown` returns the content of breakdown.json:
 
     steps, world_size     number of profiled steps, number of ranks
     seconds               each of COLUMNS -> mean and deviation over steps of the mean over ranks
     phases                forward, objective, backward, optimizer -> the same
-    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds (two collectives at a
-                          time count both), hidden_seconds (of these, while the rank computes) and
+    purposes              purpose -> per step and rank: calls, bytes_sent, bytes_received, seconds (simultaneous
+                          collectives add up), hidden_seconds (part of it during which the rank computes) and
                           transfer_seconds (without waiting)
     collectives           the same calls by purpose, op and size (bytes of a rank's input): calls and transfer_seconds
                           per step
@@ -101,7 +101,7 @@ def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]
     """Return calls and transfer times by purpose, op and size; all ranks run the same collectives in the same order."""
     sums: defaultdict[tuple[str, str, int], list[float]] = defaultdict(lambda: [0.0, 0.0])
     for step in zip(*ranks, strict=True):
-        for collective in zip(*step, strict=False):  # of every rank
+        for collective in zip(*step, strict=False):  # for every rank
             purpose, op, size, _ = collective[0]
             found = sums[purpose, op, size]
             found[0] += 1
@@ -114,7 +114,7 @@ def _by_size(ranks: Sequence[Sequence[Sequence[Sequence[Any]]]]) -> list[Record]
 
 
 def report(breakdowns: Sequence[Record]) -> str:
-    """Return the tables of times (as FastCLIP Tables 15-22) and of traffic, on the contents of breakdown.json files."""
+    """Return the tables of times (as FastCLIP Tables 15-22) and of traffic from contents of breakdown.json files."""
     times = []
     for found in breakdowns:
         seconds = (found["seconds"][column] for column in COLUMNS)

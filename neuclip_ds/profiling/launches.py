@@ -1,8 +1,8 @@
 """Collectives in a profiler's events: the operators that launch them, matched with their execution.
 
 A launch is an operator `c10d::...`, whose shapes the profiler records. gloo executes it as a range `gloo:...` on one
-of its threads, in the order of the launches; NCCL as a kernel `nccl...`, which has the correlation number of the
-runtime call that started it, inside the operator.
+of its threads, in the order of the launches. NCCL executes it as a kernel `nccl...` with the correlation number of the
+runtime call that started it inside the operator.
 """
 
 import logging
@@ -18,7 +18,7 @@ log = logging.getLogger(__name__)
 
 Thread = tuple[Any, Any]
 
-# begin of the operator's name -> operation (as in `ring_bytes`), and which of its arguments is the rank's input
+# start of the operator's name -> operation (as in `ring_bytes`), and the position of the argument with the rank's input
 _OPERATORS: dict[str, tuple[str, int]] = {
     "allgather": ("all_gather", 1),
     "reduce_scatter": ("reduce_scatter", 1),
@@ -54,7 +54,7 @@ class Launch:
 
     op: str
     elements: int  # of the rank's input
-    dtype: str  # as the profiler names it; empty while unknown
+    dtype: str  # the profiler's name; empty while unknown
     thread: Thread
     span: Interval  # of the operator
     executed: list[Interval] = field(default_factory=list)
@@ -74,7 +74,7 @@ def read_events(trace: Mapping[str, Any]) -> list[Event]:
 def find_launches(events: Sequence[Event]) -> list[Launch]:
     """Return all collectives in the order of their launch, with the intervals of their execution.
 
-    An execution without a launch is not counted, and a warning says so.
+    An execution without a launch is not counted and logged as a warning.
     """
     launches = [_launch(event) for event in events if event.category == "cpu_op" and event.name.startswith("c10d::")]
     lost = _match_gloo(launches, events) + _match_nccl(launches, events)
@@ -84,7 +84,7 @@ def find_launches(events: Sequence[Event]) -> list[Launch]:
 
 
 def launching_calls(events: Iterable[Event]) -> dict[Any, Event]:
-    """Return the host's calls that have started work of a GPU, by their correlation number."""
+    """Return the host's calls that started GPU work, by their correlation number."""
     calls = [event for event in events if event.category in ("cuda_runtime", "cuda_driver")]
     return {event.arguments["correlation"]: event for event in calls if "correlation" in event.arguments}
 
@@ -106,7 +106,7 @@ def _elements(shape: Sequence[Any]) -> int:
 
 
 def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
-    """Add the ranges `gloo:...` to their launches; return how many have none."""
+    """Add the ranges `gloo:...` to their launches; return the number of ranges without a launch."""
     waiting: defaultdict[tuple[str, int], deque[Launch]] = defaultdict(deque)
     for launch in launches:
         waiting[_GLOO_FAMILY.get(launch.op, launch.op), launch.elements].append(launch)
@@ -127,7 +127,7 @@ def _match_gloo(launches: Iterable[Launch], events: Iterable[Event]) -> int:
 
 
 def _match_nccl(launches: Iterable[Launch], events: Sequence[Event]) -> int:
-    """Add the kernels to their launches, the kernel of grouped calls to the last; return how many have none."""
+    """Add the kernels to their launches, a kernel of grouped calls to the last; return the number without a launch."""
     by_thread: defaultdict[Thread, list[Launch]] = defaultdict(list)
     for launch in launches:
         by_thread[launch.thread].append(launch)

@@ -1,4 +1,4 @@
-"""Profiler of some steps of a run on all ranks, which writes tables and a trace to a folder."""
+"""Profiler of some steps of a run on all ranks; it writes tables and a trace to a folder."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Recorder:
     """Profiler of `steps` steps after the first `after` ones, the same on all ranks; with steps = 0 it does nothing.
 
     Rank 0 writes breakdown.json (with `labels` such as method and ZeRO stage), report.md and its trace.json.gz to the
-    folder. The profiler starts one step early, as its start slows down that step. On a GPU each profiled step begins
-    and ends with a synchronization, so that its kernels, and no others, run within it.
+    folder. The profiler starts one step early, because starting it slows down that step. On a GPU each profiled step
+    begins and ends with a synchronization, so that its kernels, and no others, run within it.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class Recorder:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Wrap each step, with all that it waits for."""
+        """Wrap each step, including its waits."""
         if self._done >= self._end:
             yield
             return

@@ -1,8 +1,8 @@
 """Training steps in a chrome trace of `torch.profiler`: computation, and every collective with its purpose.
 
-Computation is the time of ATen's operators on a CPU, of kernels other than NCCL's on a GPU. The purpose of a collective
-is that of the `Communicator` call around its launch. A collective without one is DeepSpeed's: its purpose follows from
-the phase of the step and the operation.
+Computation is the time of ATen's operators on a CPU and of kernels other than NCCL's on a GPU. A collective has the
+purpose of the `Communicator` call around its launch. Collectives outside such calls are DeepSpeed's: their purpose
+follows from the phase of the step and the operation.
 """
 
 import gzip
@@ -22,10 +22,10 @@ log = logging.getLogger(__name__)
 
 Phase = tuple[Interval, str]
 
-_SCALARS = 64  # elements up to which a reduction in the optimizer is taken for norms and overflow flags
+_SCALARS = 64  # smaller reductions in the optimizer are norms and overflow flags (elements)
 _WRAPPERS = ("c10d", "autograd", "torch")  # operators that wait, or contain others and Python
 _WORK = ("kernel", "gpu_memset")  # of a phase; copies may belong to the next batch
-_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: no computation
+_TRANSFERS = ("Memcpy HtoD", "Memcpy DtoH")  # between host and GPU: not computation
 _ITEM_SIZES = {
     **dict.fromkeys(("double", "long int", "long", "complexfloat"), 8),
     **dict.fromkeys(("float", "int", "unsigned int"), 4),
@@ -42,7 +42,7 @@ class Collective:
     op: str  # as in `ring_bytes`
     size: int  # bytes of the rank's input
     sent: int  # bytes by the ring algorithm; as many are received
-    intervals: tuple[Interval, ...]  # of its execution, in seconds; empty where the trace does not show it
+    intervals: tuple[Interval, ...]  # of its execution, in seconds; empty if the trace lacks it
 
 
 class StepTrace(NamedTuple):
@@ -51,7 +51,7 @@ class StepTrace(NamedTuple):
     window: Interval
     computation: list[Interval]  # disjoint, within the window
     collectives: list[Collective]
-    phases: dict[str, float]  # name -> seconds, on a GPU of its work
+    phases: dict[str, float]  # name -> seconds (on a GPU: of its kernels)
 
 
 def read_trace(path: Path) -> list[StepTrace]:
@@ -71,7 +71,7 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
         if event.name.startswith(PURPOSE):
             named[event.thread].append((event.span, event.name.removeprefix(PURPOSE)))
     purposes = {thread: Timeline(entries) for thread, entries in named.items()}
-    timeline = Timeline(host)  # a launch is a moment of the host
+    timeline = Timeline(host)  # a launch is a point in time on the host
 
     def describe(launch: Launch) -> Collective:
         moment = launch.span[0]
@@ -97,12 +97,12 @@ def parse_trace(trace: Mapping[str, Any]) -> list[StepTrace]:
 
 
 def _executed(host: list[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return the host's phases as their work is executed; those of a GPU may overlap.
+    """Return the times at which the phases' work is executed; on a GPU they may overlap.
 
     A GPU works tens of milliseconds behind the host. The profiler repeats a host range as `gpu_user_annotation`, but
-    only from the work that the range's own thread launches directly: not what autograd's thread launches in the
-    backward pass (github.com/pytorch/kineto/issues/1022), nor what a nested range does. Such work is found by the
-    correlation number of the call that has launched it.
+    only for work that the range's own thread launches directly. It omits work of autograd's thread in the backward pass
+    (github.com/pytorch/kineto/issues/1022) and of nested ranges. This function finds such work by the correlation
+    number of the call that launched it.
     """
     return _annotated(events, "gpu_user_annotation") + _launched_in(host, events) or host
 
@@ -113,7 +113,7 @@ def _annotated(events: Sequence[Event], category: str) -> list[Phase]:
 
 
 def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
-    """Return each phase from the first start to the last end of the GPU's work that any thread launches during it."""
+    """Return each phase's interval from the first start to the last end of GPU work launched during it."""
     calls, timeline = launching_calls(events), Timeline((phase[0], phase) for phase in host)
     spans: dict[Phase, Interval] = {}
     for event in events:
@@ -127,7 +127,7 @@ def _launched_in(host: Sequence[Phase], events: Sequence[Event]) -> list[Phase]:
 
 
 def engine_purpose(phase: str | None, op: str, elements: int) -> str:
-    """Return the purpose of a collective of DeepSpeed, which does not name it."""
+    """Return the purpose of one of DeepSpeed's collectives, which have no names."""
     reduces = op in ("all_reduce", "reduce_scatter", "reduce")
     if phase == "optimizer" and reduces and elements <= _SCALARS:
         return "norm and overflow"

@@ -37,7 +37,7 @@ class EventLog:
         self._pending: list[Event] = []
 
     def resume(self, done: int) -> None:
-        """Drop events after step `done`, from before the run was resumed; 0 drops all."""
+        """Drop events after step `done`, which a resumed run repeats; 0 drops all."""
         if self._rank == 0 and self._path.exists():
             drop_from(self._path, done + 1 if done else 0)
 
@@ -55,7 +55,7 @@ class EventLog:
     def merge(self, gather: Callable[[list[dict[str, Any]]], list[list[dict[str, Any]]]]) -> None:
         """Write the other ranks' events to the file; all ranks call it before a checkpoint.
 
-        Later events belong to steps that a resumed run repeats, so none is lost. `gather` is a communicator's.
+        A resumed run repeats the steps of later events, so none is lost. `gather` is the communicator's method.
         """
         gathered = gather([event._asdict() for event in self._pending])
         self._pending = []

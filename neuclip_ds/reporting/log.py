@@ -14,13 +14,13 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     """Send log messages and Python warnings to stderr, and on rank 0 to `log_file`, which is appended to.
 
     Rank 0 logs INFO of this package and WARNING of all others; other ranks log WARNING only, as `[rank r] ...`.
-    A second call replaces the handlers of the first. What rank 0 logs before a call with a file goes there too.
+    A second call replaces the handlers of the first. Earlier messages of rank 0 are also written to the first file.
     """
     root = logging.getLogger()
     former = [handler for handler in root.handlers if handler.name == __name__]
     handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
     if rank == 0 and log_file is None:
-        handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))  # until there is a file
+        handlers.append(MemoryHandler(sys.maxsize, flushLevel=sys.maxsize, flushOnClose=False))  # until a file is set
     elif rank == 0 and log_file is not None:
         log_file.parent.mkdir(parents=True, exist_ok=True)
         handlers.append(_LogFile(log_file, encoding="utf-8"))
@@ -38,7 +38,7 @@ def configure_logging(rank: int, log_file: Path | None = None) -> None:
     root.setLevel(logging.WARNING)
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if rank == 0 else logging.WARNING)
     logging.getLogger("transformers").setLevel(logging.WARNING)
-    for name in ("DeepSpeed", "transformers"):  # their own handlers would print twice, and not to log.txt
+    for name in ("DeepSpeed", "transformers"):  # their own handlers would print messages twice, and not to log.txt
         logging.getLogger(name).handlers.clear()
         logging.getLogger(name).propagate = True
     # a filter, not a level: DeepSpeed sets its logger's level when it is imported, perhaps after this call

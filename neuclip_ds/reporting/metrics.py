@@ -25,8 +25,8 @@ from neuclip_ds.files import best_effort
 
 log = logging.getLogger(__name__)
 
-AVERAGED = "ema/"  # before a metric's name: that of the averaged weights
-CHANCE = "chance/"  # before a score's name: what a random choice scores
+AVERAGED = "ema/"  # prefix of metrics of the averaged weights
+CHANCE = "chance/"  # prefix of the chance level of a score
 _SCORES = ("average/", "zero_shot_top", "image_to_text_recall@", "text_to_image_recall@", "task/")  # in their order
 
 Series = tuple[list[int], list[float]]
@@ -36,7 +36,7 @@ Series = tuple[list[int], list[float]]
 class MetricsLog:
     """Writer of FOLDER/metrics.jsonl and FOLDER/tensorboard/.
 
-    Lines have reached the operating system once `write` returns, so a killed run loses at most the line that it was
+    `write` hands a line to the operating system before it returns, so a killed run loses at most the line that it was
     writing. Steps after `resume_step` are dropped, as the resumed run writes them again; None starts empty files.
     """
 
@@ -52,7 +52,7 @@ class MetricsLog:
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write a step's metrics; in metrics.jsonl NaN and infinities become "nan", "inf" and "-inf"."""
         finite = {name: value if math.isfinite(value) else str(float(value)) for name, value in metrics.items()}
-        with best_effort(self._path):  # what is left in its buffer is written with the next line
+        with best_effort(self._path):  # the next line writes the rest of the buffer
             self._lines.write(json.dumps({"step": step, **finite}, allow_nan=False) + "\n")
         with best_effort(self._board_path):
             for name, value in metrics.items():
@@ -91,13 +91,13 @@ def read_series(run: Path) -> dict[str, Series]:
 
 
 def scores_among(names: Iterable[str]) -> list[str]:
-    """Return the names of metrics that are shares of right answers: averages first, single tasks last."""
+    """Return the names of the metrics that are accuracies or recalls: averages first, single tasks last."""
     found = list(dict.fromkeys(names))
     return [name for kind in _SCORES for name in found if name.removeprefix(AVERAGED).startswith(kind)]
 
 
 def score_lines(results: Mapping[str, float]) -> Iterator[str]:
-    """Yield a line of the log for each result of an evaluation, with what chance gives."""
+    """Yield a line of the log for each result of an evaluation, next to the chance level."""
     for name, value in results.items():
         if not name.startswith(CHANCE):
             chance = results.get(CHANCE + name.removeprefix(AVERAGED))

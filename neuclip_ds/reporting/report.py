@@ -19,8 +19,8 @@ from matplotlib.ticker import PercentFormatter
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
-_EVENTS = 200  # listed; the others are counted
-_CURVES = 8  # in one plot; the legend of more would hide them
+_EVENTS = 200  # at most this many are listed; the others are counted
+_CURVES = 8  # curves per plot; a larger legend would hide them
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
@@ -30,7 +30,7 @@ class Plot(NamedTuple):
     """A plot of curves that share an axis; plots.yaml explains the fields."""
 
     title: str
-    metrics: Sequence[str]  # those of averaged weights are shown too
+    metrics: Sequence[str]  # also shows metrics of the averaged weights
     unit: str
     meaning: str
     log_scale: bool = False
@@ -62,7 +62,7 @@ class Histogram(NamedTuple):
 
 
 def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
-    """Write RUN/report.html on what a run's folder holds, and return its path; raise UserError without metrics."""
+    """Write RUN/report.html from the files of a run's folder and return its path; raise UserError without metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
     figures = [*_plots(series), *(_element(one.draw(), one.meaning) for one in histograms)]
@@ -83,9 +83,9 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
 
 
 def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
-    """Yield a table of the last and best value of every score in percent, next to chance, if there are scores.
+    """Yield a table of the last and best value of each score in percent, next to chance, if the run has scores.
 
-    `val` is where the pairs for retrieval are from: a path, or a number that were held out of the training data.
+    `val` is the source of the retrieval pairs: a path, or a number of pairs held out of the training data.
     """
     rows = []
     for name in scores_among(series):
@@ -105,9 +105,9 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
 
 
 def _plots(series: Mapping[str, Series]) -> Iterator[str]:
-    """Yield the plots, with one for each metric that `PLOTS` does not know, or that has too many curves beside it."""
+    """Yield the plots: those of `PLOTS`, and one for each other metric or if a plot would have too many curves."""
     shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
-    # by the alphabet, and by the numbers in them: recall@5 before recall@10
+    # natural order: recall@5 before recall@10
     names = sorted(shown, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
     left = list(names)
     for plot in PLOTS:
