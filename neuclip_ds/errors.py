@@ -1,5 +1,6 @@
 """Exceptions that end a run with one clear message or roll it back, and the redaction of secrets."""
 
+import importlib.util
 import re
 import signal
 from pathlib import Path
@@ -49,3 +50,10 @@ class Interrupted(KeyboardInterrupt):
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
         self.number = number
         self.code = 128 + number
+
+
+def require_package(module: str, option: str, package: str) -> None:
+    """Raise UserError unless an optional package is installed, which the option needs."""
+    found = importlib.util.find_spec(module)
+    if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
+        raise UserError(f"{option} needs {package}, which is not installed: pip install {package}, or omit the option.")

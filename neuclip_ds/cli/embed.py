@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
@@ -41,6 +42,8 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--cache-gb", type=float, default=100, help="size limit of that folder, in GB")
     parser.add_argument("--allow-commands", action="store_true", help="run the pipe: commands of a manifest")
     options = parser.parse(arguments)
+    check_model("MODEL", options.model)
+    check_path("SHARDS", options.shards)
     first = read_environment().rank == 0
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     logging.getLogger("neuclip_ds").setLevel(logging.INFO if first else logging.WARNING)

@@ -22,6 +22,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from neuclip_ds.cli.early_checks import check_model, check_path
 from neuclip_ds.cli.program import Parser
 from neuclip_ds.distributed.environment import read_environment
 from neuclip_ds.errors import UserError
@@ -44,6 +45,9 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--precision", choices=("float32", "bfloat16"), default="float32", help="of the towers")
     parser.add_argument("--ema", action="store_true", help="score the moving average of a run's weights (ema.decay)")
     options = parser.parse(arguments)
+    check_model("MODEL", options.model)
+    for path in options.data:
+        check_path("--data", str(path))
     from neuclip_ds.distributed.launch import connected
 
     first = read_environment().rank == 0

@@ -8,6 +8,7 @@ Examples:
 from collections.abc import Sequence
 from pathlib import Path
 
+from neuclip_ds.cli.early_checks import check_path
 from neuclip_ds.cli.program import Parser
 
 
@@ -21,6 +22,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--ema", action="store_true", help="export the moving average of the weights (ema.decay)")
     parser.add_argument("--license", help="license for the model card, as the hub names it, such as apache-2.0")
     options = parser.parse(arguments)
+    check_path("RUN", str(options.run))
     from neuclip_ds.checkpoint.export import export_run  # torch and deepspeed take seconds to import
 
     checkpoint = export_run(options.run, options.format, options.out, options.best, options.ema, options.license)

@@ -1,6 +1,7 @@
 """`neuclip-ds COMMAND`: import only that command, and run it."""
 
 import importlib
+import logging
 import os
 import re
 import sys
@@ -38,6 +39,8 @@ def main(argv: Sequence[str] | None = None, command: str = "") -> None:
         print("\n`neuclip-ds COMMAND --help` lists the options of a command.")
         return
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # torch logs a stack trace where a store's server ends
+    # DeepSpeed's advice where it finds no GPU; a machine that has some is refused (distributed/environment.py)
+    logging.getLogger("DeepSpeed").addFilter(lambda record: record.filename != "real_accelerator.py")
     with exit_on_mistake():
         name = arguments[0]
         if name not in COMMANDS:

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
+from neuclip_ds.cli.early_checks import check_run
 from neuclip_ds.cli.train_help import requested_help
 from neuclip_ds.config import dump
 from neuclip_ds.distributed.environment import read_environment
@@ -43,6 +44,7 @@ def main(arguments: Sequence[str], hooks: Sequence[Any] = ()) -> None:
 
         print_dry_run(config, environment, asked.hostfile, asked.gpu_memory)
         return
+    check_run(config)
     # torch and deepspeed take seconds to import, so the config is checked first
     from neuclip_ds.api import train
     from neuclip_ds.planning.host_memory import memory_warnings

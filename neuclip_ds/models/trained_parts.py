@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 from torch import nn
 
 from neuclip_ds.config import LoraConfig, ModelConfig, OptimizerConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, require_package
 
 TOWERS: tuple[Literal["vision", "text"], ...] = ("vision", "text")
 # projections that open_clip keeps as parameters of its towers, which come first in the order of registration
@@ -147,10 +147,9 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     Raises:
         UserError: peft is not installed, or no tower has such layers.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise UserError("LoRA needs peft: pip install peft, or set model.lora.rank=0.") from error
+    require_package("peft", "model.lora.rank", "peft")
+    import peft
+
     for name, layers in _targets(towers, config.targets).items():
         trained = [parameter for parameter in towers[name].parameters() if parameter.requires_grad]
         adapters = peft.LoraConfig(

@@ -1,5 +1,6 @@
 """`neuclip-ds`, `python -m neuclip_ds` and the files that stand for them: which command runs, and at what cost."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -72,6 +73,61 @@ def test_a_mistake_is_one_sentence(arguments: list[str], message: str, capfd: py
     assert ended.value.code == 2
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and message in line
+
+
+# option -> what the message says
+EARLY = {
+    "--data.train=/nope": "data.train=/nope: /nope does not exist",
+    "--data.val=/nope::/tmp": "data.val=/nope::/tmp: /nope does not exist",
+    "--data.evaluation_sets=/nope": "/nope does not exist",
+    "--data.train=nope://bucket/{0..9}.tar": "Protocol not known: nope",
+    "--run.remote=nope://bucket": "Protocol not known: nope",
+    "--run.wandb=project": "run.wandb needs wandb, which is not installed: pip install wandb",
+    "--model.lora.rank=4": "model.lora.rank needs peft, which is not installed: pip install peft",
+    "--model.pretrained=open_clip:ViT-B-32/openai": "needs open_clip_torch, which is not installed",
+    "--model.pretrained=/nope": "model.pretrained=/nope does not exist",
+    "--model.pretrained=nope": "model.pretrained=nope does not exist",
+    "--model.text.pretrained=./nope": "./nope does not exist",
+}
+COMMANDS_EARLY = {
+    ("evaluate", "nope", "--data=."): "MODEL=nope does not exist",
+    ("evaluate", ".", "--data", ".", "/nope"): "--data=/nope: /nope does not exist",
+    ("export", "runs/nope", "--out=out"): "RUN=runs/nope: runs/nope does not exist",
+    ("embed", "a/b/c", ".", "--out=out"): "MODEL=a/b/c does not exist",
+    ("embed", "openai/clip", "/nope", "--out=out"): "SHARDS=/nope: /nope does not exist",
+}
+# what is wrong is said without the libraries that take seconds to import
+WITHOUT_TORCH = """
+import contextlib, json, sys
+import importlib.util
+find = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name in ("wandb", "peft", "open_clip") else find(name)
+from neuclip_ds.cli.main import main
+for arguments in json.loads(sys.argv[1]):
+    with contextlib.suppress(SystemExit):
+        main(arguments)
+print(*{"torch", "deepspeed", "transformers", "timm"} & sys.modules.keys())
+"""
+
+
+def test_missing_packages_and_paths_are_reported_before_torch_is_imported(tmp_path: Path) -> None:
+    wanted = {**{("train", "demo", option): words for option, words in EARLY.items()}, **COMMANDS_EARLY}
+    program = [sys.executable, "-c", WITHOUT_TORCH, json.dumps(list(wanted))]
+    options = {"env": environment(), "cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60}
+    done = subprocess.run(program, check=True, **options)
+    lines = done.stderr.splitlines()
+    assert len(lines) == len(wanted), done.stderr
+    for line, words in zip(lines, wanted.values(), strict=True):
+        assert line.startswith("error: ") and words in line
+    assert done.stdout.split() == []
+
+
+def test_deepspeed_gives_no_advice_where_there_is_no_gpu(tmp_path: Path) -> None:
+    variables = {name: value for name, value in environment().items() if name != "DS_ACCELERATOR"}
+    command = [sys.executable, "-m", "neuclip_ds", "export", ".", "--out=out"]
+    done = subprocess.run(command, env=variables, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: . is neither a run with a checkpoint nor a checkpoint")
 
 
 @pytest.mark.parametrize("rank", ["--local_rank=1", "--local-rank=0"])

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, require_package
 from neuclip_ds.models.dual_encoder import DualEncoder, prepare
 from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
@@ -50,12 +50,9 @@ _TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "t
 
 def library() -> Any:
     """Return the open_clip module; raise UserError if it is not installed."""
-    try:
-        import open_clip
-    except ImportError as error:
-        raise UserError(
-            "An open_clip model needs open_clip_torch, which is not installed: pip install open_clip_torch."
-        ) from error
+    require_package("open_clip", "model.pretrained with an open_clip model", "open_clip_torch")
+    import open_clip
+
     return open_clip
 
 

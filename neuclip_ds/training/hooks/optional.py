@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import logging
 import uuid
 from collections.abc import Iterator
@@ -13,7 +12,7 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import Config
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import require_package
 from neuclip_ds.objectives.base import Objective
 from neuclip_ds.profiling.recorder import Recorder
 from neuclip_ds.reporting.report import Histogram, write_report
@@ -70,11 +69,7 @@ class WeightsAndBiases(Hook):
     """
 
     def __init__(self, project: str) -> None:
-        found = importlib.util.find_spec("wandb")
-        if found is None or found.origin is None:  # a folder wandb/ of offline runs looks like a package
-            raise UserError(
-                "run.wandb needs the library wandb, which is not installed: run pip install wandb, or omit run.wandb."
-            )
+        require_package("wandb", "run.wandb", "wandb")
         self._project, self._run = project, None
 
     def start(self, loop: Loop) -> None:

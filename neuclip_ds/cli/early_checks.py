@@ -1,0 +1,68 @@
+"""Checks of paths and packages that take no second; importing torch and DeepSpeed, which come next, takes ten.
+
+All ranks make them, so that all end with the same message. What they cannot tell, such as whether the hub has a model,
+is found out later.
+"""
+
+import re
+from pathlib import Path
+
+import fsspec
+
+from neuclip_ds.config import Config
+from neuclip_ds.data.shards import is_local
+from neuclip_ds.errors import UserError, require_package
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
+_PATTERN = re.compile(r"[*?[{]")
+_OPEN_CLIP = "open_clip:"
+
+
+def check_run(config: Config) -> None:
+    """Raise UserError where a run reads a path that does not exist, or needs a package that is not installed."""
+    run, data, model = config.run, config.data, config.model
+    if run.wandb is not None:
+        require_package("wandb", "run.wandb", "wandb")
+    if model.lora.rank:
+        require_package("peft", "model.lora.rank", "peft")
+    check_model("model.pretrained", model.pretrained)
+    names = {"vision.pretrained": model.vision.pretrained, "text.pretrained": model.text.pretrained}
+    for option, name in {**names, "text.tokenizer": model.text.tokenizer or ""}.items():
+        if name.startswith(("/", "./", "../", "~")):
+            check_path(f"model.{option}", name)
+    sets = {"val": data.val, "zero_shot": data.zero_shot, "evaluation_sets": str(data.evaluation_sets or "")}
+    for option, path in [*(("train", path) for path in data.train_paths), *sets.items()]:
+        if path != "auto":
+            check_path(f"data.{option}", path)
+    if url := _URL.match(run.remote or ""):
+        _require_store(f"run.remote={run.remote}", url[1])
+
+
+def check_model(option: str, name: str) -> None:
+    """Raise UserError where `name`, as `model.pretrained` takes it, can be neither a path nor a model of the hub."""
+    if name.startswith(_OPEN_CLIP):
+        require_package("open_clip", f"{option}={name}", "open_clip_torch")
+        return
+    owner, *rest = name.split("/")
+    is_on_hub = len(rest) == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
+    if name and not is_on_hub and not Path(name).expanduser().exists():
+        raise UserError(f"{option}={name} does not exist: name a folder that does, or a model of the hub, OWNER/NAME.")
+
+
+def check_path(option: str, path: str) -> None:
+    """Raise UserError where a local path does not exist, or a package is missing that reads a remote one.
+
+    A path is in the forms of `data.train`; patterns are left to what expands them.
+    """
+    for part in filter(None, path.split("::")):
+        if url := _URL.match(part):
+            _require_store(f"{option}={part}", url[1])
+        elif is_local(part) and not _PATTERN.search(part) and not Path(part).expanduser().exists():
+            raise UserError(f"{option}={path}: {part} does not exist; correct the path.")
+
+
+def _require_store(option: str, scheme: str) -> None:
+    try:
+        fsspec.get_filesystem_class(scheme)
+    except (ImportError, ValueError) as error:
+        raise UserError(f"{option} cannot be opened ({error}); install the package, or correct the URL.") from error
