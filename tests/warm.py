@@ -11,7 +11,7 @@ for module in pkgutil.walk_packages(neuclip_ds.__path__, "neuclip_ds."):
     if not module.name.endswith("__main__"):
         with contextlib.suppress(ImportError):  # an optional library
             importlib.import_module(module.name)
-for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "matplotlib.pyplot", "transformers"):
+for name in ("pytest", "hypothesis", "webdataset", "torch.utils.tensorboard", "transformers"):
     importlib.import_module(name)
 gc.collect()
 gc.freeze()  # so that collections in the forks do not touch, hence copy, the pages that they share

@@ -32,7 +32,7 @@ def check_run(config: Config) -> None:
             check_path(f"model.{option}", name)
     sets = {"val": data.val, "zero_shot": data.zero_shot, "evaluation_sets": str(data.evaluation_sets or "")}
     for option, path in [*(("train", path) for path in data.train_paths), *sets.items()]:
-        if path != "auto":
+        if isinstance(path, str) and path != "auto":
             check_path(f"data.{option}", path)
     if url := _URL.match(run.remote or ""):
         _require_store(f"run.remote={run.remote}", url[1])

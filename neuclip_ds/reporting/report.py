@@ -1,29 +1,28 @@
 """report.html of a run: scores, plots, events, last values, config and environment in one file."""
 
-import base64
 import fnmatch
 import html
-import io
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import numpy as np
 import yaml
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import PercentFormatter
 
 from neuclip_ds.reporting.events import read_events
 from neuclip_ds.reporting.metrics import AVERAGED, CHANCE, Series, read_series, scores_among
 
 _EVENTS = 200  # at most this many are listed; the others are counted
-_CURVES = 8  # curves per plot; a larger legend would hide them
+_CURVES = 8  # curves per plot, which has as many colors
+_POINTS = 1000  # points per curve; a longer one shows the extremes of neighboring points
 
 _FILES = Path(__file__).parent
 _PAGE = Template((_FILES / "page.html").read_text(encoding="utf-8"))
+_SCRIPT = (_FILES / "page.js").read_text(encoding="utf-8")
 
 
 class Plot(NamedTuple):
@@ -41,6 +40,10 @@ class Plot(NamedTuple):
 
 
 PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))]
+_CURVES_SECTION = """<h2>Curves</h2>
+<label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
+<noscript><p>The curves need JavaScript, which this browser has turned off.</p></noscript>
+<div id="plots"></div>"""
 _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
@@ -52,25 +55,28 @@ class Histogram(NamedTuple):
     meaning: str
     columns: Mapping[str, Sequence[float]]
 
-    def draw(self) -> Figure:
-        figure, axes = _figure(self.title)
-        for name, values in self.columns.items():
-            axes.hist(values, bins=60, histtype="step", label=name, weights=[1 / max(1, len(values))] * len(values))
-        axes.set(xlabel=self.unit, ylabel="share of samples")
-        axes.legend()
-        return figure
+    def drawn(self) -> dict[str, Any]:
+        """Return what page.js draws: the share of values in each of 60 bins, which all columns have in common."""
+        edges = np.histogram_bin_edges(np.concatenate([*self.columns.values()]), bins=60)
+        middles = ((edges[:-1] + edges[1:]) / 2).tolist()
+        shares = {
+            name: (np.histogram(values, edges)[0] / max(1, len(values))).tolist()
+            for name, values in self.columns.items()
+        }
+        curves = [{"name": name, "x": middles, "y": share} for name, share in shares.items()]
+        return _drawn(Plot(self.title, [], "share of samples", self.meaning), curves, self.unit)
 
 
 def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     """Write RUN/report.html from the files of a run's folder and return its path; raise UserError without metrics."""
     series = read_series(run)
     config = (run / "config.yaml").read_text(encoding="utf-8")
-    figures = [*_plots(series), *(_element(one.draw(), one.meaning) for one in histograms)]
+    plots = [*_plots(series), *(one.drawn() for one in histograms)]
     environment = run / "environment.json"
     found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
     sections = [
         *_scores(series, yaml.safe_load(config)["data"]["val"]),
-        f'<h2>Curves</h2><div class="plots">{"".join(figures)}</div>',
+        _CURVES_SECTION,
         *_events(run),
         _table("Last values", ["metric", "value"], [[name, f"{x[-1]:.5g}"] for name, (_, x) in series.items()]),
         _table("Environment", ["", ""], [[key, str(value)] for key, value in found.items()]),
@@ -78,7 +84,9 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     ]
     path = run / "report.html"
     heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
-    path.write_text(_PAGE.substitute(title=html.escape(heading), content="\n".join(sections)), encoding="utf-8")
+    data = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")  # which would end the script
+    page = _PAGE.substitute(title=html.escape(heading), content="\n".join(sections), data=data, script=_SCRIPT)
+    path.write_text(page, encoding="utf-8")
     return path
 
 
@@ -104,50 +112,56 @@ def _scores(series: Mapping[str, Series], val: str | int) -> Iterator[str]:
         yield f"<p>Recall is that among {pairs:,} pairs {html.escape(origin)}.</p>"
 
 
-def _plots(series: Mapping[str, Series]) -> Iterator[str]:
-    """Yield the plots: those of `PLOTS`, and one for each other metric or if a plot would have too many curves."""
+def _plots(series: Mapping[str, Series]) -> Iterator[dict[str, Any]]:
+    """Yield the plots: those of `PLOTS`, and one for each other metric or if a plot would have too many curves.
+
+    A metric with fewer than two finite values has no curve; the tables show it.
+    """
     shown = (name for name in series if name not in _COUNTS and not name.startswith(CHANCE))
     # natural order: recall@5 before recall@10
     names = sorted(shown, key=lambda name: re.sub(r"\d+", lambda number: number[0].zfill(9), name))
+    names = [name for name in names if np.isfinite(series[name][1]).sum() > 1]
     left = list(names)
     for plot in PLOTS:
-        curves = {name: series[name] for name in names if plot.has(name) and any(series[name][1])}
+        curves = [_curve(name, *series[name]) for name in names if plot.has(name) and any(series[name][1])]
         left = [name for name in left if not plot.has(name)]
         if len(curves) > _CURVES:
-            for name, curve in curves.items():
-                yield _element(_draw(plot._replace(title=name), {name: curve}), plot.meaning)
+            yield from (_drawn(plot._replace(title=curve["name"]), [curve]) for curve in curves)
         elif curves:
-            yield _element(_draw(plot, curves), plot.meaning)
+            yield _drawn(plot, curves)
     for name in left:
-        yield _element(_draw(Plot(name, [name], name, ""), {name: series[name]}), "")
+        yield _drawn(Plot(name, [name], name, ""), [_curve(name, *series[name])])
 
 
-def _draw(plot: Plot, curves: Mapping[str, Series]) -> Figure:
-    figure, axes = _figure(plot.title)
-    for name, (steps, values) in curves.items():
-        axes.plot(steps, values, label=name, linewidth=1, marker="o" if len(steps) < 30 else "", markersize=3)
-    axes.set(xlabel="training step", ylabel=plot.unit, yscale="log" if plot.log_scale else "linear")
-    if plot.unit == "%":
-        axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    if len(curves) > 1:
-        axes.legend(fontsize=8)
-    return figure
+def _curve(name: str, steps: Sequence[int], values: Sequence[float]) -> dict[str, Any]:
+    """Return a curve for page.js, with None for values that are not finite."""
+    kept: Sequence[int] = range(len(values))
+    if len(values) > _POINTS:
+        parts = np.array_split(np.nan_to_num(values), _POINTS // 2)
+        starts = np.cumsum([0, *map(len, parts[:-1])])
+        ends = [
+            start + end for start, part in zip(starts, parts, strict=True) for end in (part.argmin(), part.argmax())
+        ]
+        kept = sorted({0, len(values) - 1, *map(int, ends)})
+    return {
+        "name": name,
+        "x": [steps[i] for i in kept],
+        "y": [values[i] if math.isfinite(values[i]) else None for i in kept],
+    }
 
 
-def _figure(title: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=(4.8, 3))
-    axes = figure.add_axes((0.16, 0.16, 0.81, 0.74))
-    axes.set_title(title, loc="left", fontsize=10)
-    axes.grid(alpha=0.4)
-    return figure, axes
-
-
-def _element(figure: Figure, meaning: str) -> str:
-    """Return a figure as HTML, with its picture in it."""
-    figure.savefig(out := io.BytesIO(), format="png", dpi=110)
-    source = f"data:image/png;base64,{base64.b64encode(out.getvalue()).decode()}"
-    label = html.escape(figure.axes[0].get_title(loc="left"))
-    return f'<figure><img alt="{label}" src="{source}"><figcaption>{html.escape(meaning)}</figcaption></figure>'
+def _drawn(plot: Plot, curves: Sequence[Mapping[str, Any]], xlabel: str = "") -> dict[str, Any]:
+    """Return what page.js draws, by default over the training step."""
+    return {
+        "title": plot.title,
+        "unit": plot.unit,
+        "meaning": plot.meaning,
+        "log": plot.log_scale,
+        "percent": plot.unit == "%",
+        "xlabel": xlabel or "training step",
+        "smooth": not xlabel,
+        "curves": curves,
+    }
 
 
 def _events(run: Path) -> Iterator[str]:
@@ -164,4 +178,5 @@ def _table(title: str, header: Sequence[str], rows: Sequence[Sequence[str]]) -> 
     """Return a table as HTML below its title, with its cells escaped."""
     lines = ["".join(f"<td>{html.escape(cell)}</td>" for cell in row) for row in rows]
     names = "".join(f"<th>{html.escape(name)}</th>" for name in header)
-    return f"<h2>{html.escape(title)}</h2><table><tr>{'</tr><tr>'.join([names, *lines])}</tr></table>"
+    table = f"<table><tr>{'</tr><tr>'.join([names, *lines])}</tr></table>"
+    return f'<h2>{html.escape(title)}</h2><div class="table">{table}</div>'

@@ -32,6 +32,13 @@ def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     records = [
         {"step": 10, "zero_shot_top1": 0.1},
         {"step": 20, "loss": 1.5, "zero_shot_top1": 0.25, "zero_shot_images": 100.0, "ema/zero_shot_top1": 0.375},
+        {
+            "step": 20,
+            "chance/zero_shot_top1": 0.1,
+            "image_to_text_recall@1": 0.5,
+            "chance/image_to_text_recall@1": 0.01,
+        },
+        {"step": 20, "average/vtab": 0.4, "chance/average/vtab": 0.05, "task/vtab/pets": 0.3, "task/own/x": "nan"},
     ]
     folder = tmp_path / "mine" / "checkpoints" / "step_000000020"
     folder.mkdir(parents=True)
@@ -49,11 +56,20 @@ def test_scores_data_method_and_license(checkpoint: Path, tmp_path: Path) -> Non
         ["openai/clip-vit-base-patch32"],
         "zero-shot-image-classification",
     )
-    assert "| zero_shot_top1 | 0.2500 |" in text and "zero_shot_images" not in text
+    assert "| zero_shot_top1 | 0.2500 | 0.1000 |" in text and "zero_shot_images" not in text
     assert "20 steps of neuclip_ds with the method fastclip_v3 on `dfn12m`" in text
     assert "`mit`. The license of openai/clip-vit-base-patch32 applies too." in text
+    assert [(one.metric_name, one.metric_value) for one in data.eval_results] == [
+        ("average/vtab", 0.4),
+        ("zero_shot_top1", 0.25),
+        ("image_to_text_recall@1", 0.5),
+        ("task/vtab/pets", 0.3),
+    ], "as the hub reads them, without chance and what is no number"
+    found = {one.metric_name: (one.task_type, one.dataset_name, one.metric_type) for one in data.eval_results}
+    assert found["task/vtab/pets"] == ("zero-shot-image-classification", "Oxford-IIIT Pet", "mean_per_class_recall")
+    assert found["image_to_text_recall@1"] == ("image-text-retrieval", "secret_val", "recall")
     averaged = model_card(config, checkpoint, "transformers", average=True)
-    assert "| zero_shot_top1 | 0.3750 |" in averaged and "moving average" in averaged
+    assert "| zero_shot_top1 | 0.3750 | 0.1000 |" in averaged and "moving average" in averaged
 
 
 def test_towers_and_random_weights_without_scores(checkpoint: Path, tmp_path: Path) -> None:

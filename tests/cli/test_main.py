@@ -23,7 +23,7 @@ for command in ["", *COMMANDS]:
     with contextlib.suppress(SystemExit):
         main([command, "--help"] if command else ["--help"])
     print("=" * 20)
-print(*{"torch", "deepspeed", "transformers", "timm", "matplotlib"} & sys.modules.keys())
+print(*{"torch", "deepspeed", "transformers", "timm"} & sys.modules.keys())
 """
 
 

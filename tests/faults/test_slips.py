@@ -22,7 +22,7 @@ ONE = RankEnvironment(0, 0, 1)
     ("option", "words"),
     [
         ("--data.val={tmp}/nothing", "nothing does not exist"),
-        ("--data.zero_shot={tmp}/nothing", "nothing does not exist"),
+        ("--data.zero_shot={tmp}/nothing", "nothing does not exist; name an evaluation set"),
         ("--data.evaluation_sets={tmp}/nothing", "nothing is not a folder"),
         *((f"--model.vision.std={std}", r"model\.vision\.std") for std in ("[0,1,1]", "[-1,1,1]", "[.inf,1,1]")),
     ],

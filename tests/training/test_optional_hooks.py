@@ -58,7 +58,7 @@ def test_a_finished_run_stays_complete_whatever_fails_after_it(tmp_path: Path) -
     assert "is complete after 4 steps" in again.stderr
     page = (folder / "report.html").read_text()
     assert "<td>image_to_text_recall@1</td>" in page
-    assert page.count("data:image/png;base64,") > 10
+    assert page.count('"meaning"') > 5
 
 
 def test_a_run_that_diverges_has_failed_for_weights_and_biases_too(tmp_path: Path) -> None:
