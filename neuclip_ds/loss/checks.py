@@ -1,16 +1,17 @@
 """Check the arguments of a loss on all ranks at once, so that none waits for a rank that has failed."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from neuclip_ds.distributed.communicator import Communicator
 
 _TOLERANCE = 2e-2  # of a norm: rows may have been rounded to bfloat16
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 
-def problem_with(
-    image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, dim: int, samples: int
-) -> str | None:
+def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, samples: int, not_finite: bool) -> str | None:
     """Return what is wrong with this rank's arguments, or None.
 
     Args:
@@ -19,35 +20,74 @@ def problem_with(
         valid: (b,) bool in host memory, or None where all rows count.
         dim: width d.
         samples: size n of the data set.
+        not_finite: accept rows with NaN.
     """
-    rows, features = len(image), {"image_features": image, "text_features": text}
-    given: list[tuple[str, Tensor, tuple[int, ...], bool, str]]
-    given = [(name, x, (rows, dim), x.is_floating_point(), "floating") for name, x in features.items()]
-    if index is not None:
-        whole = not index.is_floating_point() and index.dtype != torch.bool
-        given.append(("index", index, (rows,), whole, "one integer per row:"))
-    if valid is not None:
-        given.append(("valid", valid, (rows,), valid.dtype == torch.bool, "one bool per row:"))
-    for name, x, shape, fits, kind in given:
+    given = {"image_features": image, "text_features": text, "index": index, "valid": valid}
+    given = {name: x for name, x in given.items() if x is not None or name.endswith("features")}
+    kinds = {"index": "one integer per row:", "valid": "one bool per row:"}
+    for name, x in given.items():
+        if not isinstance(x, Tensor):
+            return f"{name} is a {type(x).__name__}, but must be a tensor: pass torch.as_tensor({name})."
+        whole = not x.is_floating_point() and x.dtype != torch.bool
+        fits = {"index": whole, "valid": x.dtype == torch.bool}.get(name, x.dtype in _DTYPES)
+        shape = (len(image),) if name in kinds else (len(image), dim)
         if x.shape != shape or not fits:
-            return f"{name} is {x.dtype} {tuple(x.shape)}, but must be {kind} {shape}."
-    counts = torch.ones(rows, dtype=torch.bool) if valid is None else valid
-    for name, x in features.items():
-        error = (torch.linalg.vector_norm(x.float(), dim=1) - 1).abs().cpu()[counts]
-        if not bool((error <= _TOLERANCE).all()):  # NaN fails as well
+            return f"{name} is {x.dtype} {tuple(x.shape)}, but must be {kinds.get(name, 'floating')} {shape}."
+    errors = torch.stack([torch.linalg.vector_norm(x.float(), dim=1) for x in (image, text)]).sub_(1).abs_().cpu()
+    errors = errors if valid is None else errors[:, valid]
+    if not_finite:
+        errors = errors.nan_to_num(0.0, posinf=0.0)
+    for name, of_side in zip(("image_features", "text_features"), errors, strict=True):
+        if not bool((of_side <= _TOLERANCE).all()):  # NaN fails as well
             return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
-    outside = None if index is None else index[counts & ((index < 0) | (index >= samples))]
-    if outside is not None and len(outside):
-        return f"index {int(outside[0])} is outside [0, {samples}), the places in a training set of `samples` samples."
+    if index is not None:
+        outside = (index < 0) | (index >= samples)
+        outside = index[outside if valid is None else outside & valid]
+        if len(outside):
+            where = "the places in a training set of `samples` samples."
+            return f"index {int(outside[0])} is outside [0, {samples}), {where}"
     return None
 
 
-def agree_on_rows(rows: int, problem: str | None, communicator: Communicator) -> int:
-    """Return the largest number of rows of any rank; raise `ValueError` on all ranks if any rank has a problem."""
-    state = torch.tensor([[rows, int(problem is not None)]])
-    rows_of, failed = communicator.begin_host_gather(state, "control").wait().T
+def agree_on_call(
+    rows: int, problem: str | None, learns: bool, dtype: torch.dtype, repeats: bool, communicator: Communicator
+) -> tuple[int, bool]:
+    """Compare a call with those of the other ranks.
+
+    Args:
+        rows: of this rank.
+        problem: of this rank's arguments.
+        learns: whether this rank trains.
+        dtype: of the features.
+        repeats: whether the call is the previous one's, once more.
+
+    Returns:
+        The largest number of rows of any rank, and whether all ranks repeat.
+
+    Raises:
+        ValueError: on all ranks; any rank has a problem, or they disagree.
+    """
+    if communicator.world_size > 1:
+        own = [
+            rows,
+            int(problem is not None),
+            int(learns),
+            _DTYPES.index(dtype) if dtype in _DTYPES else -1,
+            int(repeats),
+        ]
+        state = communicator.begin_host_gather(torch.tensor([[int(x) for x in own]]), "control").wait()
+        rows_of, failed, learning, dtypes, repeating = state.T.tolist()
+        if problem is None and any(failed):
+            problem = f"rank {failed.index(1)} was given arguments that cannot be used; see its error."
+        elif problem is None and len(set(learning)) > 1:
+            problem = (
+                f"rank {learning.index(1)} trains while rank {learning.index(0)} evaluates: call train(), eval() and "
+                "torch.no_grad() on all ranks alike."
+            )
+        elif problem is None and len(set(dtypes)) > 1:
+            names = [str(_DTYPES[number]) for number in dtypes]
+            problem = f"the features' dtypes differ between ranks: {', '.join(names)}. Use one dtype."
+        rows, repeats = max(rows_of), all(repeating)
     if problem is not None:
         raise ValueError(problem)
-    if bool(failed.any()):
-        raise ValueError(f"rank {int(failed.argmax())} was given arguments that cannot be used; see its error.")
-    return int(rows_of.max())
+    return rows, repeats

@@ -1,18 +1,21 @@
 """`ContrastiveLoss`: every method of the table as an nn.Module for any training loop."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
+from torch.amp import GradScaler
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.functional import pad
 
 from neuclip_ds.distributed.communicator import Communicator, ProcessGroup
 from neuclip_ds.errors import UserError
-from neuclip_ds.loss.checks import agree_on_rows, problem_with
+from neuclip_ds.loss.checks import agree_on_call, problem_with
 from neuclip_ds.loss.two_pass import TwoPass, with_gradients
 from neuclip_ds.objectives.base import Context, Objective, Step
 from neuclip_ds.objectives.compose import compose_objective
@@ -20,6 +23,8 @@ from neuclip_ds.objectives.gather import Features
 from neuclip_ds.objectives.options import AdamSettings, ObjectiveConfig
 from neuclip_ds.objectives.temperature import trained_temperature
 from neuclip_ds.state.shards import INDEX, ShardFiles, shard_files, table_shards, whole
+
+log = logging.getLogger(__name__)
 
 _REPLICATED = "objective"  # kind of what is equal on all ranks
 
@@ -33,7 +38,8 @@ class ContrastiveLoss(nn.Module):
     this module in DDP or FSDP. A network then takes one update per step, and a rank holds its own share of the NPN's
     prototypes. Individual temperatures (isogclr, fastclip_v2) always keep their own Adam.
 
-    Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be None.
+    A call in training is one step. Under `eval()` or `torch.no_grad()` the loss updates no state, and `index` may be
+    None. Where activation checkpointing computes the loss again during the backward pass, it learns nothing either.
 
     Example:
         ```python
@@ -45,6 +51,10 @@ class ContrastiveLoss(nn.Module):
     Attributes:
         lr: current learning rate of the encoders; the temperature's follows it. Set it after each step of your
             scheduler: `loss_fn.lr = scheduler.get_last_lr()[0]`.
+        scaler: the loop's `torch.amp.GradScaler`, if it has one: the loss undoes what it learned in a call whose step
+            the scaler then skipped, and accepts features that are not finite. Each training call copies the state that
+            is not per sample.
+        validates: whether calls check their arguments.
         metrics: values of the last call by name, such as `tau` and `batch_loss` (InfoNCE over the same batch).
     """
 
@@ -62,6 +72,7 @@ class ContrastiveLoss(nn.Module):
         reduction: Literal["ddp_mean", "sum"] = "ddp_mean",
         group: ProcessGroup | None = None,
         own_optimizer: bool = True,
+        scaler: GradScaler | None = None,
         validate: bool = True,
         device: torch.device | str = "cpu",
         **options: Any,
@@ -81,6 +92,7 @@ class ContrastiveLoss(nn.Module):
                 multiplies the gradients of the features by the world size; `sum` if they are summed.
             group: process group of the global batch. By default the default group, or this process alone.
             own_optimizer: whether a call trains the temperature and the networks; see above.
+            scaler: see above.
             validate: check the arguments of each call on all ranks. This costs one small collective and, on a GPU, one
                 host wait. Without it, all ranks must pass the same number of rows.
             device: device of the state until the first call moves it to that of the features. With
@@ -89,7 +101,7 @@ class ContrastiveLoss(nn.Module):
                 `npn={"lr": 0.05}`.
 
         Raises:
-            UserError: the method or an option is unknown, or a value is out of range.
+            UserError: the method or an option is unknown, or a value is missing or out of range.
         """
         super().__init__()
         try:
@@ -99,16 +111,29 @@ class ContrastiveLoss(nn.Module):
             raise UserError(f"Options of method {method}: {problems}") from error
         if reduction not in ("ddp_mean", "sum"):
             raise UserError(f"reduction={reduction!r} is unknown: use 'ddp_mean' or 'sum'.")
+        least: dict[str, tuple[float, float]] = {"dim": (dim, 1), "samples": (samples, 0), "lr": (lr, 0)}
+        if steps_per_epoch is not None:
+            least["steps_per_epoch"] = steps_per_epoch, 1
+        for name, (value, lowest) in least.items():
+            if not value >= lowest:
+                raise UserError(f"{name}={value} must be at least {lowest}.")
+        if not epochs > 0:
+            raise UserError(f"epochs={epochs} must be above 0.")
         self._dim, self._samples, self._epochs, self._steps_per_epoch = dim, samples, epochs, steps_per_epoch
         self.lr = self._peak_lr = lr
         self._adam = AdamSettings(betas, adam_eps)
         self._averages, self._group = reduction == "ddp_mean", group
-        self._own_optimizer, self._validate = own_optimizer, validate
+        self._own_optimizer, self.validates, self.scaler = own_optimizer, validate, scaler
+        self._undo: tuple[Callable[[], None], float] | None = None  # the last call's learning; the scale at that time
+        self._last: tuple[tuple[Tensor, ...], Any] | None = None  # the last call's features in training, and its result
+        self._warned = False
         self._calls = 0  # in training
         self._metrics: dict[str, Tensor] = {}
         if self._config.needs_epochs and steps_per_epoch is None:
             raise UserError(f"Schedules of method {method} follow epochs: pass epochs and steps_per_epoch.")
         self._build(Communicator(device, group), torch.float32)
+        if self._objective.needs_index and not samples:
+            raise UserError(f"{method} keeps state of each sample: pass the size of the training set, samples=...")
 
     def forward(
         self,
@@ -133,25 +158,45 @@ class ContrastiveLoss(nn.Module):
         """
         learns = self.training and torch.is_grad_enabled()
         inputs = (image_features, text_features)
-        index, valid = (None if x is None else x.cpu() for x in (index, valid))
-        with torch.no_grad(), torch.autocast(image_features.device.type, enabled=False):
+        index, valid = (x.cpu() if isinstance(x, Tensor) else x for x in (index, valid))
+        device = image_features.device.type
+        autocast = torch.is_autocast_enabled(device)
+        with torch.no_grad(), torch.autocast(device, enabled=False) if autocast else nullcontext():
+            rows, repeats = len(image_features), learns and self._is_recomputed(inputs)
+            if not repeats:
+                self._settle()
             given, comm_dtype = image_features.dtype, self._config.comm_dtype
             self._move(image_features.device, given if given == torch.float64 else torch.float32, keep=True)
             self._objective.comm_dtype = given if comm_dtype == "auto" else getattr(torch, comm_dtype)
-            rows = len(image_features)
-            if self._validate:
-                problem = problem_with(image_features, text_features, index, valid, self._dim, self._samples)
+            if self.validates:
+                problem = problem_with(*inputs, index, valid, self._dim, self._samples, self.scaler is not None)
                 if index is None and learns and self._objective.needs_index:
                     problem = problem or f"index is missing: {self._config.method} keeps state of each sample."
-                rows = agree_on_rows(rows, problem, self._communicator)
-            features = self._padded(image_features, text_features, index, valid, rows)
-            with self._handed_out() as computed:
-                result = self._objective(features, self._step(learns))
-            factor = self._communicator.world_size if self._averages else 1
-            gradients = [gradient[: len(image_features)] * factor for gradient in (result.image, result.text)]
-        self._metrics = result.metrics
-        self._calls += learns
-        return with_gradients(result.loss, [*inputs, *computed], [*gradients, *computed.values()])
+                rows, repeats = agree_on_call(rows, problem, learns, given, repeats, self._communicator)
+            if not repeats or self._last is None:
+                features = self._padded(image_features, text_features, index, valid, rows)
+                if learns and self.scaler is not None:
+                    self._undo = self._objective.restore_point(), self.scaler.get_scale()
+                # what networks save for their own backward passes is not for the hooks of activation checkpointing
+                with self._handed_out() as computed, saved_tensors_hooks(_unchanged, _unchanged):
+                    result = self._objective(features, self._step(learns))
+                factor = self._communicator.world_size if self._averages else 1
+                gradients = [gradient[: len(image_features)] * factor for gradient in (result.image, result.text)]
+                self._metrics = result.metrics
+                self._calls += learns
+                called = result.loss, gradients, computed
+                self._last = (tuple(x.detach() for x in inputs), called) if learns else None
+            else:
+                called = self._last[1]
+        loss, gradients, computed = called
+        loss = with_gradients(loss, [*inputs, *computed], [*gradients, *computed.values()])
+        if learns and not loss.requires_grad and not self._warned:
+            self._warned = True
+            log.warning(
+                "The loss learns from features that need no gradient. If this is an evaluation, call eval() or use "
+                "torch.no_grad(); if it is training, do not detach the features."
+            )
+        return loss
 
     @property
     def metrics(self) -> dict[str, float]:
@@ -184,10 +229,13 @@ class ContrastiveLoss(nn.Module):
                         passes.backward(*model(images, texts))
             ```
         """
-        yield TwoPass(self, model, scale)
+        passes = TwoPass(self, model, scale)
+        yield passes
+        passes.finish()
 
     def save(self, folder: Path | str) -> None:
         """Write the state of all ranks to a folder. All ranks call it; `load` works with any number of ranks."""
+        self._settle()
         folder = Path(folder)
         self._communicator.on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         shards = table_shards(self._objective.row_tables())
@@ -201,7 +249,7 @@ class ContrastiveLoss(nn.Module):
         """Read the state that `save` wrote, with any number of ranks.
 
         Raises:
-            UserError: the folder is incomplete, or belongs to another method, width or data set.
+            UserError: the folder is incomplete, or belongs to another method, width or data set, or other options.
         """
         folder = Path(folder)
         if not (folder / INDEX).is_file():
@@ -213,6 +261,7 @@ class ContrastiveLoss(nn.Module):
 
     def get_extra_state(self) -> dict[str, Any]:
         """Return this rank's state, for `state_dict()`."""
+        self._settle()
         place = {"rank": self._communicator.rank, "world_size": self._communicator.world_size}
         return {**self._facts(), **place, **_state_of(self._objective)}
 
@@ -257,25 +306,44 @@ class ContrastiveLoss(nn.Module):
 
     def _facts(self) -> dict[str, Any]:
         """Return what saved state says of itself."""
-        identity = {"method": self._config.method, "dim": self._dim, "samples": self._samples}
-        return {**identity, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
+        options = self._config.model_dump(mode="json", exclude={"chunk_size", "comm_dtype"})
+        identity = {**options, "dim": self._dim, "samples": self._samples, "own_optimizer": self._own_optimizer}
+        return {"built_with": identity, "calls": self._calls, "dtype": str(self._dtype).removeprefix("torch.")}
 
     def _prepare_for(self, saved: dict[str, Any], where: str) -> None:
         """Take over the facts of saved state, whose tensors follow; raise `UserError` if it is of another loss."""
-        own = self._facts()
-        for key in ("method", "dim", "samples"):
-            if saved.get(key) != own[key]:
-                raise UserError(f"{where} was saved with {key}={saved.get(key)}, this loss has {key}={own[key]}.")
+        own, given = self._facts()["built_with"], saved.get("built_with", {})
+        for key, value in own.items():
+            if given.get(key) != value:
+                was, now = ({"": x} if not isinstance(x, dict) else x for x in (given.get(key), value))
+                names = [name for name in now if was.get(name) != now[name]] or list(now)
+                there, here = (", ".join(f"{key}.{n}={x.get(n)}".replace(".=", "=") for n in names) for x in (was, now))
+                raise UserError(f"{where} was saved with {there}, this loss has {here}.")
         self._move(self._communicator.device, getattr(torch, saved["dtype"]), keep=False)
-        self._calls = saved["calls"]
+        self._calls, self._undo, self._last = saved["calls"], None, None
+
+    def _settle(self) -> None:
+        """Undo what the last call learned if the scaler has lowered its scale since, and so skipped the step."""
+        undo, self._undo = self._undo, None
+        if undo is not None and self.scaler is not None and self.scaler.get_scale() < undo[1]:
+            undo[0]()
+
+    def _is_recomputed(self, inputs: tuple[Tensor, ...]) -> bool:
+        """Whether a backward pass asks for the last call once more, as activation checkpointing does."""
+        if self._last is None or torch._C._current_graph_task_id() < 0:  # outside of any backward pass
+            return False
+        return all(torch.equal(x, last) for x, last in zip(inputs, self._last[0], strict=True))
 
     def _padded(self, image: Tensor, text: Tensor, index: Tensor | None, valid: Tensor | None, rows: int) -> Features:
         """Return `rows` rows, of which the further ones do not count."""
         count, more = len(image), rows - len(image)
         index = torch.full((count,), self._samples) if index is None else index.long()
         valid = torch.ones(count, dtype=torch.bool) if valid is None else valid
-        image, text = (pad(x.detach().to(self._dtype), (0, 0, 0, more)) for x in (image, text))
-        return Features(image, text, pad(index, (0, more)), pad(valid, (0, more)))
+        image, text = image.detach().to(self._dtype), text.detach().to(self._dtype)
+        if more:
+            image, text = (pad(x, (0, 0, 0, more)) for x in (image, text))
+            index, valid = pad(index, (0, more)), pad(valid, (0, more))
+        return Features(image, text, index, valid)
 
     def _step(self, learns: bool) -> Step:
         number, length = self._calls, self._steps_per_epoch
@@ -293,6 +361,10 @@ class ContrastiveLoss(nn.Module):
             if parameter.grad is not None:
                 computed[parameter] = parameter.grad
             parameter.grad = gradient
+
+
+def _unchanged(x: Tensor) -> Tensor:
+    return x
 
 
 def _state_of(objective: Objective) -> dict[str, Any]:

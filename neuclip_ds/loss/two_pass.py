@@ -29,6 +29,12 @@ def with_gradients(loss: Tensor, inputs: Sequence[Tensor], gradients: Sequence[T
     return result
 
 
+_SAME = 0.05  # distance of features of both passes, which differ by rounding
+_ONCE_EACH = (
+    "run features() with one add() for each micro-batch, loss() once, then gradients() with one backward() for each"
+)
+
+
 class _WithGradients(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, count: int, *tensors: Tensor) -> Tensor:
@@ -38,6 +44,8 @@ class _WithGradients(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *incoming: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # the result would count as a constant
+            raise RuntimeError("The loss's gradient is in closed form and has no derivative: omit create_graph=True.")
         gradients = ctx.saved_tensors
         scaled = [(g * incoming[0].to(g.dtype)).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)]
         return (None, None, *scaled, *[None] * len(gradients))
@@ -112,13 +120,16 @@ class MicroBatches:
 class TwoPass(MicroBatches):
     """Collect features without a graph, compute the loss of the whole batch, then back-propagate each micro-batch.
 
-    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout agrees.
+    `ContrastiveLoss.accumulate` yields it. Both passes draw the same random numbers, so dropout agrees. A call that is
+    missing, one too many or out of order is a `RuntimeError`.
     """
 
     def __init__(self, loss_fn: ContrastiveLoss, model: nn.Module | None, scale: float) -> None:
         super().__init__([] if model is None else batch_norms(model))
         self._loss_fn, self._model, self._scale = loss_fn, model, scale
         self._others: list[tuple[Tensor | None, Tensor | None]] = []  # index and valid
+        self._ends: list[int] = []  # rows up to the end of each micro-batch
+        self._first: tuple[Tensor, Tensor] | None = None  # features of the first pass, once there is a loss
 
     def add(
         self, image_features: Tensor, text_features: Tensor, index: Tensor | None = None, valid: Tensor | None = None
@@ -126,17 +137,19 @@ class TwoPass(MicroBatches):
         """Keep the features of a micro-batch; the arguments are those of the loss."""
         super().add(image_features, text_features)
         self._others.append((index, valid))
+        self._ends.append(sum(len(image) for image, _ in self._features))
+        self._require(len(self._random) == len(self._ends) and self._first is None, _ONCE_EACH)
 
     def loss(self) -> Tensor:
         """Compute the gradients of the whole batch's loss, and return the loss without a graph."""
-        if not self._others:
-            raise RuntimeError("Add the features of all micro-batches before the loss.")
+        complete = self._first is None and 0 < len(self._ends) == len(self._random)
+        self._require(complete, _ONCE_EACH)
         columns = zip(*self._others, strict=True)
-        index, valid = (None if column[0] is None else torch.cat(column) for column in columns)
-        self._others.clear()
-        image, text = self.whole()
+        index, valid = (None if any(x is None for x in column) else torch.cat(column) for column in columns)
+        self._first = image, text = self.whole()
         with torch.enable_grad():
-            loss = self._loss_fn(image.requires_grad_(), text.requires_grad_(), index, valid)
+            image, text = image.detach().requires_grad_(), text.detach().requires_grad_()
+            loss = self._loss_fn(image, text, index, valid)
             (loss * self._scale).backward()
         assert image.grad is not None and text.grad is not None
         self.differentiated(image.grad, text.grad)
@@ -149,12 +162,28 @@ class TwoPass(MicroBatches):
         The model reduces its gradients over ranks in the last micro-batch only (DDP's `no_sync`, FSDP2's
         `set_requires_gradient_sync`).
         """
+        self._require(self._micro < len(self._ends) and self._first is not None, _ONCE_EACH)
         with _without_reduction(self._model, self.is_last), super().gradients():
             yield
+            self._require(self._row == self._ends[self._micro], _ONCE_EACH)
 
     def backward(self, image_features: Tensor, text_features: Tensor) -> None:
         """Back-propagate this micro-batch's rows of the gradient; a frozen tower's features may have no graph."""
-        torch.autograd.backward(*self.learning(image_features, text_features))
+        start, given = self._row, (image_features, text_features)
+        learning = self.learning(*given)
+        self._require([start, self._row] == [0, *self._ends][self._micro : self._micro + 2], _ONCE_EACH)
+        for x, first in zip(given, self._first or (), strict=True) if self._loss_fn.validates else ():
+            far = x is not None and bool((x.detach() - first[start : self._row]).norm(dim=1).max() > _SAME)
+            self._require(not far, "pass the micro-batches in the same order again, without changing the model between")
+        torch.autograd.backward(*learning)
+
+    def finish(self) -> None:
+        """Raise `RuntimeError` if a call is missing."""
+        self._require(self._first is not None and self._micro == len(self._ends), _ONCE_EACH)
+
+    def _require(self, holds: bool, order: str) -> None:
+        if not holds:
+            raise RuntimeError(f"accumulate(): {order}. So far: {self._micro} of {len(self._ends)} in the second pass.")
 
 
 def _random_state() -> tuple[Tensor, Tensor | None]:

@@ -1,6 +1,8 @@
 """The loss gives the objective's gradient, whatever the loop does: ranks, dtypes, evaluation, misuse, state."""
 
 import copy
+import re
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +11,7 @@ import torch
 from build import SAMPLES, VARIANTS, batch, objective, pairs, step
 from ranks import run_ranks
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -32,6 +35,11 @@ def features(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor, Tensor]:
     """Float64 leaves and an index."""
     image, text = pairs(rows, DIM, seed)
     return image.requires_grad_(), text.requires_grad_(), torch.arange(rows) + seed
+
+
+def state_of(loss_fn: ContrastiveLoss) -> dict[str, Any]:
+    state = loss_fn.state_dict()["_extra_state"]
+    return copy.deepcopy({key: state[key] for key in ("calls", "replicated", "tables")})
 
 
 @every_method
@@ -80,7 +88,7 @@ def test_evaluation_reports_and_learns_nothing(name: str) -> None:
     loss_fn = loss_of(name)
     for number in range(3):
         loss_fn(*features(number)).backward()
-    before = copy.deepcopy(loss_fn.state_dict())
+    before = state_of(loss_fn)
     image, text, index = features(7)
     with torch.no_grad():
         without_gradient = loss_fn(image, text, index)
@@ -90,10 +98,7 @@ def test_evaluation_reports_and_learns_nothing(name: str) -> None:
     unknown = loss_fn(image, text)  # samples that are not in the training set
     assert torch.equal(reported, without_gradient)
     assert torch.isfinite(torch.stack([reported.detach(), unknown.detach()])).all()
-    after, before = (state["_extra_state"] for state in (loss_fn.state_dict(), before))
-    assert after["calls"] == before["calls"] == 3
-    torch.testing.assert_close(after["replicated"], before["replicated"], rtol=0, atol=0)
-    torch.testing.assert_close(after["tables"], before["tables"], rtol=0, atol=0, equal_nan=True)
+    torch.testing.assert_close(state_of(loss_fn), before, rtol=0, atol=0, equal_nan=True)
 
 
 @every_method
@@ -160,6 +165,8 @@ MISUSE: list[tuple[dict[str, Any], str]] = [
     ({"index": torch.tensor([0, 1, 2, -1])}, "index -1 is outside"),
     ({"index": torch.arange(3)}, r"index is torch.int64 \(3,\), but must be one integer per row"),
     ({"index": torch.arange(4.0)}, "index is torch.float32"),
+    ({"index": [0, 1, 2, 3]}, r"index is a list, but must be a tensor: pass torch.as_tensor\(index\)"),
+    ({"index": torch.arange(4).numpy()}, "index is a ndarray, but must be a tensor"),
     ({"index": None}, "index is missing: fastclip_v3 keeps state of each sample"),
     ({"valid": torch.ones(4)}, "must be one bool per row"),
 ]
@@ -173,17 +180,28 @@ def test_misuse_is_one_clear_error(wrong: dict[str, Any], message: str) -> None:
         loss_of("fastclip_v3")(**given)
 
 
-def _wrong_on_one(communicator: Communicator) -> str:
-    image = torch.eye(DIM)[:4] * (1 + communicator.rank)
+def _wrong_on_one(communicator: Communicator, wrong: str) -> str:
+    loss_fn, image = loss_of("openclip"), torch.eye(DIM)[:4].requires_grad_()
+    if communicator.rank == 1:
+        image = image * 2 if wrong == "norm" else image.bfloat16() if wrong == "dtype" else image
+        loss_fn.train(wrong != "mode")
     with pytest.raises(ValueError) as caught:
-        loss_of("openclip")(image, torch.eye(DIM)[:4], torch.arange(4))
+        loss_fn(image, torch.eye(DIM)[:4].to(image.dtype), torch.arange(4))
     return str(caught.value)
 
 
-def test_an_error_of_one_rank_is_raised_on_all() -> None:
-    first, second = run_ranks(2, _wrong_on_one)
-    assert "rank 1 was given arguments that cannot be used" in first
-    assert "image_features must have rows of norm 1" in second
+@pytest.mark.parametrize(
+    ("wrong", "first", "second"),
+    [
+        ("norm", "rank 1 was given arguments that cannot be used", "image_features must have rows of norm 1"),
+        ("mode", "rank 0 trains while rank 1 evaluates", "rank 0 trains while rank 1 evaluates"),
+        ("dtype", "torch.float32, torch.bfloat16", "torch.float32, torch.bfloat16"),
+    ],
+)
+def test_an_error_of_one_rank_is_raised_on_all(wrong: str, first: str, second: str) -> None:
+    found = run_ranks(2, _wrong_on_one, wrong)
+    assert first in found[0]
+    assert second in found[1]
 
 
 @pytest.mark.parametrize(
@@ -194,6 +212,12 @@ def test_an_error_of_one_rank_is_raised_on_all() -> None:
         ("neuclip", {"npn": {"rate": 1.0}}, "npn.rate: Extra inputs"),
         ("fastclip_v3", {"steps_per_epoch": None}, "pass epochs and steps_per_epoch"),
         ("openclip", {"reduction": "mean"}, "use 'ddp_mean' or 'sum'"),
+        ("fastclip_v3", {"steps_per_epoch": 0}, "steps_per_epoch=0 must be at least 1"),
+        ("fastclip_v3", {"epochs": 0}, "epochs=0 must be above 0"),
+        ("fastclip_v3", {"samples": 0}, "pass the size of the training set"),
+        ("openclip", {"samples": -1}, "samples=-1 must be at least 0"),
+        ("openclip", {"dim": -1}, "dim=-1 must be at least 1"),
+        ("openclip", {"lr": -0.1}, "lr=-0.1 must be at least 0"),
     ],
 )
 def test_wrong_options_are_refused(method: str, changes: dict[str, Any], message: str) -> None:
@@ -221,9 +245,83 @@ def test_saved_state_is_loaded(name: str, dtype: torch.dtype, tmp_path: Path) ->
         assert loaded.metrics == loss_fn.metrics
 
 
-def test_the_state_of_another_method_is_refused() -> None:
-    with pytest.raises(UserError, match="method=openclip, this loss has method=neuclip"):
-        loss_of("neuclip").load_state_dict(loss_of("openclip").state_dict())
+@pytest.mark.parametrize(
+    ("saved", "message"),
+    [
+        (loss_of("openclip"), "saved with method=openclip, this loss has method=neuclip"),
+        (loss_of("neuclip", eps=0.5), "saved with eps=0.5, this loss has eps=1e-06"),
+        (loss_of("neuclip", temperature={"rho": 6.5}), "temperature.rho=6.5.* this loss has .*temperature.rho=0.0"),
+        (loss_of("neuclip", samples=SAMPLES + 1), "saved with samples=1001, this loss has samples=1000"),
+    ],
+)
+def test_the_state_of_another_loss_is_refused(saved: ContrastiveLoss, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        loss_of("neuclip").load_state_dict(saved.state_dict())
+    loss_of("openclip", chunk_size=7).load_state_dict(loss_of("openclip").state_dict())  # same results
+
+
+@every_method
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_a_recomputation_in_the_backward_pass_learns_nothing(name: str, use_reentrant: bool) -> None:
+    plain, recomputed = loss_of(name), loss_of(name)
+    for number in range(3):
+        given, others = features(number), features(number)
+        wanted = plain(*given)
+        wanted.backward()
+        loss = checkpoint(recomputed, *others, use_reentrant=use_reentrant)
+        loss.backward()
+        assert use_reentrant or torch.equal(loss, wanted)
+        assert torch.equal(others[0].grad, given[0].grad)
+        assert torch.equal(others[1].grad, given[1].grad)
+    torch.testing.assert_close(state_of(recomputed), state_of(plain), rtol=0, atol=0, equal_nan=True)
+
+
+@every_method
+@pytest.mark.parametrize("cause", ["gradient", "features"])
+def test_a_step_that_the_scaler_skips_leaves_no_trace(name: str, cause: str) -> None:
+    tower = torch.nn.Linear(DIM, DIM).double()
+    optimizer, scaler = torch.optim.SGD(tower.parameters(), 0.1), torch.amp.GradScaler("cpu", init_scale=8.0)
+    loss_fn = loss_of(name, scaler=scaler)
+
+    def train(number: int, factor: float = 1.0) -> None:
+        image, text, index = features(number)
+        rows = torch.nn.functional.normalize(tower(image.detach()), dim=1)
+        rows = rows * factor if cause == "features" else rows
+        optimizer.zero_grad()
+        loss = loss_fn(rows, text, index)
+        scaler.scale(loss if cause == "features" else loss * factor).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+    for number in range(2):
+        train(number)
+    before, weights = state_of(loss_fn), [p.detach().clone() for p in tower.parameters()]
+    train(1, factor=torch.inf)
+    after = state_of(loss_fn)
+    assert scaler.get_scale() == 4.0
+    assert all(torch.equal(p, weight) for p, weight in zip(tower.parameters(), weights, strict=True))
+    assert (before.pop("calls"), after.pop("calls")) == (2, 3), "schedules count skipped steps"
+    torch.testing.assert_close(after, before, rtol=0, atol=0, equal_nan=True)
+    train(2)
+    assert all(p.isfinite().all() for p in tower.parameters())
+
+
+def test_a_second_derivative_is_refused() -> None:
+    image, text, _ = features(0)
+    with pytest.raises(RuntimeError, match="has no derivative: omit create_graph=True"):
+        torch.autograd.grad(loss_of("openclip")(image, text), image, create_graph=True)
+
+
+def test_features_without_a_gradient_are_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    loss_fn, (image, text, _) = loss_of("openclip"), features(0)
+    for _ in range(2):
+        loss_fn(image.detach(), text.detach())
+    with torch.no_grad():
+        loss_of("openclip")(image, text)
+    loss_of("openclip")(image, text.detach())
+    assert [record.message[:52] for record in caplog.records] == [
+        "The loss learns from features that need no gradient."
+    ]
 
 
 @pytest.mark.parametrize("name", ["openclip", "siglip", "neuclip", "amorlip"])
@@ -292,6 +390,47 @@ def test_accumulated_micro_batches_equal_one_batch(name: str) -> None:
     assert torch.equal(accumulated, loss.detach())
     for p, gradient in zip(tower.parameters(), wanted, strict=True):
         assert torch.allclose(p.grad, gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "calls",
+    [
+        "FA FA L",  # f: features, a: add, l: loss, g: gradients, b: backward, with the micro-batch's number
+        "FA FA G0B0",
+        "FA FA L G0B0",
+        "FA FA L G0B0 G1B1 G1B1",
+        "FA FA L G1B1 G0B0",
+        "FA FA L G0 G1B1",
+        "FA FA L G0B0B1",
+        "FA FA L B0B1",
+        "FA FA L L G0B0 G1B1",
+        "FA F L G0B0 G1B1",
+        "FAA F L G0B0 G1B1",
+        "L",
+        "",
+    ],
+)
+def test_wrong_micro_batches_are_refused(calls: str) -> None:
+    parts = list(zip(*(x.split(3) for x in pairs(6, DIM)), strict=True))
+    leaves = [[x.clone().requires_grad_() for x in part] for part in parts]
+
+    def run() -> None:
+        with loss_of("openclip").accumulate() as passes:
+            added = 0
+            for group in calls.split():
+                if group == "L":
+                    passes.loss()
+                with passes.features() if group[0] == "F" else passes.gradients() if group[0] == "G" else nullcontext():
+                    for _ in range(group.count("A")):
+                        passes.add(*parts[added])
+                        added += 1
+                    for number in re.findall(r"B(\d)", group):
+                        passes.backward(*leaves[int(number)])
+
+    with pytest.raises(RuntimeError, match=r"accumulate\(\): "):
+        run()
+    calls = "FA FA L G0B0 G1B1"
+    run()
 
 
 def test_micro_batches_pass_a_frozen_tower_by() -> None:
