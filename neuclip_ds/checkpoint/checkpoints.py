@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 Fingerprint = Mapping[str, Any]
 """What a resumed run must share with the one that wrote a checkpoint."""
 
-_PARTIAL = ".partial-"  # what a name begins with while its folder is written or deleted
+_PARTIAL = ".partial-"  # prefix of a folder that is being written or deleted
 
 
 class Best(NamedTuple):
@@ -61,7 +61,7 @@ class Best(NamedTuple):
 
 
 def read_best(folder: Path) -> Best | None:
-    """Read which checkpoint was the best from a run's folder `checkpoints`; None where none was kept."""
+    """Read the best checkpoint's step and score from a run's folder `checkpoints`; None if none was kept."""
     path = folder / "best.json"
     if not path.is_file():
         return None
@@ -95,12 +95,12 @@ class Checkpoints:
     Args:
         folder: the run's folder `checkpoints`, created with the first one.
         keep: number of newest checkpoints that are kept.
-        trained_with: what else each of them holds, content by name: config, tokenizer, model description.
+        trained_with: further files of each checkpoint, content by name: config, tokenizer, model description.
         background: write from a copy of the state in host memory while training continues.
 
     Attributes:
-        changes: how often this object has completed a checkpoint or kept a best one.
-        in_use: whether a checkpoint must not be deleted yet, because it is being copied; asked on rank 0.
+        changes: number of checkpoints that this object has completed or kept as best.
+        in_use: whether a checkpoint must not be deleted yet, because it is being copied; called on rank 0.
     """
 
     def __init__(
@@ -123,9 +123,9 @@ class Checkpoints:
         return self._saving is not None
 
     def newest(self) -> Path | None:
-        """Return the newest checkpoint whose files are as they were written, None if there are no checkpoints.
+        """Return the newest intact checkpoint, or None without checkpoints.
 
-        Logs a warning about each that is damaged; raises `UserError` if all are.
+        Logs a warning for each damaged one; raises `UserError` if all are damaged.
         """
         problem = None
         for name in self._communicator.on_rank_zero(lambda: [path.name for path in _all_of(self._folder)]):
@@ -162,7 +162,7 @@ class Checkpoints:
         """Save the state after `step` steps, and delete the oldest beyond `keep` once the new one is verified.
 
         In the background, `publish` or `finish` completes it; another save in progress is completed first. Raises
-        `SaveFailed` on all ranks where any could not write; no trace of the checkpoint is left then.
+        `SaveFailed` on all ranks if any could not write, and removes the partial checkpoint.
         """
         self.finish()
         target = step_folder(self._folder, step)
@@ -179,7 +179,7 @@ class Checkpoints:
         return target
 
     def publish(self) -> bool:
-        """Complete the save in progress if all ranks have written it; return whether that was so."""
+        """Complete the save in progress if all ranks have written it; return whether it is complete."""
         if self._saving is None or not all(self._communicator.gather_objects(self._saving.written.done())):
             return False
         return self.finish()
@@ -249,7 +249,7 @@ class Checkpoints:
         objective.load_replicated_state(files.whole(OBJECTIVE))
 
     def _files(self, engine: Any, objective: Objective) -> list[StateFile]:
-        """Return what this rank writes, with views of the state."""
+        """Return the files that this rank writes, with views of the state."""
         shards = engine_shards(engine, self._communicator) | table_shards(objective.row_tables())
         if self._communicator.rank == 0:
             shards |= whole(OBJECTIVE, objective.replicated_state())
@@ -260,7 +260,7 @@ class Checkpoints:
         return files
 
     def _make_room(self, partial: Path, size: int) -> None:
-        """Make the new folder, without what an interrupted save left; raise `SaveFailed` if the disk has no room."""
+        """Make the new folder, without remains of an interrupted save; raise `SaveFailed` if the disk has no room."""
         needed = sum(self._communicator.gather_objects(size))
 
         def make() -> None:
@@ -301,7 +301,7 @@ class Checkpoints:
 
 
 def verify_together(path: Path, communicator: Communicator) -> None:
-    """Raise `UserError` on all ranks where a checkpoint's file is not as it was written; each rank reads a share."""
+    """Raise `UserError` on all ranks if a checkpoint's file has changed; each rank reads a share of the files."""
     communicator.on_every_rank(lambda: verify(path, communicator.rank, communicator.world_size))
 
 
@@ -315,7 +315,7 @@ def _all_of(folder: Path) -> list[Path]:
 
 
 def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, list[int]] | str:
-    """Return size and CRC-32 of each file, or why they could not be written."""
+    """Return size and CRC-32 of each file, or the reason why they could not be written."""
     try:
         return {name: list(checksum) for name, checksum in written.result().items()}
     except SaveFailed as error:
@@ -323,7 +323,7 @@ def _outcome(written: Future[dict[str, Checksum]]) -> dict[str, list[int]] | str
 
 
 def _delete(folder: Path) -> None:
-    """Delete a checkpoint so that an interruption leaves no half of one under its name."""
+    """Delete a checkpoint; an interruption leaves no partial one under its name."""
     if folder.exists():
         doomed = folder.with_name(f"{_PARTIAL}deleted-{folder.name}")
         folder.rename(doomed)

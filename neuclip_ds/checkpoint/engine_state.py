@@ -1,9 +1,9 @@
 """Save and load DeepSpeed's engine: any world size, ZeRO stage and precision reads what any other wrote.
 
-`engine/zero.py` answers which elements of which parameter a rank holds; everything else is the same for all stages.
+`engine/zero.py` knows which elements of each parameter a rank holds; all other code is the same for all stages.
 
-Kept are float32 master weights (the weights themselves where there are no others, as with frozen parameters), the
-optimizer's tensors and scalars, the module's persistent buffers (rank 0's, where ranks differ, as in batch norm),
+A checkpoint keeps float32 master weights (the weights themselves for frozen parameters), the optimizer's tensors and
+scalars, the module's persistent buffers (rank 0's, where ranks differ, as in batch norm),
 and DeepSpeed's counts of steps and samples, with fp16 the loss scale. Hyper-parameters belong to the config.
 """
 
@@ -22,12 +22,12 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition
 from neuclip_ds.state.shards import Shards, shard_key, whole
 
-_WRITERS = 16  # ranks that share what all hold: all read it, so that more would open more files
+_WRITERS = 16  # ranks that divide replicated state; all ranks read it, so more would mean more open files
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 def engine_shards(engine: Any, communicator: Communicator) -> Shards:
-    """Return what this rank writes of weights, buffers and optimizer state, with views of them."""
+    """Return this rank's shards of weights, buffers and optimizer state, as views."""
     shards, scalars = dict[str, Tensor](), dict[str, Tensor]()
     for place in placements(engine, communicator.rank):
         part = _share(place, communicator)
@@ -43,7 +43,7 @@ def engine_shards(engine: Any, communicator: Communicator) -> Shards:
 
 
 def engine_facts(engine: Any) -> dict[str, Any]:
-    """Return what the index of the shards holds: shapes of the parameters and counters."""
+    """Return the engine's facts for the index of the shards: shapes of the parameters, and counters."""
     counters = {name: int(getattr(engine, name)) for name in _COUNTERS}
     if (scale := loss_scale_of(engine)) is not None:
         counters |= scale.state()
@@ -51,10 +51,10 @@ def engine_facts(engine: Any) -> dict[str, Any]:
 
 
 def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateFiles:
-    """Fill a freshly built engine, on all ranks together, from what any number of ranks of any ZeRO stage wrote.
+    """Fill a new engine, on all ranks together, from the files of any number of ranks and any ZeRO stage.
 
-    The caller has verified the files, which are returned. Raises `UserError` on all ranks where any finds files missing
-    or of another model.
+    The caller has verified the files, which are returned. Raises `UserError` on all ranks if any finds files missing or
+    of another model.
     """
 
     def read() -> StateFiles:
@@ -74,9 +74,9 @@ def load_engine(folder: Path, engine: Any, communicator: Communicator) -> StateF
 
 
 def load_moments(folder: Path, engine: Any, communicator: Communicator) -> None:
-    """Fill the optimizer's state of a freshly built engine, on all ranks together, and leave the weights.
+    """Fill only the optimizer's state of a new engine, on all ranks together.
 
-    Raises `UserError` as `load_engine` does, and where the files hold other weights than the engine.
+    Raises `UserError` like `load_engine`, and if the files hold other weights than the engine.
     """
 
     def read() -> None:
@@ -108,7 +108,7 @@ def _share(place: Placement, communicator: Communicator) -> Placement:
 
 @torch.no_grad()
 def _fill(files: StateFiles, engine: Any, communicator: Communicator, weights: bool = True) -> None:
-    """Fill optimizer state and, if asked for, masters of this rank; padding becomes zero."""
+    """Fill this rank's optimizer state and, on request, masters; padding becomes zero."""
     optimizer = engine.basic_optimizer
     by_master: defaultdict[Tensor, list[Placement]] = defaultdict(list)
     for place in placements(engine, communicator.rank):

@@ -25,15 +25,15 @@ def export_run(
     """Export a checkpoint.
 
     Args:
-        path: a run's folder, whose newest checkpoint is taken, or a checkpoint in it.
+        path: a run's folder (its newest checkpoint is exported), or a checkpoint in it.
         form: transformers, open_clip or towers.
-        folder: where to write; absent or empty.
-        best: take the checkpoint that `run.best_metric` kept instead of the newest.
-        average: take the moving average of the weights (`ema.decay`).
+        folder: output folder; absent or empty.
+        best: export the checkpoint that `run.best_metric` kept instead of the newest.
+        average: export the moving average of the weights (`ema.decay`).
         license: identifier for the model card, such as apache-2.0.
 
-    Returns the exported checkpoint. Raises `UserError` if there is none, it is damaged, or the format cannot express
-    the model.
+    Returns the exported checkpoint. Raises `UserError` if it does not exist or is damaged, or if the format
+    cannot express the model.
     """
     check_unused(folder)  # before the checkpoint is read
     checkpoint = find_checkpoint(_best(path) if best else path)
@@ -62,7 +62,7 @@ def _best(run: Path) -> Path:
 
 
 def _logits(state: Mapping[str, Tensor], config: Config, start: LogitParameters) -> LogitParameters:
-    """Return temperature and bias as trained, or those of the start (individual temperatures, no bias)."""
+    """Return temperature and bias as trained, or the initial ones (individual temperatures, no bias)."""
     tau = trained_temperature(state)
     temperature = config.objective.temperature.initial or start.temperature if tau is None else tau.item()
     bias = start.bias if config.model.pretrained else None

@@ -1,4 +1,4 @@
-"""Write a checkpoint's files so that they survive a power cut, and tell whether they are as they were written.
+"""Write a checkpoint's files so that they survive a power cut, and verify them by checksums.
 
 meta.json lists size and CRC-32 of every other file, and holds the CRC-32 of its own content.
 """
@@ -19,16 +19,16 @@ _FIX = "Restore the file, or delete the folder of this checkpoint to use an olde
 
 
 class DamagedCheckpoint(UserError):
-    """A file of a checkpoint is missing, or is not as it was written; the message names it."""
+    """A file of a checkpoint is missing or has changed; the message names it."""
 
 
 class SaveFailed(UserError):
-    """A checkpoint could not be written, on any rank; what was written of it is removed."""
+    """A checkpoint could not be written on some rank; its partial files are removed."""
 
 
 @contextmanager
 def explain_failure(folder: Path) -> Iterator[None]:
-    """Turn an error of the file system, or of what was read back, into `SaveFailed`."""
+    """Turn an error of writing or reading back into `SaveFailed`."""
     try:
         yield
     except OSError as error:
@@ -39,7 +39,7 @@ def explain_failure(folder: Path) -> Iterator[None]:
 
 
 def write_files(folder: Path, files: Sequence[StateFile]) -> dict[str, Checksum]:
-    """Write files, force them to disk, read them back from there and return their checksums by name.
+    """Write files, sync them, read them back from the disk and return their checksums by name.
 
     Raises `SaveFailed`.
     """
@@ -64,7 +64,7 @@ def sealed(content: Mapping[str, Any]) -> str:
 
 
 def read_sealed(path: Path) -> dict[str, Any]:
-    """Read what `sealed` returned; raise `DamagedCheckpoint` if it is missing or has changed."""
+    """Read a file that `sealed` made; raise `DamagedCheckpoint` if it is missing or has changed."""
     try:
         text = path.read_text(encoding="utf-8")
         content = json.loads(text)
@@ -81,14 +81,14 @@ def read_meta(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path, rank: int = 0, world_size: int = 1) -> None:
-    """Read a rank's share of a checkpoint's files; raise `DamagedCheckpoint` where one is not as it was written."""
+    """Read a rank's share of a checkpoint's files; raise `DamagedCheckpoint` if one has changed."""
     by_size = sorted((Checksum(*written), name) for name, written in read_meta(path)["files"].items())
     for checksum, name in by_size[rank::world_size]:
         verify_file(path / name, checksum)
 
 
 def verify_file(path: Path, written: Checksum) -> None:
-    """Raise `DamagedCheckpoint` unless a file is as it was written."""
+    """Raise `DamagedCheckpoint` if a file has changed."""
     try:
         found = checksum_of(path)
     except OSError as error:

@@ -16,11 +16,11 @@ def model_card(config: Config, checkpoint: Path, form: str, license: str | None 
     """Return README.md of an exported checkpoint, with the metadata that the hub reads.
 
     Args:
-        config: of the run.
-        checkpoint: in the run's folder, from which the scores of its step come.
+        config: config of the run.
+        checkpoint: checkpoint in the run's folder; the card has the scores of its step.
         form: the export's format.
         license: the hub's identifier of a license, such as apache-2.0; `unknown` by default.
-        average: whether the weights, and so the scores, are those of the moving average.
+        average: whether weights and scores are those of the moving average.
     """
     step, model = read_meta(checkpoint)["step"], config.model
     starts = {"model": model.pretrained, "image tower": model.vision.pretrained, "text tower": model.text.pretrained}
@@ -88,6 +88,6 @@ def _held_out(config: Config, source: str | int) -> str:
 
 
 def public_name(value: str) -> str:
-    """Return a name on the hub or of open_clip as it is, and the last part of a path or URL."""
+    """Return a hub or open_clip name unchanged, and the last part of a path or URL."""
     is_name = re.fullmatch(r"(open_clip:)?[\w-]+/[\w.-]+", value) and not Path(value).exists()
     return value if is_name else Path(value).name

@@ -4,8 +4,8 @@
     URL/checkpoints/best.json          as in the run's folder
     URL/metrics.jsonl, log.txt ...     the other files of the run's folder, without its subfolders
 
-A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Nothing is ever deleted
-there but the meta.json of a checkpoint that another one of the same step replaces.
+A folder without meta.json is not a checkpoint: it is being written, or a write was interrupted. Only one file is ever
+deleted: the meta.json of a checkpoint that another one of the same step replaces.
 """
 
 import json
@@ -21,35 +21,35 @@ import fsspec
 from neuclip_ds.data.children import end_with_parent
 
 _ROOT = Path(__file__).parents[2]  # folder of the package, which may be a checkout that is not installed
-_META, _BEST = "meta.json", "checkpoints/best.json"  # as checkpoints.py has them, which takes torch
+_META, _BEST = "meta.json", "checkpoints/best.json"  # as in checkpoints.py, which imports torch
 
 
 class RemoteRun:
-    """The copy of one run; all methods raise what fsspec's backend of the store raises.
+    """The copy of one run; all methods raise the errors of fsspec's backend.
 
     Args:
-        url: its folder in the store, with credentials as fsspec finds them.
+        url: its folder in the store; fsspec finds the credentials.
     """
 
     def __init__(self, url: str) -> None:
-        # nothing is cached, as another machine may have written there meanwhile
+        # no listing is cached, because another machine may have written there
         self._fs, root = fsspec.core.url_to_fs(url, use_listings_cache=False, skip_instance_cache=True)
         self._root = root.rstrip("/")
         self._checkpoints = f"{self._root}/checkpoints"
 
     def names(self) -> list[str]:
-        """Return the names of its checkpoints, the oldest first, after a trial to write there."""
+        """Return the names of its checkpoints, oldest first, after a trial write."""
         probe = f"{self._root}/.writable"
         self._make_parents([probe])
         self._fs.pipe_file(probe, b"")
         self._fs.rm_file(probe)
-        paths = self._fs.find(self._checkpoints)  # not glob, whose characters a run's name may hold
+        paths = self._fs.find(self._checkpoints)  # not glob, because a run's name may contain its special characters
         return sorted(path.split("/")[-2] for path in paths if path.endswith(f"/{_META}"))
 
     def push(self, run: Path, names: Sequence[str]) -> None:
-        """Copy checkpoints of a run's folder that are not there yet, the first one first, and the files next to them.
+        """Copy a run's checkpoints that the store lacks, in the given order, and the files next to them.
 
-        Nothing of a checkpoint is visible as one before all of it is there.
+        A checkpoint becomes visible only when it is complete.
         """
         for name in names:
             source, target = run / "checkpoints" / name, f"{self._checkpoints}/{name}"
@@ -63,7 +63,7 @@ class RemoteRun:
         self._put({path: f"{self._root}/{path.relative_to(run)}" for path in [*files, run / _BEST] if path.is_file()})
 
     def pull(self, name: str, folder: Path) -> None:
-        """Fetch the files of a checkpoint, unverified, into a new folder; raise ValueError if it is none."""
+        """Fetch the files of a checkpoint, unverified, into a new folder; raise ValueError for other folders."""
         source = f"{self._checkpoints}/{name}"
         files = [*json.loads(self._fs.cat_file(f"{source}/{_META}"))["files"], _META]
         for file in files:
@@ -84,7 +84,7 @@ class RemoteRun:
         self._fs.put(list(map(str, files)), list(files.values()))
 
     def _put_at_once(self, file: Path, place: str) -> None:
-        """Copy a file so that no reader ever sees a part of it: object stores do that, file systems need a rename."""
+        """Copy a file atomically: object stores do so, file systems need a rename."""
         if self._fs.async_impl:
             self._put({file: place})
         else:
@@ -97,7 +97,7 @@ class RemoteRun:
             self._fs.makedirs(parent, exist_ok=True)
 
     def _read(self, place: str) -> bytes | None:
-        """Return the content of a file; None if there is none."""
+        """Return the content of a file, or None if it does not exist."""
         try:
             return self._fs.cat_file(place)
         except FileNotFoundError:
@@ -105,9 +105,9 @@ class RemoteRun:
 
 
 def start_push(url: str, run: Path, names: Sequence[str]) -> "subprocess.Popen[str]":
-    """Start `push` in a process that ends with this one, even if that is killed; it prints why it has failed.
+    """Start `push` in a process that ends with this one, even if this one is killed; it prints the reason of a failure.
 
-    A process can be killed when a store does not answer, and its copying takes no turns from the training.
+    A process can be killed when a store does not answer, and it does not slow down the training process.
     """
     return subprocess.Popen(
         [sys.executable, "-m", __name__, str(os.getpid()), url, str(run), *names],

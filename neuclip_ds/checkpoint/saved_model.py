@@ -1,4 +1,4 @@
-"""Open a trained model without DeepSpeed: of a run, of one of its checkpoints, or a pretrained one."""
+"""Open a trained model without DeepSpeed: a run's, a checkpoint's, or a pretrained one."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,7 +17,7 @@ from neuclip_ds.recipe import load_saved
 
 
 class SavedModel(NamedTuple):
-    """A model with its weights in float32, and what its input must look like."""
+    """A model with float32 weights, and the description of its input."""
 
     name: str  # the checkpoint's folder, or the pretrained model's name
     model: DualEncoder
@@ -28,13 +28,13 @@ class SavedModel(NamedTuple):
 
 
 def open_model(name: str, communicator: Communicator, average: bool = False) -> SavedModel:
-    """Open a model by name, on all ranks together; one of them downloads.
+    """Open a model by name, on all ranks together; one rank downloads.
 
     Args:
-        name: a run's folder, whose newest checkpoint is taken; a checkpoint in it; or what `model.pretrained` takes.
-        average: take the moving average of the weights (`ema.decay`) of a run.
+        name: a run's folder (its newest checkpoint is opened), a checkpoint in it, or a value of `model.pretrained`.
+        average: open the moving average of the weights (`ema.decay`) of a run.
 
-    Raises `UserError` where the model does not exist, or its files do not match.
+    Raises `UserError` if the model does not exist or its files do not match.
     """
     path = Path(name)
     if (path / "checkpoints").is_dir() or is_complete(path):
@@ -60,7 +60,7 @@ def open_model(name: str, communicator: Communicator, average: bool = False) -> 
 
 
 def find_checkpoint(path: Path) -> Path:
-    """Return a run's newest checkpoint, or the checkpoint that `path` is; raise `UserError` if it is neither."""
+    """Return a run's newest checkpoint, or `path` if it is a checkpoint; raise `UserError` otherwise."""
     found = path if is_complete(path) else max((path / "checkpoints").glob("step_*"), default=None)
     if found is None or not is_complete(found):
         raise UserError(f"{path} is neither a run with a checkpoint nor a checkpoint. Name a folder runs/NAME.")
@@ -68,7 +68,7 @@ def find_checkpoint(path: Path) -> Path:
 
 
 class SavedRun(NamedTuple):
-    """What a checkpoint was trained with."""
+    """Config, tokenizer and temperature that a checkpoint was trained with."""
 
     config: Config
     source: ModelSource
@@ -77,7 +77,7 @@ class SavedRun(NamedTuple):
 
 
 def open_run(checkpoint: Path) -> SavedRun:
-    """Open what a checkpoint from `find_checkpoint` was trained with."""
+    """Open the config and tokenizer of a checkpoint from `find_checkpoint`."""
     config = load_saved(checkpoint / "config.yaml")
     source, start = open_saved(config.model, checkpoint / "model")
     text, folder = config.model.text, checkpoint / "tokenizer"

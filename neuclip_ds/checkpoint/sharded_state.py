@@ -9,7 +9,7 @@ The folder `state` of a checkpoint has the format of state/shards.py, with these
     table        rows of the objective's partitioned tables: per-sample statistics, NPN columns
     objective    the state of the objective that is equal on all ranks: temperature, counters
 
-Alignment padding is in none. A parameter with a weight alone was not trained. The index holds `parameters` (name ->
+Alignment padding is not saved. A parameter with only a `weight` was not trained. The index holds `parameters` (name ->
 shape, in the module's order) and `counters` (of steps, samples and fp16's loss scale).
 """
 
@@ -30,7 +30,7 @@ WEIGHT, SCALAR, BUFFER, OBJECTIVE = "weight", "scalar", "buffer", "objective"
 class StateFiles(ShardFiles):
     """Reader of a checkpoint's state.
 
-    Raises `UserError` where a checkpoint's files are not as they were written.
+    Raises `UserError` if a checkpoint's files have changed.
 
     Example:
         files = StateFiles(Path("runs/demo/checkpoints/step_000000100/state"))
@@ -39,7 +39,7 @@ class StateFiles(ShardFiles):
 
     Attributes:
         counters: the engine's counts of steps and samples.
-        shapes: those of the parameters by name, in the module's order.
+        shapes: shapes of the parameters by name, in the module's order.
     """
 
     def __init__(self, folder: Path, verified: bool = False) -> None:
@@ -57,7 +57,7 @@ class StateFiles(ShardFiles):
     def weights(self, average: bool = False) -> dict[str, Tensor]:
         """Return all parameters in their shapes, float32 where they were trained, and all buffers, by name.
 
-        With `average` the moving average of those that were trained; raises `UserError` where there is none.
+        With `average`, return the moving average of trained weights; raise `UserError` if the checkpoint has none.
         """
         averaged = {name for name in self.shapes if average and AVERAGE in self.kinds(name)}
         if average and not averaged:

@@ -1,1 +1,1 @@
-"""The run: engine, step, schedules, checkpoints. The only room that knows DeepSpeed."""
+"""A training run: loop, step, hooks, data order, recovery."""

@@ -1,4 +1,4 @@
-"""Batches of the training data on their way to the device: loaded by processes, copied while the towers compute.
+"""Load batches in worker processes and copy them to the device while the towers compute.
 
 On a GPU copies run in a side stream, from pinned memory, so that neither the host nor the computation waits for them.
 The next batch is fetched once a step has been launched, so that a late one delays only the step after it. Pixels stay
@@ -27,7 +27,7 @@ from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 
 
 class TrainingData(NamedTuple):
-    """The training samples of a run, their order, and what turns them into batches."""
+    """The training samples of a run, their order, and their loader."""
 
     manifest: Manifest
     order: BatchOrder
@@ -36,17 +36,17 @@ class TrainingData(NamedTuple):
     tokenizer: ModelTokenizer
 
     def of_sizes(self, image_size: int | None, context_length: int | None) -> TrainingData:
-        """Return the same samples as images and rows of tokens of other sizes; None keeps a size."""
+        """Return the same samples with another image size or context length; None keeps a size."""
         transform = self.transform if image_size is None else replace(self.transform, image_size=image_size)
         tokenizer = self.tokenizer
         if context_length is not None:
-            tokenizer = cast(CaptionTokenizer, tokenizer).of_length(context_length)  # others have no phases
+            tokenizer = cast(CaptionTokenizer, tokenizer).of_length(context_length)  # only these have phases
         return self._replace(transform=transform, tokenizer=tokenizer)
 
     def batches(
         self, communicator: Communicator, order: BatchOrder, epoch: int, step: int, steps: int
     ) -> Iterator[RankBatch]:
-        """Yield a rank's next `steps` batches from a place in an order."""
+        """Yield a rank's next `steps` batches from a position of an order."""
         parts = part_count(order.batch_size // communicator.world_size, self.transform.image_size)
         jobs = train_jobs(order, communicator.rank, communicator.world_size, epoch, step, steps, parts)
         options = self.loading
@@ -81,7 +81,7 @@ class DeviceBatches(Iterator["DeviceBatch"]):
     def prefetch(self) -> None:
         """On a GPU, fetch the next batch and start to copy it; call this when a step has been launched.
 
-        An error, or the end of the batches, is raised when its turn comes.
+        An error, or the end of the batches, is raised at the step that needs the batch.
         """
         if self._stream is None:
             return
@@ -122,8 +122,8 @@ class DeviceBatch:
     Attributes:
         host: the batch on the host.
         rows: the rows of each micro-batch.
-        seconds: for which the host waited for it.
-        idle: where it was prefetched, events on the GPU between which nothing but the wait for it took place.
+        seconds: time that the host waited for the batch.
+        idle: for a prefetched batch, two GPU events with only the wait for the batch between them.
     """
 
     idle: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
@@ -136,7 +136,7 @@ class DeviceBatch:
 
     @property
     def waited(self) -> float:
-        """Seconds that its step lost to waiting for it; a GPU loses none while it computes the step before."""
+        """Seconds that its step lost to waiting for the batch; a GPU loses none while it computes the previous step."""
         if self.idle is None:
             return self.seconds
         launched, fetched = self.idle

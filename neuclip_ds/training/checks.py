@@ -1,4 +1,4 @@
-"""Checks of a run before it starts: what cannot work, what is likely a slip, what a resumed run must not change."""
+"""Checks of a run before it starts: errors, likely mistakes, and settings that a resumed run must keep."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -19,13 +19,13 @@ _NOT_ARCHITECTURE: Any = {
 
 
 def check_config(config: Config, world_size: int) -> None:
-    """Raise `UserError` for what cannot work whatever the data are; needs no other rank."""
+    """Raise `UserError` for configs that fail with any data; needs no other rank."""
     config.micro_batch(world_size)
     check_engine_config(load_engine_config(config, world_size), config.deepspeed)
 
 
 def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
-    """Return a sentence for each setting that training survives but that hardly anybody means."""
+    """Return a warning for each setting that is legal but probably a mistake."""
     optimizer, found = config.optimizer, []
     warmups = {(phase.rates_stop - phase.rates_start, phase.rates.warmup_steps): None for phase in phases}
     if optimizer.lr == 0:
@@ -51,7 +51,7 @@ def likely_slips(config: Config, phases: Sequence[Phase]) -> list[str]:
 
 
 def fingerprint(config: Config) -> Fingerprint:
-    """Return what a resumed run must share with the one that wrote the checkpoint, as far as the config says."""
+    """Return the part of the config that a resumed run must share with its checkpoint."""
     data = config.data
     chosen = {name: getattr(data, name) for name in ("shard_streams", "shuffle_block_size")}
     return {
@@ -68,7 +68,7 @@ def fingerprint(config: Config) -> Fingerprint:
 
 
 def _architecture(model: ModelConfig) -> Fingerprint:
-    """Return what trains, adapters, and the options of a model built from the config; names of files may change."""
+    """Return the trained parts, adapters, and options of a model built from the config; file names may change."""
     trains: dict[str, Any] = {f"model.{name}.trainable": model.trained(name) for name in TOWERS}
     if model.lora.rank:
         trains["model.lora"] = model.lora.model_dump()

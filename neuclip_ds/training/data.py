@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _SHARDS_FOR_CAPTIONS = 100
-_TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size; more only takes longer
+_TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 
 
 def open_training_data(
@@ -42,10 +42,10 @@ def open_training_data(
     staged: Path,
     resumed: Path | None,
 ) -> TrainingData:
-    """Open the training data of a run, and the tokenizer that the run keeps where the model has none of its own.
+    """Open the training data of a run, and its tokenizer if the model has none.
 
-    What is new goes to `staged` instead of the run's folder; `resumed` is the checkpoint that the run resumes from,
-    whose order it keeps.
+    New files go to `staged` instead of the run's folder. `resumed` is the checkpoint that the run resumes from, whose
+    order it keeps.
     """
     data, preprocessing = config.data, source.preprocessing
     meta = communicator.on_rank_zero(lambda: read_meta(resumed) if resumed is not None else None)
@@ -68,13 +68,13 @@ def open_training_data(
     transform = train_transform(preprocessing.size, data.crop_scale, DECODERS[data.decoder], preprocessing.squash)
 
     def kept_tokenizer() -> CaptionTokenizer:
-        """Return the tokenizer of the checkpoint, or CLIP's, or one that is trained on the captions."""
+        """Return the checkpoint's tokenizer, CLIP's, or a new one trained on the captions."""
         text, kept = config.model.text, staged / TOKENIZER
 
         def make() -> None:
             with explain_disk(kept):
                 if resumed is not None:
-                    # links, which a full disk has room for
+                    # links, which fit on a full disk
                     shutil.copytree(resumed / TOKENIZER, kept, copy_function=link_or_copy)
                 else:
                     captions = iter_captions(manifest, _TOKENIZER_CAPTIONS, loading.captions, loading.cache)
@@ -103,13 +103,13 @@ def resolve(source: str) -> str:
     """Return the path of a source, after rendering a demo split that is absent."""
     if not source.startswith("demo:"):
         return source
-    from neuclip_ds.data.demo import demo_split  # a renderer, which no other run needs
+    from neuclip_ds.data.demo import demo_split  # imports the renderer, which other runs do not need
 
     return str(demo_split(source, CACHE))
 
 
 def open_data(source: str, data: DataConfig, communicator: Communicator, folder: Path) -> Manifest:
-    """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` where there is none."""
+    """Open the manifest of a data set on all ranks; rank 0 builds it in `folder` if it does not exist."""
 
     def read() -> dict[str, Any]:
         from neuclip_ds.data.build import open_manifest  # scans shards, which no other rank does
@@ -125,7 +125,7 @@ def open_data(source: str, data: DataConfig, communicator: Communicator, folder:
 
 
 def _missing_here(manifest: Manifest) -> str | None:
-    """Return which local shards this node lacks, if any."""
+    """Return the local shards that this node lacks."""
     paths = [Path(shard.path) for shard in manifest.shards if is_local(shard.path) and not shard.removed]
     folders = {path.parent for path in paths}  # listed, which is faster than a stat call per shard
     present = {path for folder in folders if folder.is_dir() for path in folder.iterdir()}
@@ -139,7 +139,7 @@ def _missing_here(manifest: Manifest) -> str | None:
 
 
 def loader_options(data: DataConfig, manifest: Manifest, communicator: Communicator) -> LoaderOptions:
-    """Return how batches of `manifest` are loaded; a node has a cache of shards where some are read through it."""
+    """Return the loader's options for `manifest`; with a cache if any of its shards needs one."""
     cache = None
     if needs_cache(data, manifest):
         folder = data.cache_dir or private_folder()

@@ -21,17 +21,17 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _LEAST, _SHARE, _MOST = 200, 1000, 10_000  # held-out pairs: one of a thousand, within these bounds
-LEAST_PAIRS = 10 * _LEAST  # training data that pairs are held out of
-_HELD_OUT_SHARDS = 100  # that held-out pairs come from: each may have to be fetched
+LEAST_PAIRS = 10 * _LEAST  # training sets with held-out pairs
+_HELD_OUT_SHARDS = 100  # shards that held-out pairs come from; each may have to be fetched
 
 
 class TrainingSet:
     """The shards of a run's sources.
 
     Attributes:
-        manifest: of all sources, one after the other, without the pairs that are held out.
-        sources: options of each; empty for a single data set.
-        parts: (n_shards,) number of samples in use of each shard, 0 for those of other sources, for each source.
+        manifest: manifest of all sources in a row, without the held-out pairs.
+        sources: options of each source; empty for a single data set.
+        parts: for each source, (n_shards,) number of used samples of each shard, 0 for shards of other sources.
     """
 
     def __init__(
@@ -40,11 +40,11 @@ class TrainingSet:
         """
         Args:
             data: options of the data.
-            open_one: opens what a source names.
-            held_out: what the run that resumes holds out; None chooses it.
+            open_one: opens a source by its path.
+            held_out: samples that a resumed run holds out; None chooses them.
 
         Raises:
-            UserError: there is no source, or `data.val` holds out too many pairs, or others than the run that resumes.
+            UserError: no source exists, or `data.val` holds out too many pairs or other ones than the checkpoint.
         """
         if not data.train_paths:
             raise UserError("Name the training data: --data.train=FOLDER_OF_TARS (or demo:train).")
@@ -63,7 +63,7 @@ class TrainingSet:
         self.parts = [np.where(source_of == number, self.manifest.sizes, 0) for number in range(len(manifests))]
 
     def weights(self) -> dict[int, list[float]]:
-        """Return the weight of each source, by the step from which they hold."""
+        """Return the weight of each source, by the first step at which they hold."""
         found = [
             {0: float(part.sum())} if source.weight is None else _by_step(source.weight)
             for source, part in zip(self.sources, self.parts, strict=True)
@@ -80,7 +80,7 @@ class TrainingSet:
         return [interleave._replace(block=int(block)) for block in blocks]
 
     def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
-        """Return the order of a mixture's samples; raise `UserError` if its weights cannot work."""
+        """Return the order of a mixture's samples; raise `UserError` for invalid weights."""
         orders = [
             GlobalOrder(self.manifest.starts, part, batch_size, seed, own)
             for part, own in zip(self.parts, self.interleaves(interleave), strict=True)
@@ -88,7 +88,7 @@ class TrainingSet:
         return MixtureOrder(orders, self.weights(), interleave)
 
     def sizes(self) -> list[DataSize]:
-        """Return the size of each source, of the shards in use."""
+        """Return the size of each source, counting the shards in use."""
         in_use = np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in self.manifest.shards])
         return [
             DataSize(int(part.sum()), int(np.count_nonzero(part)), int(in_use[part > 0].sum())) for part in self.parts
@@ -123,16 +123,16 @@ def find_split(source: str | int, name: str, train_paths: Sequence[str]) -> str:
 
 
 def find_validation(data: DataConfig, training: Manifest | None) -> str | int:
-    """Return the path of a run's validation pairs, or how many training pairs are held out for it; empty is none."""
+    """Return the path of a run's validation pairs, or the number of training pairs held out; empty for none."""
     path = find_split(data.val, "val", data.train_paths)
     held_out = sum(training.held_out.values()) if training is not None and data.val != "" else 0
     return path or held_out or ""
 
 
 def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, int]:
-    """Return how many samples a new run holds out of each shard, by its number; `sizes` are (n_shards,).
+    """Return how many samples a new run holds out of each shard, by shard number; `sizes` is (n_shards,).
 
-    Evenly spaced shards give their shares, all of them where there are few: data may be sorted.
+    The samples come from evenly spaced shards, because data may be sorted.
     """
     n, wanted = int(sizes.sum()), data.val
     if wanted == "auto" and not find_split(wanted, "val", data.train_paths) and n >= LEAST_PAIRS:
@@ -152,7 +152,7 @@ def _choose_held_out(data: DataConfig, sizes: NDArray[np.int64]) -> dict[int, in
 def open_order(
     config: Config, training_set: TrainingSet, nodes: int = 1, saved: Interleave | None = None
 ) -> BatchOrder:
-    """Return the order of a run's samples, with the interleave of its checkpoint where there is one.
+    """Return the order of a run's samples, with its checkpoint's interleave if it resumes.
 
     Raises:
         UserError: the batch does not fit the data or streams, or a new run needs more shards at a time than the cache
@@ -183,7 +183,7 @@ def open_order(
 
 
 def _choose(data: DataConfig, training_set: TrainingSet, nodes: int, cache: float | None) -> Interleave:
-    """Choose the interleave of a new run, with what the user has chosen of it."""
+    """Choose the interleave of a new run, within the user's options."""
     total = DataSize(*(sum(values) for values in zip(*training_set.sizes(), strict=True)))
     for part in (1.0, 0.5, 0.25, 0.1):  # every source of a mixture has shards that only begin or end a block
         found = choose_interleave(
@@ -205,12 +205,12 @@ def needs_cache(data: DataConfig, manifest: Manifest) -> bool:
 
 
 def order_facts(interleave: Interleave) -> dict[str, int]:
-    """Return what a checkpoint keeps of the interleave, by the names of the options."""
+    """Return the interleave's options that a checkpoint keeps."""
     return {"shard_streams": interleave.streams, "shuffle_block_size": interleave.block}
 
 
 def source_facts(data: DataConfig) -> dict[str, object]:
-    """Return what a checkpoint keeps of a mixture: nothing of a single data set."""
+    """Return the facts of a mixture that a checkpoint keeps; none for a single data set."""
     described = [source.model_dump(mode="json", exclude={"path"}) for source in data.sources]
     return {"sources": described} if described else {}
 

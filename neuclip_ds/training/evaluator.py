@@ -1,4 +1,4 @@
-"""Evaluate the model of a run: held-out retrieval, zero-shot accuracy, evaluation sets, the normalizers' error."""
+"""Evaluate a run's model: held-out retrieval, zero-shot accuracy, evaluation sets, the normalizers' error."""
 
 import re
 from collections.abc import Iterator, Mapping
@@ -52,7 +52,7 @@ class Evaluator:
         communicator: Communicator,
         folder: Path,
     ) -> None:
-        """Raise `UserError` where a set cannot be used, or a method without normalizers is to have their error."""
+        """Raise `UserError` if a set is unusable, or for normalizer errors of a method without normalizers."""
         anchors, method = config.run.normalizer_anchors, config.objective.method
         if anchors and find_method(method).normalizer is None:
             raise UserError(
@@ -72,7 +72,7 @@ class Evaluator:
         self._loader = self._start_loader()
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Return results by name, equal on all ranks, and as `chance/NAME` what a random choice scores."""
+        """Return results by name, equal on all ranks, with the score of a random choice as `chance/NAME`."""
         results: dict[str, float] = {}
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows, self._transform, self._loader)
@@ -94,7 +94,7 @@ class Evaluator:
         self._loader.close()
 
     def _scores(self, encoder: BatchEncoder) -> dict[str, float]:
-        """Return `task/KEY` of every evaluation set, `average/NAME` where none of its tasks is missing, and chance."""
+        """Return `task/KEY` of every evaluation set, `average/NAME` of complete averages, and chance levels."""
         metrics = {task.key: measure(task, place, encoder) for task, place in self._on_disk}
         random = {key: {"main_metric": found["chance"]} for key, found in metrics.items()}
         scores: dict[str, float | None] = {}
@@ -142,18 +142,18 @@ class Evaluator:
         for name, (manifest, seed) in sources.items():
             own = loader_options(self._config.data, manifest, self._communicator)
             pairs[name] = PairDataset(manifest, self._transform, self._tokenizer, seed, own.captions, own.cache)
-            options = own if own.cache is not None else options  # which the wait for remote shards needs
+            options = own if own.cache is not None else options  # needed while waiting for remote shards
         return Loader(options, pairs)
 
 
 def _chance(results: Mapping[str, float], candidates: int) -> dict[str, float]:
-    """Return the chance of the scores whose names end in k, the length of a list of so many candidates."""
+    """Return the chance level of the scores whose names end in k, for lists of that many candidates."""
     lengths = {name: re.search(r"(?:@|top)(\d+)$", name) for name in results}
     return {f"{CHANCE}{name}": chance_recall(int(k[1]), candidates) for name, k in lengths.items() if k}
 
 
 class HeldOut(NamedTuple):
-    """What a run is evaluated on."""
+    """The held-out sets of a run."""
 
     pairs: Manifest | None
     origin: str  # of these pairs
@@ -171,7 +171,7 @@ class HeldOut(NamedTuple):
 def open_held_out(config: Config, communicator: Communicator, folder: Path, train: Manifest | None) -> HeldOut:
     """Open the held-out sets of a run on all ranks: validation, zero-shot images, and evaluation sets on disk.
 
-    Raises `UserError` if one is named that is not there, or validation holds shards of the training data.
+    Raises `UserError` if a named set does not exist, or validation contains shards of the training data.
     """
     options = config.data
     val = find_validation(options, train)

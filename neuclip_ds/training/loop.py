@@ -1,4 +1,4 @@
-"""The training loop: steps of one objective over the data in their order, from the newest checkpoint to the last step.
+"""The training loop: steps of one objective over the data, from the newest checkpoint to the last step.
 
 Training is one loop; the recovery of an optimizer's state before fine-tuning is another one. Each has a folder with its
 checkpoints, metrics and logs.
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 class RunContext(NamedTuple):
-    """What the loops of a run share."""
+    """Objects that the loops of a run share."""
 
     config: Config
     communicator: Communicator
@@ -49,18 +49,20 @@ class RunContext(NamedTuple):
     objective_context: Context
     comm_dtype: torch.dtype
     fingerprint: Fingerprint
-    trained_with: Mapping[str, bytes]  # what each checkpoint keeps of the run: config, tokenizer, model description
+    trained_with: Mapping[
+        str, bytes
+    ]  # content of each checkpoint besides the state: config, tokenizer, model description
 
 
 @dataclass(frozen=True)
 class StepResult(StepOutcome):
-    """What one training step gave, and its place in the run."""
+    """Result of a training step, and its place in the run."""
 
     step: int  # number of steps done, this one included
     last: bool  # whether it is the run's last
     logs: bool  # whether metrics are logged after it
     saves: bool  # whether a checkpoint is saved after it
-    rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with that of a full one
+    rest: bool  # whether its batch is the rest of an epoch, whose loss is not comparable with a full batch's
     batch: RankBatch  # this rank's samples, whose pixels have been released
     lr: float  # of the encoders
     skipped: int  # steps of the run that were skipped
@@ -72,7 +74,7 @@ class StepResult(StepOutcome):
 
     @cached_property
     def metrics(self) -> dict[str, float]:
-        """Everything that is logged of the step, by name; the first use waits for the device."""
+        """All metrics of the step by name; the first use waits for the device."""
         found = {"loss": self.loss, "lr": self.lr, "grad_norm": self.grad_norm, "skipped_steps": self.skipped}
         if self.loss_scale is not None:
             found["loss_scale"] = self.loss_scale
@@ -85,10 +87,10 @@ class Loop:
 
     Attributes:
         context: what the loops of the run share.
-        objective: turns features into their gradients.
-        folder: where this loop's records go; exists on rank 0.
-        fingerprint: what a resumed loop must share with the one that wrote the checkpoint.
-        checkpoints: of this loop.
+        objective: computes the gradients of the features.
+        folder: folder of this loop's records; exists on rank 0.
+        fingerprint: settings that a resumed loop must share with its checkpoint.
+        checkpoints: checkpoints of this loop.
         position: the place of each step in the data.
         done: number of steps done.
         total: number of steps after which the loop ends.
@@ -115,8 +117,8 @@ class Loop:
         """
         Args:
             context, objective, folder, fingerprint: see the attributes.
-            config: the run's, with the length, phases and learning rates of this loop.
-            epochs_before: epochs that the objective's schedules have behind them.
+            config: the run's config, with the length, phases and learning rates of this loop.
+            epochs_before: epoch offset of the objective's schedules.
         """
         self.context, self.folder, self.fingerprint = context, folder, dict(fingerprint)
         self.objective, self._config, self._epochs_before = objective, config, epochs_before
@@ -130,7 +132,7 @@ class Loop:
         self._set_position(DataPosition.start(context.data.order, context.data.manifest))
         self.done = self.saved = 0
         self.stop_requested = False
-        self._phase: Phase | None = None  # that of the last step
+        self._phase: Phase | None = None  # of the last step
         self._tried = 0  # steps done at the last attempt to save
         self._failed_at = -1  # steps done at the last rollback
         self.stop_signal: int | None = None
@@ -141,7 +143,7 @@ class Loop:
     def resume(self, checkpoint: Path) -> None:
         """Fill engine and objective from an intact checkpoint, and continue after its step.
 
-        Writes nothing; raises `UserError` where the checkpoint is not of this run, model or data.
+        Writes nothing; raises `UserError` if the checkpoint belongs to another run, model or data set.
         """
         self.done, saved = self.checkpoints.read(checkpoint, self.fingerprint)
         self._set_position(resume(saved, self.done, self.context.data.manifest, self.context.data.order))
@@ -163,8 +165,8 @@ class Loop:
     ) -> bool:
         """Train from `done` to `total` steps; return False when a stop was requested before the end.
 
-        Measures what `evaluate` gives, if anything, runs `hooks` around the standard ones, and updates `average` after
-        each step that was not skipped. After a `roll_back` it resumes, and all hooks start again. Raises `Interrupted`
+        Calls `evaluate`, if given, runs `hooks` around the standard ones, and updates `average` after each step that
+        was not skipped. After a `roll_back` it resumes, and all hooks start again. Raises `Interrupted`
         after a stop that a signal requested.
         """
         while True:
@@ -223,8 +225,8 @@ class Loop:
     def save(self) -> bool:
         """Save a checkpoint of the steps done, on all ranks together; return whether it is complete already.
 
-        The ranks are compared before. Raises `SaveFailed` on all ranks where any could not write, and
-        `TrainingDiverged` if any holds other bits of what is equal on all.
+        Compares the ranks first. Raises `SaveFailed` on all ranks if any could not write, and `TrainingDiverged` if
+        their replicated state differs.
         """
         compare_replicas(self.done, self.context.engine, self.objective, self.context.communicator)
         self._tried = self.done
@@ -242,7 +244,7 @@ class Loop:
 
         Raises:
             RollBack: ends these steps, for `run` to resume.
-            TrainingDiverged: there is no checkpoint, or the steps have failed in the same place before.
+            TrainingDiverged: no checkpoint exists, or the steps have failed at the same place before.
         """
         newest, before = self.checkpoints.newest(), self.done - self.context.config.run.max_skipped_steps
         advice = "lower optimizer.lr, or objective.npn.lr if the log warned of the NPN, and start the run again."
@@ -269,7 +271,7 @@ class Loop:
             step=number + 1,
             last=last,
             logs=logs,
-            # what came before a skipped step may have caused it: a checkpoint waits for the next that is applied
+            # earlier updates may have caused a skipped step, so a checkpoint waits for the next applied step
             saves=last or (outcome.applied and (number + 1) // every > self._tried // every),
             rest=self.position.is_rest(number),
             batch=batch.host,

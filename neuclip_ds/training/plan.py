@@ -1,7 +1,7 @@
-"""What each training step gets, as functions of its number: its place in the data, its phase and its learning rate.
+"""A step's place in the data, phase and learning rate, as functions of its number.
 
-The place in the data holds also when the data have grown while a run was interrupted: the epoch that was begun then
-ends with the shards that it began with, and the next one has the new shards too. A run without `phases:` is one phase;
+If the data have grown while a run was interrupted, the epoch in progress ends with the shards that it began with, and
+the next one has the new shards too. A run without `phases:` is one phase;
 a run that resumes is in the phase that its step belongs to.
 """
 
@@ -24,13 +24,13 @@ log = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """Training steps with the same shards, from training step `step` on, at which epoch `epoch` begins."""
+    """Training steps with the same shards, from step `step` on, at which epoch `epoch` begins."""
 
     step: int
     epoch: int
     order: BatchOrder
     shards: int  # of the manifest
-    removed: tuple[int, ...]  # numbers of those that were not in use
+    removed: tuple[int, ...]  # numbers of unused shards
 
 
 class StepLocation(NamedTuple):
@@ -59,7 +59,7 @@ class DataPosition:
         return StepLocation(span.order, span.epoch + epochs, step)
 
     def is_rest(self, number: int) -> bool:
-        """Return whether a training step has the rest of an epoch, less than half a batch, whose loss is another."""
+        """Return whether a step's batch is the last of an epoch and less than half full."""
         order, _, step = self.at(number)
         return 0 < step == order.steps_per_epoch - 1 and 2 * order.last_batch_size < order.batch_size
 
@@ -80,7 +80,7 @@ class DataPosition:
         return place.order.batch(place.epoch, place.step)
 
     def shards_ahead(self, number: int, rows: Sequence[slice]) -> Iterator[ShardRequest]:
-        """Yield what the function of that name does from a training step on, with batches counted as those are."""
+        """Yield the order's `shards_ahead` from a training step on, with batches counted in training steps."""
         ends = [span.step for span in self.spans[1:]] + [None]
         for span, end in zip(self.spans, ends, strict=True):
             if end is not None and end <= number:
@@ -93,7 +93,7 @@ class DataPosition:
                 yield request._replace(first=request.first + offset, last=request.last + offset)
 
     def end(self, epochs: float, max_steps: int | None = None) -> int:
-        """Return the number of steps after which training ends: that of the epochs, or `max_steps` instead."""
+        """Return the number of steps after which training ends: `max_steps`, or the steps of all epochs."""
         if max_steps:
             return max_steps
         span = next(span for span in reversed(self.spans) if span.epoch < epochs or span is self.spans[0])
@@ -101,7 +101,7 @@ class DataPosition:
         return max(span.step + left, span.step, 1)
 
     def record(self, manifest: Manifest) -> dict[str, Any]:
-        """Return what a checkpoint keeps of the data."""
+        """Return the record of the data for a checkpoint."""
         spans = [
             {"step": span.step, "epoch": span.epoch, "shards": span.shards, "removed": list(span.removed)}
             for span in self.spans
@@ -111,7 +111,7 @@ class DataPosition:
 
 
 def check_data(saved: Mapping[str, Any], manifest: Manifest) -> None:
-    """Raise `UserError` unless the data are those of a checkpoint, or have grown from them."""
+    """Raise `UserError` unless the data equal a checkpoint's data or have grown from them."""
     if manifest.hash_of_first(saved["shards"]) != saved["hash"] or manifest.n_shards < saved["shards"]:
         raise UserError(
             f"The checkpoint was written with other data (hash {saved['hash']}, {saved['shards']} shards; now "
@@ -125,11 +125,11 @@ def resume(saved: Mapping[str, Any], done: int, manifest: Manifest, order: Batch
 
     Args:
         saved: the checkpoint's record.
-        order: that of the data as they are now, which may have grown, or lack shards that were removed: what these hold
-            of an epoch that was begun stays empty.
+        order: order of the current data, which may have grown or lack removed shards; rows of removed shards stay empty
+        in an epoch in progress.
 
     Raises:
-        UserError: the data are not those of the record.
+        UserError: the data differ from the record.
     """
     check_data(saved, manifest)
     before = DataPosition([_build(span, manifest, order) for span in saved["spans"]])
@@ -154,7 +154,7 @@ def _build(span: Mapping[str, Any], manifest: Manifest, order: BatchOrder) -> Sp
     return Span(span["step"], span["epoch"], order, shards, removed)
 
 
-_FITTED_WARMUP = 10  # a warm-up that does not fit into the run becomes this part of it: a tenth
+_FITTED_WARMUP = 10  # a warm-up that does not fit into the run becomes this fraction of it
 _COOLDOWN = 5  # by default the last fifth
 
 
@@ -165,7 +165,7 @@ class Phase(NamedTuple):
     stop: int
     image_size: int | None  # side in pixels; None is the model's
     context_length: int | None  # tokens of a caption, likewise
-    patch_drop: float  # share of the image's patches that are left out
+    patch_drop: float  # share of the image's patches to drop
     rates: OptimizerConfig
     rates_start: int  # of the schedule, which may span several phases
     rates_stop: int
@@ -175,7 +175,7 @@ class Phase(NamedTuple):
         return learning_rate(step - self.rates_start, self.rates_stop - self.rates_start, self.rates)
 
     def describe(self) -> str:
-        """Return what is special about its inputs."""
+        """Return a description of the phase's inputs."""
         images = "full images" if self.image_size is None else f"images of {self.image_size} pixels"
         captions = "" if self.context_length is None else f", captions of {self.context_length} tokens"
         dropped = f", {self.patch_drop:.0%} of the patches dropped" if self.patch_drop else ""
@@ -216,10 +216,10 @@ def phase_at(phases: Sequence[Phase], step: int) -> Phase:
 
 
 def model_for_phases(config: Config) -> ModelConfig:
-    """Return the config of the model as it is trained: one that can do what every phase asks of it.
+    """Return a config of the model that supports the inputs of every phase.
 
     Raises:
-        UserError: the image tower cannot take a phase's images.
+        UserError: the image tower does not support a phase's image size.
     """
     vision = config.model.vision
     sizes = {phase.image_size for phase in config.phases if phase.image_size} - {vision.image_size}
@@ -231,7 +231,7 @@ def model_for_phases(config: Config) -> ModelConfig:
 
 
 def largest_model(config: Config) -> ModelConfig:
-    """Return the config of the model in the phase that takes the most memory, or more."""
+    """Return a config of the model that takes at least the memory of every phase."""
     return _with_patch_drop(config, config.model.vision, min(_patch_drops(config)))
 
 
@@ -270,5 +270,5 @@ def learning_rate(step: int, total: int, config: OptimizerConfig) -> float:
 
 
 def fitted_warmup(steps: int, total: int) -> int:
-    """Return the steps of warm-up in a run of `total`: as given where shorter than the run, else a tenth of it."""
+    """Return the warm-up steps in a run of `total`: as given if shorter than the run, else a tenth of it."""
     return steps if steps < total else total // _FITTED_WARMUP

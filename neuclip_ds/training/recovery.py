@@ -1,4 +1,4 @@
-"""Recover optimizer statistics, TuneCLIP's first stage: moments and u for a checkpoint that came without them.
+"""Recover optimizer statistics (TuneCLIP's first stage): moments and u for a checkpoint that lacks them.
 
 The weights are frozen (learning rate 0, which also switches decoupled weight decay off) while u of every sample and
 the optimizer's moments accumulate (TuneCLIP Algorithm 1). A method without u recovers the moments of its own loss. The
@@ -47,7 +47,7 @@ def recovered_objective(config: Config) -> ObjectiveConfig:
     if loss is None:
         loss = "gcl" if keeps_u(objective.method) else "method"
     chosen: dict[str, Any] = {}
-    if loss == "method":  # with the encoders' rate, which is 0, tau stands still too
+    if loss == "method":  # with the encoders' rate of 0, tau does not move either
         chosen["temperature"] = objective.temperature.model_copy(update={"schedule": "encoder"})
     else:
         chosen["method"] = _METHODS[loss]
@@ -69,9 +69,9 @@ def recovery_loop(context: RunContext, checkpoint: Path | None) -> Loop:
 
 
 def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
-    """Run the recovery, or the rest of it, with hooks around its steps.
+    """Run or resume the recovery, with hooks around its steps.
 
-    Returns the checkpoint that holds what was recovered; None if the recovery was stopped early.
+    Returns the checkpoint with the recovered state, or None if the recovery was stopped early.
     """
     context = loop.context
     context.communicator.on_rank_zero(lambda: loop.folder.mkdir(exist_ok=True))
@@ -80,9 +80,9 @@ def recover(loop: Loop, hooks: Sequence[Hook] = ()) -> Path | None:
 
 
 def take_over(checkpoint: Path, context: RunContext, objective: Objective) -> None:
-    """Fill a fresh engine and objective with what was recovered, as far as `recovery.restore` says.
+    """Load the recovered state that `recovery.restore` selects into a new engine and objective.
 
-    Raises `UserError` if it was recovered with other weights, another optimizer, or (for u) other data.
+    Raises `UserError` if the state belongs to other weights, another optimizer, or (for u) other data.
     """
     recovery = context.config.recovery
     meta = read_meta(checkpoint)
@@ -122,7 +122,7 @@ def epochs_behind(config: Config) -> int:
 
 
 def find_reused(context: RunContext) -> Path:
-    """Return the newest checkpoint of the recovery that `recovery.reuse` names, or the checkpoint that it names."""
+    """Return the checkpoint that `recovery.reuse` names, or the newest one of the run that it names."""
     path = context.config.recovery.reuse
     assert path is not None
 

@@ -1,4 +1,4 @@
-"""Compare what all ranks must hold with the same bits, and end a run in which they do not."""
+"""Compare replicated state, which must be bit-identical on all ranks, and end a run in which it differs."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -19,7 +19,7 @@ _CHUNK = 2**22  # elements, which take 64 MB of int64
 
 
 def compare_replicas(step: int, engine: Any, objective: Objective, communicator: Communicator) -> None:
-    """Compare temperature, nets, counters and weights, as far as every rank holds all of them: one number a rank.
+    """Compare replicated tensors (temperature, nets, counters, weights) on all ranks; each sends one 64-bit hash.
 
     Raises:
         TrainingDiverged: on all ranks, if any tensor differs between ranks.

@@ -1,4 +1,4 @@
-"""The folder of a run, in which nothing is written before everything is checked.
+"""The folder of a run. A start writes to it only after all checks have passed.
 
 A start makes manifests, tokenizer and model description in a folder next to it, which is deleted if the start is
 refused and moved in when all ranks are ready to train.
@@ -32,7 +32,7 @@ CONFIG, MANIFESTS, MODEL, TOKENIZER, COMPLETE = "config.yaml", "manifests", "mod
 def staging(config: Config, folder: Path, communicator: Communicator) -> Iterator[Path]:
     """Yield a folder next to a run's, the same on all ranks, with its manifests; the folder is deleted in the end.
 
-    Raises `UserError` where the run must not resume, or nothing can be written.
+    Raises `UserError` if the run must not resume, or the folder cannot be written.
     """
     staged = folder.with_name(f".{folder.name}.starting")
 
@@ -57,7 +57,7 @@ def staging(config: Config, folder: Path, communicator: Communicator) -> Iterato
 
 
 def take_in(staged: Path, folder: Path, config: Config) -> None:
-    """Move what a start has made to the run's folder; called on one rank."""
+    """Move a start's new files to the run's folder; called on one rank."""
     with explain_disk(folder):
         folder.mkdir(exist_ok=True)
         for path in sorted(staged.iterdir()):
@@ -70,13 +70,13 @@ def take_in(staged: Path, folder: Path, config: Config) -> None:
 
 
 def write_complete(folder: Path, step: int) -> None:
-    """Record that a run has done everything after a step."""
+    """Record that a run is complete after a step."""
     with explain_disk(folder), atomic_write(folder / COMPLETE) as temporary:
         temporary.write_text(json.dumps({"step": step}), encoding="utf-8")
 
 
 def read_complete(folder: Path) -> int | None:
-    """Return the step of `write_complete`; None if there is none that can be read."""
+    """Return the step of `write_complete`, or None."""
     try:
         return int(json.loads((folder / COMPLETE).read_text(encoding="utf-8"))["step"])
     except (OSError, ValueError, KeyError, TypeError):
@@ -84,7 +84,7 @@ def read_complete(folder: Path) -> int | None:
 
 
 def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]:
-    """Return what a checkpoint keeps of the run: content by name of config, tokenizer and model description."""
+    """Return a checkpoint's files besides the state, content by name: config, tokenizer, model description."""
     content = {CONFIG: dump(config).encode()}
     for name in (MODEL, TOKENIZER):
         place = next((home / name for home in (staged, folder) if (home / name).is_dir()), None)
@@ -94,7 +94,7 @@ def trained_with(staged: Path, folder: Path, config: Config) -> dict[str, bytes]
 
 
 def link_or_copy(source: str, target: str) -> None:
-    """Link a file to a second name, or copy it where the file system has no links."""
+    """Link a file to a second name, or copy it if the file system does not support links."""
     try:
         os.link(source, target)
     except OSError:

@@ -22,7 +22,7 @@ LOCK = "lock.json"
 _HELD = (errno.EACCES, errno.EAGAIN)
 _BEAT = 10.0  # seconds between two heartbeats
 _SILENCE = 25.0  # seconds without a heartbeat, after which a process on another host counts as dead
-_ENDING = 5.0  # seconds that a process which has just been stopped may take to end
+_ENDING = 5.0  # seconds in which a stopped process may end
 
 
 @contextmanager
@@ -74,7 +74,7 @@ def _lock(folder: Path) -> Iterator[None]:
 
 
 def _check_is_run(folder: Path) -> None:
-    """Raise `UserError` where a folder has files but neither a lock nor a checkpoint."""
+    """Raise `UserError` if a folder has files but neither a lock nor a checkpoint."""
     with explain_disk(folder):
         foreign = folder.is_dir() and not (folder / LOCK).exists() and any(folder.iterdir())
     if foreign and not any(complete_checkpoints(at / "checkpoints") for at in (folder, folder / RECOVERY)):
@@ -103,7 +103,7 @@ def _take(handle: int, path: Path) -> None:
 
 
 def _wait_for_other_hosts(path: Path) -> None:
-    """Raise `UserError` if a process on another host changes the file within the time in which it beats."""
+    """Raise `UserError` if a process on another host changes the file within a heartbeat."""
     holder, first = _read(path)
     if not holder or _parse(holder).get("host") in (None, platform.node()):
         return

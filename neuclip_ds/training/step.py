@@ -4,12 +4,12 @@ The engine does not know the objective. It back-propagates K times a scalar whos
 in closed form; the factor K cancels DeepSpeed's mean over ranks.
 
 A batch larger than the micro-batch takes two passes (loss/two_pass.py), with the objective between them. Dropout is
-fixed by (seed, step, rank, micro-batch). A frozen tower runs in the first pass only, except under ZeRO 3. The device
+seeded by (seed, step, rank, micro-batch). A frozen tower runs in the first pass only, except under ZeRO 3. The device
 holds the pixels of two micro-batches at a time (batches.py).
 
-A step whose loss or gradient is not finite is skipped. No rank reads a number to find out: a loss or a norm that is not
-finite makes the gradient NaN, and the optimizer refuses such a gradient on all ranks alike. The objective has learned
-by then, so its state, and the statistics of batch norm, are restored.
+A step whose loss or gradient is not finite is skipped. The host reads no extra number for this: a non-finite loss
+or norm makes the gradient NaN, and the optimizer refuses such a gradient on all ranks. By then the objective has
+updated its state, so its state and batch-norm statistics are restored.
 """
 
 from collections.abc import Callable
@@ -37,13 +37,13 @@ from neuclip_ds.training.batches import DeviceBatch, DeviceBatches
 
 @dataclass(frozen=True)
 class StepOutcome:
-    """What one global batch gave; equal on all ranks but for the gradients."""
+    """Result of one global batch; equal on all ranks except for the gradients."""
 
     gradients: FeatureGradients
     loss: float  # of the global batch
-    tau: float  # the mean where samples have their own
-    grad_norm: float  # of the encoders; not finite where the step was skipped
-    applied: bool  # False where the step was skipped: all state is as before it
+    tau: float  # the mean if samples have individual temperatures
+    grad_norm: float  # of the encoders; not finite if the step was skipped
+    applied: bool  # False if the step was skipped and left all state unchanged
     not_finite: list[int]  # of a skipped step: indices of the samples whose features are not finite, over all ranks
 
 
@@ -51,7 +51,7 @@ class TrainStep:
     """Run batches through engine, objective and optimizers.
 
     Attributes:
-        batches: brings batches to the device; each step prefetches the next.
+        batches: copies batches to the device; each step prefetches the next.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class TrainStep:
         """
         Args:
             engine: DeepSpeed's engine around a `DualEncoder`, with gradient_accumulation_steps 1.
-            objective, communicator: what turns features into their gradients, and its ranks.
+            objective, communicator: the objective, which computes feature gradients, and its ranks.
             micro_batch: rows that go through the towers at once; divides the rank's batch.
-            seed: of dropout.
+            seed: seed of dropout.
         """
         self._engine, self._objective, self._communicator = engine, objective, communicator
         self.batches, self._seed = DeviceBatches(communicator.device, micro_batch), seed
@@ -73,7 +73,7 @@ class TrainStep:
         self._runs_twice = [every or any(weight.requires_grad for weight in tower.parameters()) for tower in towers]
 
     def __call__(self, batch: Batch | DeviceBatch, step: Step) -> StepOutcome:
-        """Update encoders, temperature and normalizer by one global batch, or skip it where it is not finite."""
+        """Update encoders, temperature and normalizer with one global batch, or skip it if it is not finite."""
         if isinstance(batch, Batch):
             self.batches.start(iter([RankBatch([batch])]))
             batch = next(self.batches)
@@ -114,7 +114,7 @@ class TrainStep:
         return StepOutcome(gradients, loss, tau, norm, applied, self._not_finite(collected, batch.host))
 
     def _restore_point(self) -> Callable[[], None]:
-        """Return what undoes a skipped step in the objective and in batch norm."""
+        """Return a closure that undoes a skipped step in the objective and in batch norm."""
         restore_objective = self._objective.restore_point()
         before = [statistic.clone() for statistic in self._statistics]
 
@@ -135,7 +135,7 @@ class TrainStep:
         return features
 
     def _second_pass(self, image: Tensor, tokens: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Return features with a graph; None of a frozen tower that need not run again."""
+        """Return features with a graph; None for a frozen tower that need not run again."""
         inputs = [x if again else None for x, again in zip((image, tokens), self._runs_twice, strict=True)]
         with record_function(f"{PHASE}forward"):
             features: tuple[Tensor | None, Tensor | None] = self._engine(*inputs, None)

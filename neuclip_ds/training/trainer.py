@@ -1,7 +1,7 @@
-"""A training run from its config to its last step.
+"""Build and run a training job from a config.
 
-The trainer knows a list of hooks and what opens an evaluation. Whoever starts it adds what else a run has, such as a
-report or copies in a remote store (training/hooks/optional.py).
+The trainer knows only a list of hooks and a function that opens an evaluation. Its caller adds other parts of a run,
+such as a report or remote copies (training/hooks/optional.py).
 """
 
 import logging
@@ -69,13 +69,13 @@ log = logging.getLogger(__name__)
 
 
 class Evaluation(Protocol):
-    """What a run measures of its model."""
+    """Evaluation of a run's model."""
 
     def __call__(self, engine: Any, objective: Objective) -> dict[str, float]:
-        """Return results by name, equal on all ranks, which call it together."""
+        """Return results by name, equal on all ranks; a collective call."""
 
     def describe(self) -> str:
-        """Return what it measures on, for the log."""
+        """Return a description of the evaluation sets for the log."""
         ...
 
     def close(self) -> None: ...
@@ -91,17 +91,17 @@ def train(
     hooks: Sequence[Hook] = (),
     open_evaluation: OpenEvaluation | None = None,
 ) -> None:
-    """Train, evaluate and leave everything in runs/NAME.
+    """Train and evaluate; all results are in the run's folder.
 
     Args:
-        config, environment: of the run and of this rank.
-        hooks: what happens around the steps besides what every run does.
-        open_evaluation: what is measured during training and at its end; by default nothing.
+        config, environment: config of the run, and environment of this rank.
+        hooks: hooks in addition to those of every run.
+        open_evaluation: opens the evaluation of the run; by default nothing is measured.
 
     Raises:
-        UserError: anything in config or data that cannot work, before the first step where possible.
-        TrainingDiverged: a loss or gradient is not finite.
-        Interrupted: a signal stopped the run, during training after a checkpoint.
+        UserError: config or data are invalid; raised before the first step where possible.
+        TrainingDiverged: steps stay non-finite after a rollback, or replicated state differs between ranks.
+        Interrupted: a signal stopped the run; during training it has saved a checkpoint.
     """
     check_config(config, environment.world_size)  # a mistake in the config is reported before ranks connect
     folder = config.run.output_dir / str(config.run.name)
@@ -129,13 +129,13 @@ def train(
             configure_logging(communicator.rank, folder / "log.txt")
             ended = trainer.run(hooks)
         if ended:
-            leave()  # no rank waits for rank 0 while that writes the report and copies the run
+            leave()  # the other ranks do not wait while rank 0 writes the report and copies the run
             for hook in reversed(hooks):
                 hook.after_run(trainer.loop)
 
 
 class Trainer(NamedTuple):
-    """A run that has been built, and has read the checkpoint that it resumes from."""
+    """A built run, resumed from its checkpoint if it has one."""
 
     loop: Loop
     evaluation: Evaluation | None
@@ -149,7 +149,7 @@ class Trainer(NamedTuple):
         )
 
     def run(self, hooks: Sequence[Hook] = ()) -> bool:
-        """Train, after the recovery of statistics if the config asks for it; return False if that was stopped."""
+        """Train, after the recovery of statistics if the config enables it; return False if training was stopped."""
         context, objective = self.loop.context, self.loop.objective
         if self.recovery is not None:
             recovered = recover(self.recovery, [hook for hook in hooks if hook.in_recovery])
@@ -188,8 +188,8 @@ def build(
 ) -> Trainer:
     """Build a run, phase by phase, and resume it; all ranks build it together.
 
-    Writes nothing into the run's folder: what is new goes to `staged`. Raises `UserError` for anything in config, data
-    or checkpoints that cannot work.
+    Writes nothing into the run's folder: new files go to `staged`. Raises `UserError` for invalid config, data or
+    checkpoints.
     """
     engine_config = load_engine_config(config, communicator.world_size)
     resumed = newest_checkpoint(config, communicator, folder)
@@ -229,9 +229,9 @@ def build(
 
 
 def newest_checkpoint(config: Config, communicator: Communicator, folder: Path) -> Path | None:
-    """Find the newest intact checkpoint that a run resumes from, of its training or else of its recovery.
+    """Find the newest intact checkpoint that a run resumes from, of its training, otherwise of its recovery.
 
-    Raises `UserError` where it has other facts than the config, before anything is built.
+    Raises `UserError` if the checkpoint contradicts the config, before anything is built.
     """
     training = Checkpoints(folder / "checkpoints", communicator, 1)
     newest = training.newest()
@@ -253,9 +253,9 @@ def start_encoders(
     communicator: Communicator,
     folder: Path,
 ) -> tuple[Any, LogitParameters, int]:
-    """Build or load the encoders, keep what reopens them in a folder, and start DeepSpeed's engine.
+    """Build or load the encoders, write the files that reopen them to a folder, and start DeepSpeed's engine.
 
-    Returns the engine, temperature and bias that they bring, and their number of parameters.
+    Returns the engine, the encoders' temperature and bias, and their number of parameters.
     """
     torch.manual_seed(config.run.seed)  # the same weights on every rank
     model, logits = source.load(tokenizer)

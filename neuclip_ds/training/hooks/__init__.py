@@ -1,4 +1,4 @@
-"""What happens around training steps, one hook a concern; this is their protocol."""
+"""Base class of hooks, which act around training steps; one hook per concern."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Report loss spikes, skipped steps, divergence and slow data, with the step and its samples.
 
-Every rank watches its own loader. Loss and gradient norms are equal on all ranks, so all ranks detect the same and
-rank 0 reports it. Nothing here communicates with other ranks or waits for a GPU.
+Every rank watches its own loader. Loss and gradient norms are equal on all ranks, so all ranks detect the same
+events and rank 0 reports them. Nothing here communicates with other ranks or waits for a GPU.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ _VALUES = {
     "grad_norm": "the encoders' gradient norm",
     "lr": "learning rate",
 }
-_WINDOW, _MIN_LOSSES = 100, 50  # steps of the loss's level, and how many are needed for one
+_WINDOW, _MIN_LOSSES = 100, 50  # window of the loss's level in steps, and the fewest steps that define a level
 _BEGIN, _END = 10.0, 5.0  # deviations above the level
 _CALM = 20  # steps in a row below the end, after which a spike is over
 _MIN_DEVIATION = 1e-3  # as a share of the level, for losses that hardly vary
-_USUAL, _MIN_STEPS = 50, 5  # steps of the usual time, and how many are needed for one
+_USUAL, _MIN_STEPS = 50, 5  # window of the median time in steps, and the fewest steps that define it
 _STALL_SECONDS, _STALL_TIMES = 2.0, 5.0  # a wait is long above both this many seconds and this many usual steps
 _INTERVAL, _SLOW = 60.0, 0.2  # seconds of steps over which the share of waiting is measured; above it is slow
 
 
 class Spike(NamedTuple):
-    """A loss far above the level of the steps before."""
+    """A loss far above the level of the previous steps."""
 
     level: float
     deviation: float
 
 
 class LossSpikeDetector:
-    """Detect spikes by robust statistics of the last steps, which a spike does not move itself.
+    """Detect spikes with robust statistics of the last steps, which a spike hardly moves.
 
     The level is the median of a window, the deviation 1.4826 times the median distance from it (the standard deviation,
-    if losses are normal). A spike begins above `level + 10 deviations`: never by chance where losses are normal, once
-    in 60,000 steps where their tails are exponential. It ends after 20 calm steps, or becomes the level after 200.
+    if losses are normal). A spike begins above `level + 10 deviations`: practically never by chance if losses are
+    normal, once in 60,000 steps if their tails are exponential. It ends after 20 calm steps, or after
+    200 steps becomes the level.
     """
 
     def __init__(self) -> None:
@@ -58,7 +59,7 @@ class LossSpikeDetector:
         self._calm = self._age = 0  # steps in a row below its end, and in all since it began
 
     def update(self, loss: float) -> Spike | None:
-        """Add a step's loss; return a spike that begins with it, otherwise None."""
+        """Add a step's loss; return a spike that begins with this step, otherwise None."""
         found = None
         if self._spike is not None:
             level, deviation = self._spike
@@ -88,11 +89,11 @@ class StallDetector:
         self._waited = self._seconds = 0.0  # of the interval
 
     def update(self, waited: float, seconds: float) -> tuple[float | None, float | None]:
-        """Add a step's seconds of waiting for its batch and in all.
+        """Add a step's seconds of waiting for its batch, and its total seconds.
 
         Returns:
-            The seconds of a usual step where this one has waited far longer, otherwise None; and the share of waiting
-            in the interval that ends with this step where it is large, otherwise None.
+            The median seconds of a step if this one waited far longer, otherwise None; and the share of waiting in the
+            interval that ends with this step if it is large, otherwise None.
         """
         if not self._started:
             self._started = True
@@ -146,14 +147,14 @@ class WatchHealth(Hook):
     def close(self, loop: Loop, error: BaseException | None) -> None:
         """Record why the run returns to a checkpoint, with the samples of all skipped steps, or why it ends."""
         if isinstance(error, RollBack):
-            step = int(error.checkpoint.name.rpartition("_")[2])  # later events are dropped as those of repeated steps
+            step = int(error.checkpoint.name.rpartition("_")[2])  # the events of later steps are dropped
             samples = [index for indices in self._skipped for index in indices]
             self._add(loop, "rolled_back", str(error), samples, step=step)
         elif isinstance(error, TrainingDiverged):
             self._add(loop, "diverged", str(error), self._batch(loop), logging.ERROR)
 
     def _skip(self, loop: Loop, result: StepResult) -> None:
-        """Report a step that was skipped, as its loss or gradient is not finite; roll back after too many in a row."""
+        """Report a step skipped for a non-finite loss or gradient; roll back after too many in a row."""
         batch, metrics, patience = self._batch(loop), result.metrics, loop.context.config.run.max_skipped_steps
         self._skipped.append(result.not_finite or batch)
         samples = result.not_finite[:_SHOWN]
@@ -196,7 +197,7 @@ class WatchHealth(Hook):
         level: int = logging.WARNING,
         step: int | None = None,
     ) -> None:
-        """Record on rank 0 what all ranks have found, of this step or another."""
+        """Record on rank 0 an event that all ranks have found, for this step or another."""
         if self._reports:
             loop.events.add(self._step if step is None else step, kind, message, indices, level)
 
@@ -214,6 +215,5 @@ def _first_samples(indices: Sequence[int]) -> str:
 
 
 def _flood_level(count: int) -> int:
-    """Return the level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..., so that many do
-    not flood the log."""
+    """Return the log level of a message's count-th repetition: a warning for the 1st, 2nd, 4th, 8th, ..."""
     return logging.WARNING if count & (count - 1) == 0 else logging.DEBUG

@@ -1,4 +1,4 @@
-"""Hooks that a run has only if its config asks for them, and its report; the trainer knows none of them."""
+"""Optional hooks that a config enables, and the report. The trainer does not know them."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ _DRAWN = 200_000  # samples, evenly spaced
 
 
 def optional_hooks(config: Config) -> list[Hook]:
-    """Return the hooks of a run's config; raise `UserError` where one needs a library that is not installed."""
+    """Return the hooks that a config enables; raise `UserError` if one needs a missing library."""
     run = config.run
     hooks = [
         ProfileSteps() if run.profile_steps else None,
         CopyRun(run.remote) if run.remote is not None else None,
         WeightsAndBiases(run.wandb) if run.wandb is not None else None,
-        WriteReport(),  # its after_run comes first, so that the copy has the report
+        WriteReport(),  # its after_run runs first, so that the copy includes the report
     ]
     return [hook for hook in hooks if hook is not None]
 
 
 class ProfileSteps(Hook):
-    """Record `run.profile_steps` steps, the wait for their batches included, into profile/."""
+    """Record `run.profile_steps` steps, including the wait for their batches, into profile/."""
 
     def start(self, loop: Loop) -> None:
         context, run, folder = loop.context, loop.context.config.run, loop.folder / "profile"
@@ -62,7 +62,7 @@ class ProfileSteps(Hook):
 
 
 class WeightsAndBiases(Hook):
-    """Send what TensorBoard gets to a project of Weights & Biases, PROJECT or ENTITY/PROJECT, from rank 0.
+    """Send TensorBoard's metrics to a Weights & Biases project, PROJECT or ENTITY/PROJECT, from rank 0.
 
     wandb reads its own variables (WANDB_MODE=offline, WANDB_ENTITY, WANDB_API_KEY ...). The run's id is kept in
     wandb_id.txt, so that a resumed run continues the same chart. A failure is logged, and training continues.
@@ -113,7 +113,7 @@ class WeightsAndBiases(Hook):
 
 
 class WriteReport(Hook):
-    """Write report.html at the end of a run, and where an earlier start has failed to."""
+    """Write report.html at the end of a run, also if an earlier start failed to write it."""
 
     def after_run(self, loop: Loop) -> None:
         """Write it on rank 0; the run is complete by now, so a failure is a warning."""
@@ -138,6 +138,6 @@ def _histograms(objective: Objective) -> Iterator[Histogram]:
 
 
 def _drawn(column: Tensor) -> list[float]:
-    """Return up to `_DRAWN` values of samples that have been seen."""
+    """Return up to `_DRAWN` values of seen samples."""
     some = column[:: max(1, len(column) // _DRAWN)].float().cpu()
     return list(some[torch.isfinite(some)].tolist())

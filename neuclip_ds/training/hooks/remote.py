@@ -32,8 +32,8 @@ _LONGEST_WAIT = 1500.0  # seconds at the end, within the 30 minutes for which ot
 class CopyRun(Hook):
     """Copy each complete checkpoint, the best one, metrics and logs from rank 0, one checkpoint at a time.
 
-    While one is copied, only the newest of those that follow waits. A failure is an event, and no more. A run begins
-    with what the copy has newer than its folder; at the end the copy gets what the end has written.
+    While one is copied, only the newest later one is queued. A failure is an event and does not end the run. A run
+    first fetches checkpoints that are newer than its own; the files written at its end are copied last.
     """
 
     in_recovery = True
@@ -60,7 +60,7 @@ class CopyRun(Hook):
             self._begin(loop)
 
     def close(self, loop: Loop, error: BaseException | None) -> None:
-        """Wait on all ranks for the last copy where the loop has ended well or was stopped; a signal ends the wait."""
+        """Wait on all ranks for the last copy, unless the loop failed; a signal ends the wait."""
         try:
             if error is None:
                 loop.context.communicator.on_rank_zero(lambda: self._finish(loop))
@@ -82,7 +82,7 @@ class CopyRun(Hook):
             self._end(loop, _LONGEST_WAIT / 2)
 
     def _begin(self, loop: Loop) -> None:
-        """Start to copy the newest checkpoint and the best, if none is being copied and one of them is another now."""
+        """Start to copy the newest checkpoint and the best, if no copy is in progress and one of them has changed."""
         if self._push is None and self._seen != loop.checkpoints.changes:
             self._seen, self._began, folder = loop.checkpoints.changes, time.monotonic(), loop.folder / "checkpoints"
             newest, best = max(complete_checkpoints(folder), default=None), read_best(folder)
@@ -91,7 +91,7 @@ class CopyRun(Hook):
             self._push = start_push(_copy_of(loop.context.config.run, loop.folder), loop.folder, self._names)
 
     def _end(self, loop: Loop, seconds: float) -> None:
-        """Wait for the copy in progress, if any, and report its failure; it is killed if it takes longer."""
+        """Wait for the copy in progress, if any, and report its failure; kill it after the timeout."""
         if self._push is None:
             return
         try:
@@ -106,11 +106,11 @@ class CopyRun(Hook):
 
 
 def restore(run: RunConfig, *folders: Path) -> None:
-    """Fetch a run's newest intact checkpoint, and the best, where the copy has a newer one; on one rank.
+    """Fetch a run's newest intact checkpoint, and the best, if the copy has a newer one; on one rank.
 
     Args:
-        run: names the store.
-        folders: the run's, and then those that are of use only where it has no checkpoint.
+        run: section of the config with the store's URL.
+        folders: the run's folder, then folders that count only if it has no checkpoint.
 
     Raises:
         UserError: the store cannot be read and written, or holds checkpoints that `run.resume=never` must not use.

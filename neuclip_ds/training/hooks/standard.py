@@ -1,4 +1,4 @@
-"""The hooks of every loop: prefetch shards, watch its health, write records, stop on a signal, save, evaluate."""
+"""The hooks of every loop: prefetch shards, watch health, write records, stop on a signal, save, evaluate."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ log = logging.getLogger(__name__)
 
 Evaluate = Callable[[], dict[str, float]]
 
-_ATTEMPTS = 3  # checkpoints in a row that cannot be written before the run stops
-_SECONDS = 10.0  # least time between lines on the progress
+_ATTEMPTS = 3  # consecutive failed saves that end the run
+_SECONDS = 10.0  # seconds between lines of progress
 
 
 def standard_hooks(evaluate: Evaluate | None) -> list[Hook]:
@@ -84,7 +84,7 @@ class WriteRecords(Hook):
         return {"seen": self._bad_samples.seen, "causes": dict(self._bad_samples.causes)}
 
     def start(self, loop: Loop) -> None:
-        """Open the files, which rank 0 writes, without what they hold of later steps."""
+        """Open the files, which rank 0 writes, and drop their records of later steps."""
         communicator, most = loop.context.communicator, loop.context.config.data.max_bad_fraction
         writes = communicator.rank == 0
 
@@ -110,7 +110,7 @@ class WriteRecords(Hook):
         if not result.logs:
             return
         if loop.metrics is not None:
-            # the values of an epoch's rest, with fewer negatives, would end every curve in a step
+            # the rest of an epoch has fewer negatives, so its values would end every curve with a jump
             of_step = {"lr": result.lr, "skipped_steps": result.skipped} if result.rest else result.metrics
             loop.metrics.write(result.step, {**of_step, **self._of_interval(loop, result)})
         self._begin_interval(loop)
@@ -132,7 +132,7 @@ class WriteRecords(Hook):
 class ShowProgress(Hook):
     """Log step, loss of the newest full batch, temperature, throughput and time left, every 10 seconds and at the end.
 
-    Rank 0 does, as other ranks log warnings only.
+    Only on rank 0, because the other ranks log only warnings.
     """
 
     def start(self, loop: Loop) -> None:
@@ -160,7 +160,7 @@ class StopOnSignal(Hook):
         loop.resources.enter_context(deferring())
 
     def after_step(self, loop: Loop, result: StepResult) -> None:
-        """Agree at steps that log whether any rank has received a signal, and which."""
+        """At steps that log, agree on whether any rank has received a signal, and which one."""
         received = loop.context.communicator.gather_objects(take_signal()) if result.logs else []
         for number in filter(None, received):
             loop.stop_requested, loop.stop_signal = True, number
@@ -169,7 +169,7 @@ class StopOnSignal(Hook):
 class SaveCheckpoints(Hook):
     """Save every `run.checkpoint_every` steps, after the last step, and before a requested stop.
 
-    Where that fails, training continues to the next checkpoint, until three have failed in a row.
+    If a save fails, training continues to the next one, until three have failed in a row.
     """
 
     _failed = 0  # saves in a row
@@ -184,7 +184,7 @@ class SaveCheckpoints(Hook):
             self._try(loop, loop.checkpoints.finish, last)
 
     def save(self, loop: Loop, last: bool = False) -> None:
-        """Save now; `last` raises `UserError` where that fails, as no further checkpoint follows."""
+        """Save now; if `last`, raise `UserError` if the save fails, because no further checkpoint follows."""
         loop.events.merge(loop.context.communicator.gather_objects)
         self._try(loop, loop.checkpoints.finish)
         self._try(loop, loop.save, last)
@@ -217,7 +217,7 @@ class SaveCheckpoints(Hook):
 class EvaluateModel(Hook):
     """Evaluate every `run.evaluate_every` steps and after the last one, and before step 1 for `run.best_metric`.
 
-    What is due at the step of the checkpoint that a run resumes from is done first, unless metrics.jsonl has it.
+    An evaluation that was due at the resumed checkpoint's step is done first, unless metrics.jsonl has it.
     """
 
     def __init__(self, evaluate: Evaluate, saver: SaveCheckpoints) -> None:
@@ -267,7 +267,7 @@ class EvaluateModel(Hook):
             self._keep_if_best(loop, Best(loop.done, name, results[name]))
 
     def _recorded(self, loop: Loop) -> dict[str, float]:
-        """Return the evaluation of this step by an earlier start of the run; nothing if there was none."""
+        """Return an earlier start's evaluation of this step, if any."""
         if loop.done != self._began or loop.done == 0:
             return {}
 
