@@ -31,7 +31,7 @@ class TrainingDiverged(Exception):
 
 
 class RollBack(Exception):
-    """Ends the steps of a loop, which then resumes from a checkpoint."""
+    """Ends the current steps of a loop, which then resumes from a checkpoint."""
 
     def __init__(self, message: str, checkpoint: Path) -> None:
         super().__init__(message)
@@ -44,8 +44,8 @@ class Interrupted(KeyboardInterrupt):
     def __init__(self, number: int, where: str = "") -> None:
         """
         Args:
-            number: of the signal.
-            where: what the program had done by then, for the message.
+            number: number of the signal.
+            where: state of the program, for the message.
         """
         super().__init__(f"Stopped{where} by {signal.Signals(number).name}; the same command resumes.")
         self.number = number

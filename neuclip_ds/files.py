@@ -1,4 +1,4 @@
-"""Write files so that readers see all of one or nothing, and tell whether a file is as it was written.
+"""Write files atomically, and detect changed files by checksums.
 
 Checksums are CRC-32, which finds every flipped bit and every burst of up to 32 of them. zlib computes it at 2.1 GB/s on
 a core of an AMD EPYC, hashlib SHA-256 at 1.1 (2026-11-22); neither is meant to withstand an attacker here.
@@ -102,7 +102,7 @@ def check_unused(folder: Path) -> None:
 def claimed(path: Path) -> Iterator[bool]:
     """Hold the kernel's lock of a file or folder during the block, which yields whether it was free.
 
-    A killed process loses its locks. On a file system without locks nothing is ever free.
+    A killed process loses its locks. On a file system without locks, `claimed` never yields True.
     """
     handle = os.open(path, os.O_RDONLY)
     try:
@@ -127,7 +127,7 @@ def _remove_abandoned(paths: Iterable[Path]) -> None:
 
 
 def sync(path: Path, forget: bool = False) -> None:
-    """Force a file, or the names in a folder, to disk, so that they survive a power cut.
+    """Force a file, or the entries of a folder, to disk, so that they survive a power cut.
 
     With `forget`, drop the file from the page cache, so that it is read back from the disk.
     """
@@ -141,7 +141,7 @@ def sync(path: Path, forget: bool = False) -> None:
 
 
 def sync_folders(folder: Path) -> None:
-    """Force the names of the files in a folder and in those below it to disk."""
+    """Force the entries of a folder and its subfolders to disk."""
     for place in (folder, *(path for path in folder.rglob("*") if path.is_dir())):
         sync(place)
 

@@ -1,4 +1,4 @@
-"""From a recipe's name and `--dotted.name=value` overrides to a validated config; free of torch.
+"""Make a validated config from a recipe's name and `--dotted.name=value` overrides; without torch.
 
 A recipe is a YAML file with the shape of `neuclip_ds.config.Config`. `include:` lists other recipes (names in
 `neuclip_ds/recipes/`, or paths relative to the file) that it is merged over, in their order. `other_methods:` in its
@@ -30,7 +30,7 @@ _SHOWN_PROBLEMS, _SHOWN_LETTERS = 5, 120  # of a config and of a wrong value, in
 
 
 class TrainCommand(Config):
-    """What `neuclip-ds train` takes: a recipe, the options of `Config`, and switches."""
+    """Arguments of `neuclip-ds train`: a recipe, the options of `Config`, and switches."""
 
     recipe: CliPositionalArg[str | None] = None
     """A recipe's name in neuclip_ds/recipes/, or the path of a YAML file; by default the demo."""
@@ -47,14 +47,14 @@ class TrainCommand(Config):
 
 
 class Invocation(NamedTuple):
-    """What the command line requests."""
+    """The parsed command line."""
 
     command: TrainCommand  # only the recipe, None where none is named, and the switches
     config: Config
 
 
 def parse(argv: Sequence[str]) -> Invocation:
-    """Return what a command line requests; dashes and underscores in options are equivalent.
+    """Parse a command line; dashes and underscores in options are equivalent.
 
     Raises UserError for an unknown recipe or key (names the nearest), or a value of a wrong type or out of range.
     """
@@ -117,7 +117,7 @@ def override(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(tree: dict[str, Any]) -> Config:
-    """Make a config of a tree; raise `UserError` that names every unknown or wrong option."""
+    """Make a config from a tree; raise a `UserError` that names every unknown or wrong option."""
     return _validate(Config, _with_other_methods(tree))
 
 
@@ -158,13 +158,13 @@ def _with_other_methods(tree: dict[str, Any]) -> dict[str, Any]:
 
 
 def _mapping(tree: Mapping[str, Any], key: str) -> dict[str, Any]:
-    """Return a section of a tree that is not validated yet; an empty one if it is none."""
+    """Return a section of an unvalidated tree; an empty one for other values."""
     section = tree.get(key)
     return section if isinstance(section, dict) else {}
 
 
 def _command_line(argv: Sequence[str]) -> dict[str, Any]:
-    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, also where it is a list."""
+    """Return the values of options as a tree; a later NAME=VALUE replaces an earlier one, also for lists."""
     spelled = [respell(argument, "-", "_") for argument in argv]
     last = {argument.split("=")[0] if "=" in argument else place: argument for place, argument in enumerate(spelled)}
     try:
@@ -239,7 +239,7 @@ def _shown(value: Any, text: Callable[[Any], str] = repr) -> str:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return a hint to the closest known name, by the whole dotted name, else by its last part; or nothing."""
+    """Return a hint to the closest known name, by the whole dotted name, else by its last part; or an empty string."""
     names = sorted(known)
     close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
     if not close:

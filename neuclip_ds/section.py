@@ -21,13 +21,13 @@ class Section(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _empty_is_default(cls, tree: Any) -> Any:
-        """Take `data:` with nothing below as a section without options."""
+        """Read an empty `data:` as a section without options."""
         return {} if tree is None else tree
 
     @field_validator("*", mode="after")
     @classmethod
     def _is_plain(cls, value: Any) -> Any:
-        """Refuse what YAML, the file system or torch cannot hold, and secrets, which the run would store."""
+        """Refuse values that YAML, the file system or torch cannot hold, and secrets, which the run would store."""
         for part in _leaves(value):
             text = str(part)
             if isinstance(part, float) and not math.isfinite(part):
@@ -55,7 +55,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read_options(path: Path) -> Any:
-    """Return what a file of options holds, YAML or, by its name, JSON; raise `UserError` if it cannot be read."""
+    """Return the content of a file of options, YAML or (by its name) JSON; raise `UserError` if it cannot be read."""
     try:
         text = path.read_bytes()
         return json.loads(text) if path.suffix == ".json" else yaml.load(text, _Loader)
@@ -67,7 +67,7 @@ def read_options(path: Path) -> Any:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML in which no key stands twice."""
+    """YAML loader that refuses duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -78,7 +78,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def _leaves(tree: Any) -> Iterator[Any]:
-    """Yield all keys and values of a tree's leaves."""
+    """Yield all keys and leaf values of a tree."""
     if isinstance(tree, (dict, list, tuple)):
         for part in [*tree, *(tree.values() if isinstance(tree, dict) else [])]:
             yield from _leaves(part)

@@ -5,7 +5,7 @@
     OUT/metadata/00000012.parquet       format npy: index, key, uid, similarity
     OUT/image/00000012.npy, text/...    (n, d), in the rows of the metadata
 
-The next shard goes to whichever rank asks first, and no rank waits for another before the end. A shard's features
+Each free rank takes the next shard, and no rank waits for another before the end. A shard's features
 depend on the model, the shard and the batch size alone, so a job that is started again, on any number of ranks, writes
 the parts that are missing and the same files. A part appears when it is complete.
 """
@@ -49,7 +49,7 @@ _EVERY = 10.0  # seconds between lines of progress
 
 
 class Summary(NamedTuple):
-    """What all ranks have done."""
+    """Totals over all ranks."""
 
     shards: int  # whose parts were written now
     samples: int  # in them
@@ -77,7 +77,7 @@ class Rows(NamedTuple):
 
 
 class RowReader:
-    """Function from a block to its rows, for loader processes; `uid_key` is the key of the uid in a sample's JSON."""
+    """Reads the rows of a block, in loader processes; `uid_key` is the key of the uid in a sample's JSON."""
 
     def __init__(
         self, manifest: Manifest, transform: ImageTransform, tokenize: Tokenize, uid_key: str, options: LoaderOptions

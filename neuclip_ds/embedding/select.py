@@ -1,7 +1,7 @@
 """Select samples by a column of parquet files, as DataComp and DFN filter their pools, and write their uids.
 
-The files may be features of `neuclip-ds embed`, or any with a column of uids: DataComp's metadata, what img2dataset or
-a program of yours has written. Only the two columns are read.
+The files may be features of `neuclip-ds embed`, or any others with a column of uids, such as DataComp's or
+img2dataset's metadata. Only the two columns are read.
 """
 
 import math
@@ -24,7 +24,7 @@ _BATCH = 1 << 17  # rows at once
 
 
 class Rule(NamedTuple):
-    """Which values of the column are kept, bounds included; `top` is a share of all values that are numbers."""
+    """Rule for the values to keep; bounds are inclusive, and `top` is a fraction of all numeric values."""
 
     minimum: float = -math.inf
     maximum: float = math.inf
@@ -32,7 +32,7 @@ class Rule(NamedTuple):
 
 
 class Selection(NamedTuple):
-    """What was found."""
+    """Result of a selection."""
 
     kept: int  # different uids
     samples: int  # rows in the files
@@ -70,7 +70,7 @@ def select(
             uids = uids[listed.count(uids) > 0]
         chosen.append(uids)
     found = np.concatenate(chosen) if chosen else np.empty(0, UID)
-    found = found[np.lexsort((found["low"], found["high"]))]  # numpy's sort of pairs takes far longer
+    found = found[np.lexsort((found["low"], found["high"]))]  # numpy sorts pairs far more slowly
     found = found[np.append(True, found[1:] != found[:-1])[: len(found)]]
     if not len(found) and without_uid:
         raise UserError(
@@ -86,7 +86,7 @@ def select(
 
 
 def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[np.float64], pa.Array]]:
-    """Yield a column of numbers, NaN where it has none, and another of the same rows."""
+    """Yield a column of numbers, NaN for missing ones, and another column of the same rows."""
     try:
         for batch in data.to_batches(columns=list({column: 0, other: 0}), batch_size=_BATCH):
             try:
@@ -99,7 +99,7 @@ def _rows(data: ds.Dataset, column: str, other: str) -> Iterator[tuple[NDArray[n
 
 
 def _threshold(data: ds.Dataset, column: str, share: float) -> float:
-    """Return the value that a share of the rows with a value reaches; equal values may make it a little more."""
+    """Return the quantile above which a fraction of the values lies; ties may keep slightly more."""
     values = np.concatenate([found for found, _ in _rows(data, column, column)] or [np.empty(0)])
     values = values[~np.isnan(values)]
     count = math.ceil(share * len(values))

@@ -45,7 +45,7 @@ class BatchEncoder:
     encode: Encode
     tokenize: Callable[[list[str]], Tensor]  # n texts -> (n, T) tokens
     communicator: Communicator  # the ranks, which call `encode_images` and `encode_texts` together
-    size: int  # rows of every call
+    size: int  # rows per call
     transform: Callable[[bytes], Tensor]  # encoded image -> (3, H, W) uint8
     loader: Loader = IN_PROCESS  # of evaluation sets
 

@@ -1,4 +1,4 @@
-"""Metrics as pure functions of counts, their values by chance, and accumulators whose size does not grow with the data.
+"""Metrics as pure functions of counts, their chance levels, and accumulators whose size does not grow with the data.
 
 The counts are float64, (C,) by class or (G,) by group: samples that are predicted correctly (`hits`), that are
 predicted as the class (`predicted`), and all (`support`, `counts`). They may be fractions: if two classes have equal
@@ -15,7 +15,7 @@ from neuclip_ds.distributed.communicator import Communicator
 
 
 def ratio(hits: Tensor, counts: Tensor) -> float:
-    """Return the accuracy: the sum of the hits over that of the counts."""
+    """Return the accuracy: the sum of the hits over the sum of the counts."""
     return float(hits.sum() / counts.sum())
 
 
@@ -69,7 +69,7 @@ def hit_probability(ahead: Tensor, tied: Tensor, k: int, matches: Tensor | int =
 
 
 def chance_recall(k: int, candidates: int) -> float:
-    """Return the recall@k of a random ranking of one match among the candidates; also the top-k accuracy by chance."""
+    """Return the recall@k of a random ranking with one match among the candidates; also chance for top-k accuracy."""
     return min(1.0, k / candidates)
 
 
@@ -116,7 +116,7 @@ class ClassAccumulator:
         return top1, top5
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Replace this rank's sums by those over all ranks."""
+        """Replace this rank's sums by the sums over all ranks."""
         self._hold(communicator.all_reduce(self._sums, "evaluation"))
 
 
@@ -138,7 +138,7 @@ class GroupAccumulator:
             self._sums.index_add_(1, numbers, torch.stack([hits, torch.ones_like(hits)]))
 
     def all_reduce(self, communicator: Communicator) -> None:
-        """Replace this rank's sums by those over all ranks."""
+        """Replace this rank's sums by the sums over all ranks."""
         self._grow(max(communicator.gather_objects(self._sums.shape[1])))
         self._hold(communicator.all_reduce(self._sums, "evaluation"))
 

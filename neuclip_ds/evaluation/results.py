@@ -2,7 +2,7 @@
 
 `eval_results.jsonl` has a line for each task, {"key": ..., "dataset": ..., "metrics": {..., "main_metric": ...}}, and
 grows as tasks are done; `model.json` identifies the model, so that scores of different models are never mixed. Lines of
-sets of your own also have "data", which tells sets of the same name apart.
+sets of your own also have "data", which distinguishes sets of the same name.
 """
 
 import json
@@ -30,7 +30,7 @@ class Average(NamedTuple):
 class Results:
     """Scores of one model, which `model` identifies, in a folder; raises UserError if it has another model's scores.
 
-    By the keys of tasks, `metrics` holds the latest ones, and `data` says which set of your own they belong to.
+    `metrics` holds the latest ones by task key, and `data` the identity of your own sets.
     """
 
     def __init__(self, folder: Path, model: Mapping[str, Any]) -> None:
@@ -51,7 +51,7 @@ class Results:
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:
-        """Append a task's line; `data` tells a set of your own from others of its name."""
+        """Append a task's line; `data` distinguishes your own sets of the same name."""
         self.metrics[task.key], self.data[task.key] = metrics, data
         line = {"key": task.key, "dataset": task.name, "metrics": metrics, **({"data": data} if data else {})}
         with self._path.open("a", encoding="utf-8") as file:

@@ -29,7 +29,7 @@ _ANCHORS, _CHUNK = 4096, 1024  # queries and candidates that are compared at onc
 
 
 class EncodedPairs(NamedTuple):
-    """Features of a rank's n pairs, in their order in the data; invalid rows have any."""
+    """Features of a rank's n pairs, in the order of the data; invalid rows are undefined."""
 
     image: Tensor  # (n, d) float32
     text: Tensor  # (n, d) float32
@@ -38,7 +38,7 @@ class EncodedPairs(NamedTuple):
 
 @torch.no_grad()
 def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
-    """Encode this rank's pairs, in as many equally shaped batches as every rank has; raise UserError if in none."""
+    """Encode this rank's pairs, in equally many and shaped batches on all ranks; raise UserError without pairs."""
     columns = [encode_batch(encode, batch) for batch in batches]
     if not columns:
         raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
@@ -104,7 +104,7 @@ def caption_retrieval(encoder: BatchEncoder, folder: EvaluationSet, ks: Sequence
     for name, (queries, candidates) in directions.items():
         sums[name] = _count_hits(queries, _gather(candidates.features, candidates.label, communicator), ks, _CHUNK)
     count, found = _recalls(sums, ks, communicator)
-    found["chance"] = chance_recall(1, int(count))  # the same in either direction, however captions are shared out
+    found["chance"] = chance_recall(1, int(count))  # equal in both directions, for any distribution of the captions
     found["mean_recall@1"] = (found["image_retrieval_recall@1"] + found["text_retrieval_recall@1"]) / 2
     return found
 

@@ -19,13 +19,13 @@ from neuclip_ds.evaluation.sets import FORMS, is_set, open_set
 log = logging.getLogger(__name__)
 
 DATACOMP = "datacomp"  # the average of all tasks
-_OWN = "own/"  # begins the keys of sets that are not DataComp's
+_OWN = "own/"  # prefix of the keys of other sets than DataComp's
 _RECALL = "mean_recall@1"
 _FILES = Path(__file__).parent
 
 
 class GroupRule(BaseModel):
-    """Accuracies per group, which a column of the npy member gives."""
+    """Accuracies per group; a column of the npy member holds the groups."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -93,7 +93,7 @@ class TaskList(BaseModel):
         )
 
     def on_disk(self, places: Sequence[Path], names: Sequence[str] = ()) -> list[tuple[Task, Path]]:
-        """Return the tasks with these names, keys or patterns, by default all on disk, and where they are.
+        """Return the tasks with these names, keys or patterns (by default all on disk) and their paths.
 
         `places` are sets, of any form and name, or folders of sets. If some of DataComp's are there, the others are
         logged as missing. Raises UserError if there is no set, or none of a name, or two have the same one.
@@ -119,7 +119,7 @@ class TaskList(BaseModel):
     def on_disk_of_all(
         self, places: Sequence[Path], names: Sequence[str], communicator: Communicator
     ) -> list[tuple[Task, Path]]:
-        """Return on all ranks what `on_disk` finds on rank 0."""
+        """Return rank 0's result of `on_disk` on all ranks."""
 
         def find() -> list[Any]:
             return [[task.model_dump(mode="json"), str(path)] for task, path in self.on_disk(places, names)]

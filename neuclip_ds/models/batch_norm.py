@@ -1,4 +1,4 @@
-"""Batch normalization in passes that are run twice."""
+"""Batch normalization in forward passes that run twice."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

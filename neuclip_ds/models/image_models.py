@@ -1,4 +1,4 @@
-"""timm's image models as image towers: their creation, the weights that they start from, and what they refuse."""
+"""timm's image models as image towers: creation, initial weights, and checks."""
 
 import difflib
 from collections.abc import Mapping
@@ -78,7 +78,7 @@ def weights_name(config: VisionConfig) -> str:
 def _create_from(config: VisionConfig, weights: Mapping[str, Tensor]) -> Any:
     """Create the image model with weights, without a classifier; timm resamples position embeddings.
 
-    timm loads what fits and keeps random values elsewhere, which is found out by comparing it with these.
+    timm loads matching tensors and keeps random values elsewhere; a comparison with the weights finds these.
     """
     with torch.random.fork_rng(devices=[]):  # the weights are made on the CPU
         torch.manual_seed(0)

@@ -1,6 +1,6 @@
 """The source of a run's dual encoder: the config, with random or pretrained weights in each tower, or a checkpoint.
 
-What reads other libraries' models, and what writes them, is imported when it is used: most runs need neither.
+Readers and writers of other libraries' models are imported on use, because most runs need neither.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ INITIAL_LOGITS = LogitParameters(temperature=0.07, bias=-10.0)  # CLIP's and Sig
 
 
 class TowerRefs(NamedTuple):
-    """What single towers start from, as `locate_model` has found it."""
+    """Starting weights of single towers, as `locate_model` found them."""
 
     image: ImageWeights | None = None
     text: str = ""  # folder of the text encoder
@@ -99,7 +99,7 @@ ModelRef = CheckpointRef | TowerRefs
 
 
 def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
-    """Locate what the config's model starts from, as `locate` does; call on one rank only.
+    """Locate the weights that the config's model starts from, like `locate`; call on one rank only.
 
     Returns:
         A reference for `model_source` on every rank; an empty one if all weights are random.
@@ -118,7 +118,7 @@ def locate_model(config: ModelConfig, weights: bool = True) -> ModelRef:
 
 
 def locate_on_rank_zero(config: ModelConfig, communicator: Communicator) -> ModelRef:
-    """Return on all ranks what `locate_model` finds on rank 0, which downloads."""
+    """Return rank 0's result of `locate_model`, which downloads, on all ranks."""
     found: list[Any] = json.loads(communicator.on_rank_zero(lambda: json.dumps(locate_model(config))))
     if config.pretrained:
         return CheckpointRef(*found)

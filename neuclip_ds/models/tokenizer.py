@@ -70,7 +70,7 @@ class CaptionTokenizer:
 
     @property
     def bos_id(self) -> int | None:
-        """Id of the first token of a row, BOS or BERT's CLS; None if there is none but EOS (GPT-2)."""
+        """Id of the first token of a row, BOS or BERT's CLS; None if EOS is the only special token (GPT-2)."""
         bos = self.inner.bos_token_id
         bos = self.inner.cls_token_id if bos is None else bos
         return None if bos == self.eos_id else bos
@@ -102,7 +102,7 @@ class CaptionTokenizer:
         try:
             self.inner.save_pretrained(folder)
         except Exception as error:
-            if type(error) is Exception:  # what the tokenizers library raises for errors of the file system
+            if type(error) is Exception:  # the tokenizers library raises it for errors of the file system
                 raise OSError(str(error)) from error
             raise
 
@@ -110,7 +110,7 @@ class CaptionTokenizer:
     def load(cls, name_or_folder: Path | str, context_length: int) -> CaptionTokenizer:
         """Load a tokenizer from a folder or the hub, with rows of BOS, caption, EOS and padding.
 
-        The text tower reads its feature at the first EOS. Raises `UserError` if there is no such tokenizer, or it has
+        The text tower reads its feature at the first EOS. Raises `UserError` if it cannot be loaded or has
         neither an EOS nor a SEP token.
         """
         return cls.closed(load_tokenizer(name_or_folder), context_length)

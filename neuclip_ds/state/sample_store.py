@@ -24,7 +24,7 @@ MAX_DEVICE_BYTES = 2 << 30  # larger tables are kept in pinned host memory
 
 
 class SampleStore:
-    """Float fields of each of n samples; a rank holds 4 f ceil(n / K) bytes.
+    """Float fields of n samples; a rank holds 4 f ceil(n / K) bytes.
 
     Args:
         n: number of samples in the data set; a global index lies in [0, n).
@@ -57,7 +57,7 @@ class SampleStore:
         self._process = os.getpid()
         for column, initial in enumerate(fields.values()):
             self._table[:, column] = initial
-        self._arriving: tuple[Tensor, HostCopy] | None = None  # rows of a table in host memory, and what they become
+        self._arriving: tuple[Tensor, HostCopy] | None = None  # rows of a table in host memory, and their new values
         self._overwritten: tuple[Tensor, Tensor]  # after a write: row numbers, and the rows before it
 
     @property
@@ -112,7 +112,7 @@ class SampleStore:
             self._arriving = rows, HostCopy(values)
 
     def undo(self) -> None:
-        """Restore the rows that the last `write` has changed."""
+        """Restore the rows that the last `write` changed."""
         rows, before = self._overwritten
         self._rows.index_copy_(0, rows, before)  # a repeated row has the same values each time
 
@@ -123,7 +123,7 @@ class SampleStore:
     def _locate(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """Return the (B,) local row numbers and which rows are local; the others map to the extra last row.
 
-        Both lie where the table does.
+        Both are on the table's device.
         """
         index = to_device(index, self._table.device)
         low, high = self.partition.start, self.partition.stop
@@ -132,14 +132,13 @@ class SampleStore:
 
 
 def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
-    """Return zeros of (rows, columns), which only this process may use: a forked one is killed where it touches them.
+    """Return zeros (rows, columns) for this process alone; a forked process that touches them is killed.
 
-    The table lies in huge pages where the kernel has them: with pages of 4 KB nearly every row misses the processor's
-    cache of addresses. Forked processes do not inherit it: while one lives, such as a loader worker, the first write
-    to each page would copy that page, which takes longer than the write and up to the table's size of memory again.
+    The table uses huge pages if the kernel provides them: with pages of 4 KB nearly every row access misses the TLB.
+    Forked processes do not inherit it: while one lives, such as a loader worker, the first write to each page would copy that page, which takes longer than the write and up to the table's size of memory again.
 
     Raises:
-        UserError: there is not as much memory.
+        UserError: the machine has too little memory.
     """
     if type(torch.empty(0)) is not Tensor:  # under a mode whose tensors have no memory
         return torch.zeros(rows, columns, dtype=dtype)
@@ -152,17 +151,17 @@ def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
             "use more ranks, or a machine with more memory."
         ) from error
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
-        with suppress(OSError, AttributeError):  # a kernel without huge pages, or without the advice
+        with suppress(OSError, AttributeError):  # the kernel lacks huge pages or madvise
             memory.madvise(getattr(mmap, advice))
     return torch.frombuffer(memory, dtype=dtype).view(rows, columns)
 
 
 def _last_of_each(rows: Tensor) -> Tensor:
-    """Return (B,) for each row number the last place at which it occurs, without a synchronization with the host."""
+    """Return (B,) the last position of each row number, without a synchronization with the host."""
     places = torch.arange(len(rows), device=rows.device)
     bits = len(rows).bit_length()
     keys = (rows << bits) + places  # in the order of row numbers, then of places
-    # numpy sorts on the CPU ten times as fast as torch
+    # numpy sorts ten times as fast as torch on the CPU
     keys = torch.from_numpy(np.sort(keys.numpy())) if keys.device.type == "cpu" else keys.sort().values
     ordered, order = keys >> bits, keys & ((1 << bits) - 1)
     ends = torch.ones_like(ordered, dtype=torch.bool)

@@ -3,7 +3,7 @@
 The folder of K ranks holds
 
     RRRRR-of-KKKKK.safetensors    rank R's shards, with the keys below
-    index.json                    `keys` of each file, and what else the writer has to say
+    index.json                    `keys` of each file, and further facts of the writer
 
 with the keys
 
@@ -69,13 +69,13 @@ def shard_files(shards: Shards, facts: Mapping[str, Any], communicator: Communic
 
 
 class ShardFiles:
-    """Reader of what K ranks wrote, for any number of readers; a file is opened when something in it is read.
+    """Reader of the shards of K ranks, for any number of readers; a file is opened when it is first read.
 
-    Raises `UserError` where a file is missing or cannot be read.
+    Raises `UserError` if a file is missing or cannot be read.
 
     Attributes:
-        folder: where the files are.
-        facts: of the writer.
+        folder: folder of the files.
+        facts: facts of the writer.
     """
 
     def __init__(self, folder: Path) -> None:

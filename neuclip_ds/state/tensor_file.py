@@ -77,7 +77,7 @@ class BytesFile(NamedTuple):
         return len(self.content)
 
     def copied(self) -> BytesFile:
-        """Return the file, whose content nothing changes."""
+        """Return the file itself, which is immutable."""
         return self
 
     def write(self, folder: Path) -> Checksum:

@@ -1,4 +1,4 @@
-"""The interface of what a model starts from, and what pretrained checkpoints share.
+"""The interface of model sources, and code that pretrained checkpoints share.
 
 The trunks of their towers are the library's modules, so features equal the library's. Logit scale and bias are kept
 outside: they belong to the objective, and DeepSpeed's ZeRO does not support 0-dimensional parameters.
@@ -19,7 +19,7 @@ from neuclip_ds.errors import UserError
 from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 
-START_FILE = "start.json"  # what a run started from, besides the files of a library
+START_FILE = "start.json"  # origin of a run's model, next to the files of a library
 
 
 class CheckpointRef(NamedTuple):
@@ -64,12 +64,12 @@ class Package(NamedTuple):
 
 
 class ModelSource(ABC):
-    """Through which a run builds, loads and saves its model.
+    """Source through which a run builds, loads and saves its model.
 
     Attributes:
-        config: the model's, with the options that hold whatever it starts from.
-        name: for messages.
-        preprocessing: of its images.
+        config: the model's config; some options apply to every source.
+        name: name for messages.
+        preprocessing: preprocessing of its images.
         embed_dim: width d of the joint space.
     """
 
@@ -115,7 +115,7 @@ class ModelSource(ABC):
 
     @abstractmethod
     def save_files(self, folder: Path) -> None:
-        """Save the files that describe the model to its library, but for the weights."""
+        """Save the files that describe the model to its library, without the weights."""
 
 
 def read_logit_parameters(weights: Mapping[str, Tensor]) -> LogitParameters:
