@@ -3,6 +3,8 @@
 import importlib.util
 import re
 import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _SECRETS = (
@@ -57,3 +59,19 @@ def require_package(module: str, option: str, package: str) -> None:
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
         raise UserError(f"{option} needs {package}, which is not installed: pip install {package}, or omit the option.")
+
+
+def first_sentence(error: Exception) -> str:
+    """Return the first sentence of another library's error message, or the error's type where it has none."""
+    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".") or type(error).__name__
+
+
+@contextmanager
+def explained(problem: str, fix: str) -> Iterator[None]:
+    """Turn any error of other libraries, which raise many types, into a UserError: "PROBLEM (its words); FIX."."""
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as error:
+        raise UserError(f"{problem} ({first_sentence(error)}); {fix}.") from error

@@ -37,7 +37,7 @@ from neuclip_ds.data.uids import uid_of
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.encoding import Encode, encode_batch
 from neuclip_ds.files import atomic_write, explain_disk
 
@@ -119,11 +119,9 @@ class Parts:
         written = {**self._identity, "shards": manifest.n_shards, "data": manifest.content_hash}
         path = self.folder / IDENTITY
         if path.is_file():
-            try:
+            with explained(f"{path} cannot be read", "choose another --out, or delete it"):
                 found = json.loads(path.read_text(encoding="utf-8"))
                 known = {**written, "shards": found["shards"], "data": manifest.hash_of_first(found["shards"])}
-            except (OSError, ValueError, LookupError, TypeError) as error:
-                raise UserError(f"{path} cannot be read ({error}): choose another --out, or delete it.") from error
             if name := next((name for name in known if found.get(name) != known[name]), None):
                 raise UserError(
                     f"{self.folder} has features with {name}={found.get(name)}, not {known[name]}: choose another --out"

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.suite import Metrics
 from neuclip_ds.evaluation.tasks import Task, TaskList
 from neuclip_ds.files import json_lines
@@ -42,12 +42,10 @@ class Results:
             found = json.loads(self._model_path.read_text(encoding="utf-8")) if self._model_path.is_file() else None
             if found != json.loads(json.dumps(model)):
                 raise UserError(f"{folder} has scores of another model or precision ({found}); choose another --out.")
-            try:
+            with explained(f"{self._path} is not a file of scores", "choose another --out"):
                 lines = json_lines(self._path)  # a task whose line was cut off is measured again
-            except ValueError as error:
-                raise UserError(f"{self._path} is not a file of scores ({error}); choose another --out.") from error
-            self.metrics = {line["key"]: line["metrics"] for line in lines}
-            self.data = {line["key"]: line.get("data") for line in lines}
+                self.metrics = {line["key"]: line["metrics"] for line in lines}
+                self.data = {line["key"]: line.get("data") for line in lines}
         self._model_path.write_text(json.dumps(model, indent=2) + "\n", encoding="utf-8")
 
     def add(self, task: Task, metrics: Metrics, data: str | None = None) -> None:

@@ -25,7 +25,7 @@ from neuclip_ds.data.pack import CAPTION_COLUMNS, IMAGE_COLUMNS, TABLES, caption
 from neuclip_ds.data.readers import read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS
 from neuclip_ds.data.tar import Extent, read_index
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 _SHARD_COUNT = "test/nshards.txt"
 _TEMPLATES, _CLASS_NAMES = "zeroshot_classification_templates.txt", "classnames.txt"
@@ -60,10 +60,8 @@ class Sample:
         if extension not in self._members:
             raise UserError(f"{self.name} has no {extension} member; download the set again.")
         member = self._members[extension]
-        try:
+        with explained(f"{self.name} cannot be read", "check the storage"):
             return member if isinstance(member, bytes) else member()
-        except OSError as error:
-            raise UserError(f"{self.name} cannot be read ({error}); check the storage.") from error
 
     def text(self, extension: str) -> str:
         """Return the text of a member, stripped; raises as `read` does."""
@@ -140,11 +138,8 @@ def open_shards(path: Path) -> EvaluationSet:
 
 
 def _in_shard(shard: Path) -> Iterator[Sample]:
-    try:
-        with shard.open("rb") as file:
-            entries, gaps = read_index(file.fileno())
-    except OSError as error:
-        raise UserError(f"{shard} cannot be read ({error}); check the storage.") from error
+    with explained(f"{shard} cannot be read", "check the storage"), shard.open("rb") as file:
+        entries, gaps = read_index(file.fileno())
     if gaps:
         raise UserError(f"{shard} is damaged at byte {gaps[0].offset}; download it again.")
     for entry in entries:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from neuclip_ds.data.loader import IN_PROCESS, Loader
 from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.sets import EvaluationSet, Sample
 
 T = TypeVar("T")
@@ -56,10 +56,8 @@ def sharded_batches(
 def decode(sample: Sample, transform: Callable[[bytes], Tensor], prefix: str = "") -> Tensor:
     """Decode a sample's image, `sample.image(prefix)`, to (3, H, W) uint8 pixels; raise UserError if that fails."""
     encoded = sample.image(prefix)
-    try:
+    with explained(f"{sample.name} cannot be decoded", "fix or remove it"):
         return transform(encoded)
-    except Exception as error:  # decoders raise anything; all of it is about this one file
-        raise UserError(f"{sample.name} cannot be decoded ({error}); fix or remove it.") from error
 
 
 def _prepared(

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import GroupAccumulator, chance_jaccard, jaccard
 from neuclip_ds.evaluation.retrieval import score_matrix
@@ -86,11 +86,9 @@ def _mean(by_size: GroupAccumulator, least: int, most: int) -> float | None:
 
 
 def _instance(sample: Sample, transform: Callable[[bytes], Tensor]) -> Instance:
-    try:
+    with explained(f"{sample.name}: its json needs cue, candidates and associations", "write the set again"):
         tree = json.loads(sample.read("json"))
         cue, candidates, associations = str(tree["cue"]), list(tree["candidates"]), set(tree["associations"])
-    except (ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{sample.name}: its json needs cue, candidates and associations ({error}).") from error
     associated = [candidate in associations for candidate in candidates]
     if not any(associated):
         raise UserError(f"{sample.name}: none of its candidates is among its associations; write the set again.")

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import ClassAccumulator, GroupAccumulator, ratio
 from neuclip_ds.evaluation.retrieval import score_matrix
@@ -92,11 +92,9 @@ def _prepare(
         raise UserError(f"{sample.name} has label '{label}', but the classes are 0 to {classes - 1}; fix one of them.")
     if not columns:
         return pixels, [int(label)]
-    try:
+    with explained(f"{sample.name}: its npy member holds no metadata", "fix the set"):
         row = np.load(io.BytesIO(sample.read("npy")), allow_pickle=False).ravel()
         groups = [int(row[column]) for column in columns]
-    except (ValueError, IndexError, EOFError) as error:
-        raise UserError(f"{sample.name}: its npy member holds no metadata ({error}); fix the set.") from error
     if min(groups) < 0:
         raise UserError(f"{sample.name} has the group {min(groups)} in its npy member; download the set again.")
     return pixels, [int(label), *groups]

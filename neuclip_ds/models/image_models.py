@@ -10,7 +10,7 @@ from timm.layers import AttentionPool2d, PatchDropout, PatchDropoutWithIndices, 
 from torch import Tensor, nn
 
 from neuclip_ds.config import VisionConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.positions import check_patches
 from neuclip_ds.models.towers import VisionTower, new_projection
 
@@ -110,17 +110,10 @@ def _checked_width(config: VisionConfig) -> int:
     """Return the width of the pooled feature, from a trial run on the meta device."""
     drop = f", patch_drop={config.patch_drop}" if config.patch_drop else ""
     attempt = f"{config.name!r} with model.vision.image_size={config.image_size}{drop} and options={config.options}"
-    try:
-        with torch.device("meta"):
-            trial = _create(config).eval()
-            _check_size(config.image_size, trial)
-            feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
-    except UserError:
-        raise
-    except Exception as error:  # timm's constructors raise many types
-        raise UserError(
-            f"timm cannot build {attempt} ({type(error).__name__}: {error}); correct these options."
-        ) from error
+    with explained(f"timm cannot build {attempt}", "correct these options"), torch.device("meta"):
+        trial = _create(config).eval()
+        _check_size(config.image_size, trial)
+        feature = trial(torch.empty(2, 3, config.image_size, config.image_size))
     if any(parameter.ndim == 0 for parameter in trial.parameters()):
         raise UserError(
             f"{config.name!r} has 0-dimensional parameters, which DeepSpeed does not support; use another model."

@@ -16,7 +16,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_toke
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 # Loader processes are forked after the tokenizer's threads may have started; without this, each one warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -141,18 +141,15 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     Raises `UserError` if it cannot be read, or has ids beyond the `vocab_size` embeddings of its model.
     """
     folder, name = Path(name_or_folder), str(name_or_folder)
-    try:
+    with explained(
+        f"transformers cannot read a tokenizer {name} from a folder or the hub",
+        "name a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
+        "merges.txt, or spiece.model), or omit model.text.tokenizer to train a BPE on the captions",
+    ):
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # it would create an empty one
             raise FileNotFoundError("it has no tokenizer files")
         tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=False, local_files_only=folder.is_dir())
-    except Exception as error:  # transformers and tokenizers raise many types for damaged files
-        reason = str(error).strip().partition("\n")[0].rstrip(".") or type(error).__name__
-        raise UserError(
-            f"transformers cannot read a tokenizer {name} from a folder or the hub ({reason}); name a folder "
-            "with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and merges.txt, "
-            "or spiece.model), or omit model.text.tokenizer to train a BPE on the captions."
-        ) from error
-    largest = max(tokenizer.get_vocab().values())
+        largest = max(tokenizer.get_vocab().values())
     if vocab_size is not None and largest >= vocab_size:
         raise UserError(
             f"The tokenizer in {name} has ids up to {largest}, but the model's vocabulary ends at {vocab_size - 1}; "

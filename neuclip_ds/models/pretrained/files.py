@@ -1,7 +1,6 @@
 """Read JSON and tensors of checkpoints without running code, and download files from the hub."""
 
 import json
-import pickle
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -9,44 +8,31 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 
 SMALL_FILES = ("*.json", "*.txt", "*.model")  # configs and tokenizers; no weights
-
-
-def first_sentence(error: Exception) -> str:
-    """Return the first sentence of another library's error message."""
-    return str(error).strip().partition("\n")[0].partition(". ")[0].rstrip(".")
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file; raise UserError if the file is missing or no JSON object."""
     if not path.is_file():
         raise UserError(f"{path.parent} has no {path.name}; put the checkpoint's file there.")
-    try:
+    with explained(f"{path} is not valid JSON of an object", "put the checkpoint's file there"):
         return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as error:
-        raise UserError(f"{path} is not valid JSON of an object ({error}); put the checkpoint's file there.") from error
 
 
 def read_tensors(path: Path) -> dict[str, Tensor]:
     """Read the tensors of a safetensors or torch file; raise UserError if it is missing, broken, or would run code."""
     if not path.is_file():
         raise UserError(f"The weights file {path} does not exist; put it there or name another one.")
-    try:
+    with explained(f"{path} is not a file of tensors only", "use a safetensors file or a plain state dict"):
         if path.suffix == ".safetensors":
             return load_file(path)
         tree = torch.load(path, map_location="cpu", weights_only=True)
         return {str(key).removeprefix("module."): value.detach() for key, value in tree.get("state_dict", tree).items()}
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, EOFError, AttributeError) as error:
-        raise UserError(
-            f"{path} is not a file of tensors only ({first_sentence(error)}); use a safetensors file or a plain state "
-            "dict."
-        ) from error
 
 
 def first_file(folder: Path, names: Sequence[str]) -> Path | None:
@@ -83,11 +69,9 @@ def fetch(name: str, option: str, weights: Sequence[str] = ()) -> Path:
 
 def download(name: str, patterns: Sequence[str], option: str) -> Path:
     """Return the local folder of a hub repository's files; raise UserError if neither hub nor cache has it."""
-    try:
+    with explained(
+        f"{option}={name} is not a local folder and cannot be downloaded from the hub",
+        "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
+        "(HF_HOME)",
+    ):
         return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except Exception as error:  # the hub's own errors, and those of whatever HTTP library it uses
-        raise UserError(
-            f"{option}={name} is not a local folder and cannot be downloaded from the hub ({first_sentence(error)}): "
-            "download the repository on a machine with network and name its folder, or copy it into the hub's cache "
-            "(HF_HOME)."
-        ) from error

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
-from neuclip_ds.errors import UserError, require_package
+from neuclip_ds.errors import UserError, explained, require_package
 from neuclip_ds.models.dual_encoder import DualEncoder, prepare
 from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
@@ -31,7 +31,7 @@ from neuclip_ds.models.pretrained.base import (
     read_logit_parameters,
     rename_prefixes,
 )
-from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, read_tensors
+from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
 from neuclip_ds.models.towers import TextTower, VisionTower
 
@@ -83,15 +83,12 @@ def locate_by_name(name: str, weights: bool) -> CheckpointRef:
         )
     if not weights:
         return CheckpointRef("open_clip", "", name)
-    try:
+    source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
+    with explained(
+        f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded",
+        f"download {source} on a machine with network and name its folder, or set open_clip:{architecture}/FILE",
+    ):
         return CheckpointRef("open_clip", str(library().download_pretrained(known)), name)
-    except Exception as error:  # the hub's, or those of its HTTP library
-        source = str(known.get("hf_hub", "")).rstrip("/") or known.get("url")
-        raise UserError(
-            f"model.pretrained=open_clip:{name} is not in the local cache and could not be downloaded "
-            f"({first_sentence(error)}): download {source} on a machine with network and name its folder, or set "
-            f"open_clip:{architecture}/FILE."
-        ) from error
 
 
 class OpenClipTokenizer:
@@ -144,15 +141,12 @@ class OpenClipCheckpoint(ModelSource):
         # open_clip passes the config's options for transformers' tokenizer on
         options = {"trust_remote_code": False} if self._tree.get("text_cfg", {}).get("hf_tokenizer_name") else {}
         length = self.config.force_context_length
-        try:
-            tokenizer = library().get_tokenizer(self._tokenizer_source, context_length=length, **options)
-        except Exception as error:  # transformers and tokenizers raise many types for damaged files
-            reason = first_sentence(error)
-            raise UserError(
-                f"open_clip cannot find the tokenizer of {self._where} ({reason}); put its files (tokenizer.json and "
-                f"tokenizer_config.json) into a folder with the weights and {CONFIG_FILE}, and name that."
-            ) from error
-        return OpenClipTokenizer(tokenizer)
+        with explained(
+            f"open_clip cannot read the tokenizer of {self._where}",
+            "put its files (tokenizer.json and tokenizer_config.json) into a folder with the weights and "
+            f"{CONFIG_FILE}, and name that",
+        ):
+            return OpenClipTokenizer(library().get_tokenizer(self._tokenizer_source, context_length=length, **options))
 
     def build(self, tokenizer: Any = None) -> DualEncoder:
         return self._wrapped(self._resized())
@@ -181,13 +175,10 @@ class OpenClipCheckpoint(ModelSource):
                 f"change; set model.force_context_length to fewer than its {config.force_context_length}."
             )
         if config.force_image_size is not None and "timm_model_name" in self._tree["vision_cfg"]:
-            try:
-                model.visual.set_input_size((config.force_image_size, config.force_image_size))
-            except Exception as error:  # timm's modules raise many types
-                raise UserError(
-                    f"timm's image tower of {self._where} cannot take images of {config.force_image_size} pixels "
-                    f"({first_sentence(error)}); correct or omit model.force_image_size."
-                ) from error
+            size = config.force_image_size
+            problem = f"timm's image tower of {self._where} cannot take images of {size} pixels"
+            with explained(problem, "correct or omit model.force_image_size"):
+                model.visual.set_input_size((size, size))
         return model
 
     def package(self, tokenizer: ModelTokenizer, weights: Mapping[str, Tensor], logits: LogitParameters) -> Package:
@@ -226,26 +217,20 @@ def architecture(config: Mapping[str, Any], where: str) -> Any:
     if text.get("hf_model_name"):
         _refuse_foreign_code(text["hf_model_name"], where)
         parts["text_cfg"] = {**text, "hf_model_pretrained": False}  # the checkpoint has the weights
-    try:
+    problem = f"open_clip {open_clip.__version__} cannot build {where}"
+    with explained(problem, "correct its model_cfg, or update open_clip_torch"):
         return open_clip.CustomTextCLIP(**parts)
-    except TypeError as error:
-        raise UserError(
-            f"open_clip {open_clip.__version__} cannot build {where} ({error}); correct its model_cfg, or update "
-            "open_clip_torch."
-        ) from error
 
 
 def _refuse_foreign_code(name: str, where: str) -> None:
     """Raise UserError unless transformers itself has the text encoder: open_clip would ask whether to run its code."""
     from transformers import MODEL_MAPPING, AutoConfig
 
-    try:
+    with explained(
+        f"transformers cannot read the text encoder {name} of {where}",
+        "correct text_cfg.hf_model_name, or download the encoder on a machine with network and name its folder there",
+    ):
         is_own = type(AutoConfig.from_pretrained(name, trust_remote_code=False)) in MODEL_MAPPING
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(
-            f"transformers cannot read the text encoder {name} of {where} ({first_sentence(error)}); correct "
-            "text_cfg.hf_model_name, or download the encoder on a machine with network and name its folder there."
-        ) from error
     if not is_own:
         raise UserError(f"transformers has no model of the type of {name}, the text encoder of {where}; use another.")
 

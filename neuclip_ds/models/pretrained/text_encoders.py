@@ -15,9 +15,8 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from neuclip_ds.config import TextConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
-from neuclip_ds.models.pretrained.files import first_sentence
 from neuclip_ds.models.pretrained.transformers_models import read_model, resized_model
 from neuclip_ds.models.tokenizer import CaptionTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, new_projection
@@ -39,13 +38,9 @@ class TextEncoder:
 
     def __init__(self, folder: str, text: TextConfig, stretch: str) -> None:
         self.folder, self._text, self._stretch = Path(folder), text, stretch
-        try:
+        fix = "name the folder of a text encoder with model.text.pretrained"
+        with explained(f"{folder} holds no config.json that transformers can read", fix):
             config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
-        except (OSError, ValueError, KeyError) as error:
-            raise UserError(
-                f"{folder} holds no config.json that transformers can read ({first_sentence(error)}); name the folder "
-                "of a text encoder with model.text.pretrained."
-            ) from error
         self._published = config.get_text_config()
         self._published.use_cache = False
         encoder = MODEL_FOR_TEXT_ENCODING_MAPPING.get(type(self._published), None)  # T5 without its decoder

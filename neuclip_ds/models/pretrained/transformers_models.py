@@ -5,7 +5,6 @@ the model type `siglip`; its NaFlex form, `siglip2`, is used on square images of
 """
 
 import math
-import pickle
 from collections.abc import Mapping
 from copy import deepcopy
 from pathlib import Path
@@ -13,14 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers as library
-from safetensors import SafetensorError
 from torch import Tensor, nn
 from torch.nn import functional
 from transformers.image_utils import PILImageResampling
 from transformers.utils import logging
 
 from neuclip_ds.config import ModelConfig
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, explained
 from neuclip_ds.models.dual_encoder import DualEncoder, prepare
 from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
@@ -35,7 +33,7 @@ from neuclip_ds.models.pretrained.base import (
     read_logit_parameters,
     rename_prefixes,
 )
-from neuclip_ds.models.pretrained.files import first_file, first_sentence, read_json, save_small_files
+from neuclip_ds.models.pretrained.files import first_file, read_json, save_small_files
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
 from neuclip_ds.models.towers import TextTower, VisionTower
 
@@ -171,7 +169,7 @@ def read_model(
     if first_file(folder, WEIGHTS) is None:
         raise UserError(f"{folder} has no weights; put {WEIGHTS[0]} (or pytorch_model.bin) there.")
     logging.disable_progress_bar()  # one bar per rank would flood the log
-    try:
+    with explained(f"transformers cannot read the weights in {folder}", "put the model's file there"):
         model, info = kind.from_pretrained(
             folder,
             config=config,
@@ -181,10 +179,6 @@ def read_model(
             ignore_mismatched_sizes=True,  # refused below
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, pickle.UnpicklingError, SafetensorError) as error:
-        raise UserError(
-            f"transformers cannot read the weights in {folder} ({first_sentence(error)}); put the model's file there."
-        ) from error
     missing = set(info["missing_keys"])
     needed = sorted(name for name in missing if not name.startswith(optional))
     shapes = [f"{name} is {tuple(found)} instead of {tuple(want)}" for name, found, want in info["mismatched_keys"]]

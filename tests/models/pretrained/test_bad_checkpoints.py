@@ -116,7 +116,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
             clip_tokenizer().save_pretrained(folder),
             (folder / "tokenizer.json").write_text("{}"),
         ),
-        "open_clip cannot find the tokenizer",
+        "open_clip cannot read the tokenizer",
     ),
     "foreign tokenizer": (
         "siglip",
@@ -164,7 +164,7 @@ DAMAGED: dict[str, tuple[str, Callable[[Path], object], str]] = {
     "no tokenizer of open_clip": (
         "open_clip",
         config(lambda tree: tree["model_cfg"]["text_cfg"].update(hf_tokenizer_name="x/y"), OPEN_CLIP_CONFIG),
-        "open_clip cannot find the tokenizer",
+        "open_clip cannot read the tokenizer",
     ),
     "broken weights": (
         "open_clip",
