@@ -135,7 +135,8 @@ def random_access_table(rows: int, columns: int, dtype: torch.dtype) -> Tensor:
     """Return zeros (rows, columns) for this process alone; a forked process that touches them is killed.
 
     The table uses huge pages if the kernel provides them: with pages of 4 KB nearly every row access misses the TLB.
-    Forked processes do not inherit it: while one lives, such as a loader worker, the first write to each page would copy that page, which takes longer than the write and up to the table's size of memory again.
+    Forked processes do not inherit it: while one lives, such as a loader worker, the first write to each page would
+    copy that page, which takes longer than the write and up to the table's size of memory again.
 
     Raises:
         UserError: the machine has too little memory.
