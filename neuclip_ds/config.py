@@ -159,8 +159,8 @@ class DataConfig(Section):
     """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one for each of
     more nodes."""
     shuffle_block_size: int | None = Field(None, ge=1)
-    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, 16
-    million on 64 nodes, fewer if the shards of so many exceed `cache_gb`."""
+    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams,
+    500,000 per node on more than 16 nodes, and as many fewer as the shards of these need to fit into `cache_gb`."""
     drop_last: bool = False
     """Skip the samples that do not fill an epoch's last batch; else every sample is seen exactly once an epoch, and the
     last batch has empty rows."""

@@ -1,6 +1,6 @@
 """Simulate how the nodes of a run are supplied with shards: GB resident, first batch, read amplification, stalls.
 
-The order of samples and the cache policy are those of a run, on a data set of equal shards; the speeds of the node are
+The order of samples and the cache policy are those of a run, on synthetic shards; the speeds of the node are
 assumed. Shards arrive one after the other at the node's bandwidth; the cache evicts those used least recently.
 
 Examples:
@@ -17,8 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.cli.program import Parser, exit_on_mistake
-from neuclip_ds.data.interleave import DataSize, choose_interleave
-from neuclip_ds.data.mixture import BatchOrder
+from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.data.prefetch import RequestWindow, ShardRequest, shards_ahead
 from neuclip_ds.errors import UserError
@@ -59,7 +58,7 @@ class DataFlow(NamedTuple):
 
 
 def simulate(
-    order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
+    order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int = 1, number: int = 0, epochs: int = 1
 ) -> DataFlow:
     """Simulate node `number` of `nodes`, each with equally many rows of the batch, for some epochs.
 
@@ -69,16 +68,16 @@ def simulate(
     rows = slice(number * order.batch_size // nodes, (number + 1) * order.batch_size // nodes)
     state = _NodeState(order, shard_bytes, node, rows, epochs * order.steps_per_epoch)
     lane, streams = order.batch_size // order.interleave.streams, max(1, order.interleave.streams // nodes)
-    stride = max(1, order.interleave.block // lane // (2 * streams))  # steps between two looks at the order
+    block = min(order.interleave.block, int(order.stream_lengths.min()))
+    stride = max(1, block // lane // (2 * streams))  # steps between two looks at the order
     first = state.needed_before(1)
     state.wait_for(1)
     first_seconds = state.time
     for step in range(0, state.end, stride):
         state.train(step, min(step + stride, state.end))
-    size = DataSize(order.n, len(shard_bytes), int(shard_bytes.sum()))
     if state.window.is_too_small:
-        return _estimate(size, order, node, nodes, rows.stop - rows.start)
-    used = state.end * (rows.stop - rows.start) / order.batch_size * size.bytes / order.steps_per_epoch
+        return _estimate(order, shard_bytes, node, nodes, rows.stop - rows.start)
+    used = state.end * (rows.stop - rows.start) / order.batch_size * int(shard_bytes.sum()) / order.steps_per_epoch
     seconds = max(state.time - first_seconds, 1e-9)
     flow = state.fetched / used, state.requests / seconds, state.stalled / seconds
     return DataFlow(state.resident, first, first_seconds, *flow)
@@ -87,7 +86,7 @@ def simulate(
 class _NodeState:
     """A node at a time: its cache, and the link that fills it."""
 
-    def __init__(self, order: BatchOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
+    def __init__(self, order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, rows: slice, end: int) -> None:
         self.end, self._epoch, self._node, self._sizes = end, order.steps_per_epoch, node, shard_bytes.tolist()
         self.window = RequestWindow(shards_ahead(order, 0, 0, [rows]), self._sizes, int(node.cache))
         self.time = self.stalled = self.fetched = self.resident = 0.0
@@ -142,14 +141,13 @@ class _NodeState:
                 self._held -= self._sizes[shard]
 
 
-def _estimate(size: DataSize, order: BatchOrder, node: Node, nodes: int, rows: int) -> DataFlow:
+def _estimate(order: GlobalOrder, shard_bytes: NDArray[np.int64], node: Node, nodes: int, rows: int) -> DataFlow:
     """Return what happens where a batch needs more shards than the cache holds: each may be absent at every step."""
-    needed = size.resident_bytes(order.interleave, nodes)
-    shard = size.bytes / size.shards
+    needed, shard = order.resident_bytes(shard_bytes, nodes), float(shard_bytes.mean())
     touched = needed * -np.expm1(-rows * shard / needed)  # bytes of different shards in the node's rows
     fetched = touched * max(1 - node.cache / needed, 0.0)
     seconds = max(fetched / node.bandwidth, node.step_seconds)
-    amplification, requests = fetched / (rows * size.bytes / size.samples), fetched / shard / seconds
+    amplification, requests = fetched / (rows * shard_bytes.sum() / order.n), fetched / shard / seconds
     stalled = 1 - node.step_seconds / seconds
     return DataFlow(needed, touched, touched / node.bandwidth, amplification, requests, stalled, is_estimate=True)
 
@@ -157,8 +155,11 @@ def _estimate(size: DataSize, order: BatchOrder, node: Node, nodes: int, rows: i
 def main() -> None:
     parser = Parser(prog="simulate_data.py", description=__doc__)
     parser.add_argument("recipe", help="a recipe's name, or the path of a YAML file; options of the run may follow")
-    parser.add_argument("--samples", type=float, default=192e6, help="size n of the data set, in shards of 10,000")
+    parser.add_argument(
+        "--samples", type=float, default=192e6, help="size n of the data set, in shards of 10,000 on average"
+    )
     parser.add_argument("--sample-kb", type=float, default=45, help="KB of an image and its caption in a shard")
+    parser.add_argument("--sigma", type=float, default=0, help="spread of the shards' sizes (lognormal); 0: all equal")
     parser.add_argument("--nodes", nargs="+", type=int, default=[1, 8, 64], help="numbers of nodes")
     parser.add_argument("--cache-gb", nargs="+", type=float, default=[1000], help="sizes of a node's cache")
     parser.add_argument("--bandwidth-gb", type=float, default=1.25, help="GB a second that a node fetches")
@@ -167,25 +168,36 @@ def main() -> None:
     with exit_on_mistake():
         asked, overrides = parser.parse_with_overrides(sys.argv[1:])
         data = parse([asked.recipe, *overrides]).config.data
-    shards = -(-int(asked.samples) // SHARD_SAMPLES)
-    sizes = np.full(shards, SHARD_SAMPLES)
-    sizes[-1] = int(asked.samples) - (shards - 1) * SHARD_SAMPLES
+    n, random = int(asked.samples), np.random.default_rng(0)
+    wanted = random.lognormal(0, asked.sigma, -(-n // SHARD_SAMPLES))
+    sizes = np.diff(np.floor(n * np.append(0, np.cumsum(wanted) / wanted.sum())).astype(np.int64))
     shard_bytes = (sizes * asked.sample_kb * 1e3).astype(np.int64)
-    size = DataSize(int(sizes.sum()), shards, int(shard_bytes.sum()))
-    print(f"{size.samples:,} samples in {shards:,} shards of {size.bytes / 1e9:,.0f} GB, batch {data.batch_size:,}")
+    print(f"{n:,} samples in {len(sizes):,} shards of {shard_bytes.sum() / 1e9:,.0f} GB, batch {data.batch_size:,}")
+
+    def order_of(interleave: Interleave) -> GlobalOrder:
+        return GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
+
     for cache in asked.cache_gb:
         for nodes in asked.nodes:
-            chosen = {"streams": data.shard_streams, "block": data.shuffle_block_size}
             try:
-                interleave = choose_interleave(size, data.batch_size, nodes=nodes, cache_bytes=1e9 * cache, **chosen)
+                interleave = choose_interleave(
+                    len(sizes),
+                    data.batch_size,
+                    nodes=nodes,
+                    cache_bytes=1e9 * cache,
+                    resident_bytes=lambda found, count: order_of(found).resident_bytes(shard_bytes, count),
+                    streams=data.shard_streams,
+                    block=data.shuffle_block_size,
+                )
             except UserError as error:
                 print(f"\n{nodes} nodes, {cache:g} GB: {error}")
                 continue
-            order = GlobalOrder(np.cumsum(sizes) - sizes, sizes, data.batch_size, 0, interleave, drop_last=True)
+            order = order_of(interleave)
             node = Node(1e9 * cache, 1e9 * asked.bandwidth_gb, data.batch_size / nodes / asked.rate)
             flow = simulate(order, shard_bytes, node, nodes, nodes // 2, asked.epochs)
-            streams, window = interleave.streams, min(math.prod(interleave), size.samples)
+            streams, window = interleave.streams, min(math.prod(interleave), n)
             print(f"\n{nodes} nodes, {cache:g} GB: {streams} streams, {window:,} samples shuffled together")
+            print(f"  planned        {order.resident_bytes(shard_bytes, nodes) / 1e9:,.1f} GB at a time")
             print("\n".join(flow.lines()))
 
 

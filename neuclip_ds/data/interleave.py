@@ -5,15 +5,18 @@ at a time: a window of S x block samples. The cache must hold all shards of the 
 400 GB.
 """
 
+import math
+from bisect import bisect_left
+from collections.abc import Callable
 from typing import NamedTuple
 
 from neuclip_ds.errors import UserError
 
-WINDOWS = (8_000_000, 4_000_000, 2_000_000)  # samples that are shuffled together, the best first
-_PER_NODE = 250_000  # samples of a larger window on many nodes
+WINDOW = 8_000_000  # samples that are shuffled together on up to 16 nodes
+_PER_NODE = 500_000  # samples of a larger window on many nodes
+_FINER = 2**-0.125  # ratio of one window that is considered to the next larger one
 _STREAMS = 64
-_FULL = 0.8  # share of a cache that may be planned for
-_AHEAD = 2  # streams whose next block is there before it is used
+FULL = 0.9  # share of a cache that may be planned for; the prefetcher fills no more with shards of later batches
 _SMALLEST_BLOCK = 100
 
 
@@ -24,63 +27,60 @@ class Interleave(NamedTuple):
     block: int  # positions of a stream that are shuffled together
 
 
-class DataSize(NamedTuple):
-    """The extent of a data set, all shards being alike."""
-
-    samples: int
-    shards: int
-    bytes: int
-
-    def resident_bytes(self, interleave: Interleave, nodes: int = 1) -> int:
-        """Return the bytes of the shards that a node needs at a time, those of the next blocks included.
-
-        A node reads its share of the streams, at least one.
-        """
-        per_shard = self.samples / self.shards
-        streams = min(-(-interleave.streams // nodes), interleave.streams)
-        length = self.samples / interleave.streams
-        per_block = min(interleave.block, length) / per_shard + 1  # it begins and ends within a shard
-        return round(min((streams + min(_AHEAD, streams)) * per_block, self.shards) / self.shards * self.bytes)
-
-
 def choose_interleave(
-    data: DataSize,
+    shards: int,
     batch_size: int,
     *,
     nodes: int = 1,
     cache_bytes: float | None = None,
+    resident_bytes: Callable[[Interleave, int], float] = lambda interleave, nodes: 0,
     streams: int | None = None,
     block: int | None = None,
 ) -> Interleave:
     """Choose the interleave with the largest window for which the cache is large enough.
 
-    The window has up to 8 million samples, 16 million on 64 nodes, and so on. A single node can hold it, so that the
-    run can move there; if that allows less than 2 million, each of the `nodes` can. `cache_bytes` of a node is None if
-    all shards are local. The user may choose `streams` and `block`.
+    The window has up to 8 million samples, 500,000 per node on more than 16 nodes. Half of the nodes can hold it if
+    possible, so that the run can move to these. The user may choose `streams` and `block`.
+
+    Args:
+        shards: number of shards, at least as many as streams.
+        cache_bytes: of a node; None if all shards are read in place.
+        resident_bytes: bytes of the shards that each of so many nodes needs at a time, `GlobalOrder.resident_bytes`.
 
     Raises:
         UserError: `streams` does not divide the batch, or no interleave fits into the cache.
     """
     if streams is not None and (streams < 1 or batch_size % streams):
         raise UserError(f"data.shard_streams={streams} does not divide data.batch_size={batch_size}; choose a divisor.")
-    numbers = [streams] if streams is not None else _stream_numbers(batch_size, max(data.shards, 1), nodes)
+    numbers = [streams] if streams is not None else _stream_numbers(batch_size, max(shards, 1), nodes)
     if streams is not None and block is not None:
         return Interleave(streams, block)
-    windows = list(WINDOWS)
-    while 2 * windows[0] <= _PER_NODE * nodes:
-        windows.insert(0, 2 * windows[0])
-    of_one_node = windows.copy()
-    while windows[-1] > _SMALLEST_BLOCK * numbers[-1]:
-        windows.append(windows[-1] // 2)
-    for considered, counted in ((of_one_node, 1), (windows[len(of_one_node) - 1 :], nodes)):
-        for window in considered:
-            for number in numbers:
-                found = Interleave(number, block or max(window // number, 1))
-                if cache_bytes is None or data.resident_bytes(found, counted) <= _FULL * cache_bytes:
-                    return found
-    smallest = data.resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
-    size, needed = (cache_bytes or 0) / 1e9, 1.01 * smallest / _FULL / 1e9
+    top = max(WINDOW, _PER_NODE * nodes)
+    if cache_bytes is None:
+        return Interleave(numbers[0], block or max(top // numbers[0], 1))
+    for counted in sorted({-(-nodes // 2), nodes}):
+        best: Interleave | None = None
+        for number in numbers:
+            candidates = [Interleave(number, size) for size in ([block] if block else _blocks(top, number))]
+            # a smaller block needs fewer bytes, so the largest that fits is found by bisection
+            at = bisect_left(candidates, -FULL * cache_bytes, key=lambda one: -resident_bytes(one, counted))
+            if at < len(candidates) and (best is None or math.prod(candidates[at]) > math.prod(best)):
+                best = candidates[at]
+            elif best is not None:  # still fewer streams would have smaller windows yet
+                break
+        if best is not None:
+            return best
+    smallest = resident_bytes(Interleave(numbers[-1], block or _SMALLEST_BLOCK), nodes)
+    size, needed = cache_bytes / 1e9, 1.01 * smallest / FULL / 1e9
     raise UserError(f"The cache of {size:.3g} GB is too small for a batch: set data.cache_gb={needed:.3g} or more.")
+
+
+def _blocks(window: int, streams: int) -> list[int]:
+    """Return the blocks to consider, the largest first."""
+    found = [max(window // streams, 1)]
+    while found[-1] > _SMALLEST_BLOCK:
+        found.append(max(int(window / streams * _FINER ** len(found)), _SMALLEST_BLOCK))
+    return found
 
 
 def _stream_numbers(batch_size: int, shards: int, nodes: int) -> list[int]:

@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
+from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.errors import UserError
 
 _ROUNDS = 6
+_AHEAD = 2  # streams of a node whose next block is there before it is used
+_LOOK_UPS, _EPOCHS = 1 << 16, 2  # in which the shards in use are counted
 _SHARDS, _SAMPLES = 0, 1  # domain separation of the hash
 _SPREAD = np.uint64(0x9E3779B9)  # 2^32 over the golden ratio: its multiples spread neighbors evenly
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)  # the increment of splitmix64
@@ -69,7 +71,7 @@ class GlobalOrder:
             raise UserError(f"The data set has {self.n} samples; contrastive training needs at least 2.")
         if drop_last and self.n < batch_size:
             raise UserError(f"data.drop_last leaves no batch: {self.n} samples, batch_size={batch_size}; lower it.")
-        self.interleave = interleave or choose_interleave(DataSize(self.n, len(self._sizes), 0), batch_size)
+        self.interleave = interleave or choose_interleave(len(self._sizes), batch_size)
         streams, block = self.interleave.streams, self.interleave.block
         self._bounds = self.n * np.arange(streams + 1) // streams  # (S + 1,) boundaries of the streams
         self._lane = batch_size // streams  # positions of a stream in a batch
@@ -148,6 +150,32 @@ class GlobalOrder:
         low, high = self._slot_of(layout, self._bounds[stream] + np.array([start, end - 1]))
         shards = layout.shards[low : high + 1]
         return [int(shard) for shard in shards[(self._sizes[shards] > 0) & ~self._gone[shards]]]
+
+    def resident_bytes(self, shard_bytes: ArrayLike, nodes: int = 1) -> int:
+        """Return the bytes of the shards that a node needs at a time: the most of any node in the first epochs.
+
+        The shards of its streams' blocks count, and those of the blocks that its next two streams begin.
+
+        Args:
+            shard_bytes: (n_shards,) bytes of each shard.
+        """
+        used = np.where(self._sizes > 0, np.asarray(shard_bytes, dtype=np.int64), 0)
+        streams, lengths = self.interleave.streams, self.stream_lengths
+        first, end = np.arange(nodes) * streams // nodes, -(-np.arange(1, nodes + 1) * streams // nodes)  # (nodes,)
+        ahead = self.interleave.block * _AHEAD // max(_AHEAD, streams // nodes)  # positions until these blocks begin
+        stream, moments = np.arange(streams), max(256, _LOOK_UPS // streams)
+        now = np.linspace(0, lengths.max() - 1, moments).astype(np.int64)[:, None]
+        now, later = np.minimum(now, lengths - 1), np.minimum(now + ahead, lengths - 1)  # (moments, S)
+        low = self._bounds[:-1] + self._block(stream, (now + self._phases) // self.interleave.block)[0]
+        high = self._bounds[:-1] + self._block(stream, (later + self._phases) // self.interleave.block)[1] - 1
+        most = 0
+        for epoch in range(_EPOCHS):
+            layout = self._layout_of(epoch)
+            before = np.append(0, np.cumsum(used[layout.shards]))
+            held = before[self._slot_of(layout, high) + 1] - before[self._slot_of(layout, low)]
+            of_streams = np.pad(held.cumsum(axis=1), ((0, 0), (1, 0)))  # (moments, S + 1)
+            most = max(most, int((of_streams[:, end] - of_streams[:, first]).max()))
+        return min(most, int(used.sum()))
 
     def _block(self, stream: NDArray[np.int64], number: NDArray[np.int64]) -> tuple[NDArray[Any], NDArray[Any]]:
         """Return the positions within their streams at which blocks begin and end, elementwise."""

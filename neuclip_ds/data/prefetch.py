@@ -22,6 +22,7 @@ import numpy as np
 
 from neuclip_ds.data.cache import ShardCache
 from neuclip_ds.data.children import end_with_parent
+from neuclip_ds.data.interleave import FULL
 from neuclip_ds.data.manifest import Shard
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
@@ -30,7 +31,6 @@ from neuclip_ds.errors import UserError
 log = logging.getLogger(__name__)
 
 _POLL = 0.1  # seconds between reads of the step
-_AHEAD = 0.9  # share of the cache that shards of later batches may fill, with those in use
 
 
 class ShardRequest(NamedTuple):
@@ -110,7 +110,7 @@ class RequestWindow:
             if request.last >= reached:  # else it has never fitted
                 is_due = request.first <= reached
                 total = self.bytes + self._sizes[request.shard] * (request.shard not in self.shards)
-                if total > self._capacity * (1 if is_due else _AHEAD):
+                if total > self._capacity * (1 if is_due else FULL):
                     self.is_too_small |= is_due
                     break
                 self._admitted.append(request)

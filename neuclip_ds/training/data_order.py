@@ -4,6 +4,7 @@ The order is chosen when the run starts and kept by its checkpoints.
 """
 
 import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from neuclip_ds.config import Config, DataConfig
-from neuclip_ds.data.interleave import DataSize, Interleave, choose_interleave
+from neuclip_ds.data.interleave import FULL, WINDOW, Interleave, choose_interleave
 from neuclip_ds.data.manifest import Manifest, join
 from neuclip_ds.data.mixture import BatchOrder, MixtureOrder
 from neuclip_ds.data.order import GlobalOrder
@@ -79,25 +80,16 @@ class TrainingSet:
         blocks = np.maximum(1, np.round(interleave.block * shares.max(axis=0))).astype(int)
         return [interleave._replace(block=int(block)) for block in blocks]
 
-    def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
-        """Return the order of a mixture's samples; raise `UserError` for invalid weights."""
-        orders = [
+    def orders(self, batch_size: int, seed: int, interleave: Interleave) -> list[GlobalOrder]:
+        """Return the order of each source's samples in a mixture."""
+        return [
             GlobalOrder(self.manifest.starts, part, batch_size, seed, own)
             for part, own in zip(self.parts, self.interleaves(interleave), strict=True)
         ]
-        return MixtureOrder(orders, self.weights(), interleave)
 
-    def sizes(self) -> list[DataSize]:
-        """Return the size of each source, counting the shards in use."""
-        in_use = np.array([shard.bytes if shard.n and not shard.removed else 0 for shard in self.manifest.shards])
-        return [
-            DataSize(int(part.sum()), int(np.count_nonzero(part)), int(in_use[part > 0].sum())) for part in self.parts
-        ]
-
-    def resident_bytes(self, interleave: Interleave, nodes: int) -> int:
-        """Return the bytes of the shards that each of `nodes` nodes reads from at a time."""
-        sizes = zip(self.sizes(), self.interleaves(interleave), strict=True)
-        return sum(size.resident_bytes(own, nodes) for size, own in sizes if size.shards)
+    def mixture(self, batch_size: int, seed: int, interleave: Interleave) -> MixtureOrder:
+        """Return the order of a mixture's samples; raise `UserError` for invalid weights."""
+        return MixtureOrder(self.orders(batch_size, seed, interleave), self.weights(), interleave)
 
     def describe(self) -> list[str]:
         """Return a line for each source: its samples, and its share of the batches by step."""
@@ -160,17 +152,35 @@ def open_order(
     """
     data, manifest, seed = config.data, training_set.manifest, config.run.seed
     cache = data.cache_gb * 1e9 if needs_cache(data, manifest) else None
-    interleave = saved or _choose(data, training_set, nodes, cache)
-    if cache is not None and (needed := training_set.resident_bytes(interleave, nodes)) > cache:
+    shard_bytes = [shard.bytes for shard in manifest.shards]
+
+    def resident_bytes(interleave: Interleave, nodes: int) -> int:
+        orders = training_set.orders(data.batch_size, seed, interleave)
+        return sum(order.resident_bytes(shard_bytes, nodes) for order in orders)
+
+    interleave = saved or choose_interleave(
+        max(int(np.count_nonzero(part)) for part in training_set.parts),
+        data.batch_size,
+        nodes=nodes,
+        cache_bytes=cache,
+        resident_bytes=resident_bytes,
+        streams=data.shard_streams,
+        block=data.shuffle_block_size,
+    )
+    if cache is not None and (needed := resident_bytes(interleave, nodes)) > cache:
         problem = (
             f"Each of {nodes} nodes reads from {needed / 1e9:,.3g} GB of shards at a time "
             f"(data.shard_streams={interleave.streams}, data.shuffle_block_size={interleave.block}), but "
             f"data.cache_gb={data.cache_gb:g}, so shards would be fetched again and again: set "
-            f"data.cache_gb={needed / 1e9:.3g} or more"
+            f"data.cache_gb={needed / FULL / 1e9:.3g} or more"
         )
         if saved is None:
             raise UserError(f"{problem}, or a smaller data.shuffle_block_size.")
         log.warning("%s", problem)
+    window = math.prod(interleave)
+    if saved is None and cache is not None and window < min(WINDOW, int(manifest.sizes.sum())):
+        text = "data.cache_gb=%g limits shuffling to %s samples at a time: raise it for better mixed batches"
+        log.warning(text, data.cache_gb, f"{window:,}")
     if training_set.sources:
         return training_set.mixture(data.batch_size, seed, interleave)
     order = GlobalOrder(manifest.starts, manifest.sizes, data.batch_size, seed, interleave, drop_last=data.drop_last)
@@ -180,23 +190,6 @@ def open_order(
             "which has no negatives. Choose another batch size or data.drop_last=true."
         )
     return order
-
-
-def _choose(data: DataConfig, training_set: TrainingSet, nodes: int, cache: float | None) -> Interleave:
-    """Choose the interleave of a new run, within the user's options."""
-    total = DataSize(*(sum(values) for values in zip(*training_set.sizes(), strict=True)))
-    for part in (1.0, 0.5, 0.25, 0.1):  # every source of a mixture has shards that only begin or end a block
-        found = choose_interleave(
-            total,
-            data.batch_size,
-            nodes=nodes,
-            cache_bytes=None if cache is None else part * cache,
-            streams=data.shard_streams,
-            block=data.shuffle_block_size,
-        )
-        if cache is None or training_set.resident_bytes(found, nodes) <= cache:
-            break
-    return found
 
 
 def needs_cache(data: DataConfig, manifest: Manifest) -> bool:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from simulate_data import Node, simulate
 
-from neuclip_ds.data.interleave import Interleave
+from neuclip_ds.data.interleave import Interleave, choose_interleave
 from neuclip_ds.data.order import GlobalOrder
 
 SHARDS, SAMPLES, BYTES = 240, 100, 1000
@@ -29,6 +29,36 @@ def test_shards_of_a_window_that_fits_are_fetched_once(nodes):
     assert streams <= flow.first / BYTES <= streams * 6
     assert flow.resident <= 120 * BYTES
     assert flow.stalled == pytest.approx(0, abs=1e-6)
+
+
+def test_an_epoch_that_is_shorter_than_a_block():
+    """All blocks begin with an epoch: each node keeps every shard that it has had, and fetches those it has not."""
+    order, nodes, epochs = order_of(8, 10_000), 8, 3
+    flow = flow_of(order, SHARDS, nodes=nodes, epochs=epochs)
+    length = int(order.stream_lengths[0])
+    seen = set().union(*(order.shards_between(epoch, 0, 0, length) for epoch in range(epochs)))
+    assert flow.amplification == pytest.approx(len(seen) * nodes / (SHARDS * epochs))
+
+
+@pytest.mark.parametrize("huge", [False, True], ids=["lognormal", "a few are huge"])
+def test_a_cache_that_the_real_sizes_are_planned_for_fetches_nothing_twice(huge):
+    random, number = np.random.default_rng(0), np.arange(1500)
+    sizes = np.where(number % 100, 200, 6000) if huge else random.lognormal(5, 1, len(number)).astype(int) + 1
+    shard_bytes, cache = sizes * 45, int(sizes.sum() * 45 / 8)
+
+    def order_with(interleave: Interleave) -> GlobalOrder:
+        return GlobalOrder(np.cumsum(sizes) - sizes, sizes, 96, 0, interleave)
+
+    interleave = choose_interleave(
+        len(sizes),
+        96,
+        cache_bytes=cache,
+        resident_bytes=lambda found, nodes: order_with(found).resident_bytes(shard_bytes, nodes),
+    )
+    flow = simulate(order_with(interleave), shard_bytes, Node(cache, 1e9, 1.0))
+    assert not flow.is_estimate
+    assert flow.amplification == pytest.approx(1, abs=0.03), "streams share shards"
+    assert interleave.streams * interleave.block > sizes.sum() / 32, "the cache is used"
 
 
 def test_a_slow_link_makes_training_wait():

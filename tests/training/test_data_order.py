@@ -56,12 +56,13 @@ def test_a_resumed_run_keeps_the_order_on_any_number_of_nodes():
 def test_a_cache_that_is_too_small_is_refused_at_first_and_reported_later(caplog):
     """60 shards of 4.5 MB."""
     explicit = ["--data.cache_gb=0.1", "--data.shard_streams=32", "--data.shuffle_block_size=1000"]
-    with pytest.raises(UserError, match=r"0.27 GB .* set data.cache_gb=0.27 or more"):
+    with pytest.raises(UserError, match=r"0.27 GB .* set data.cache_gb=0.3 or more"):
         open_order(config_of(*explicit), set_of(REMOTE))
     saved = Interleave(32, 1000)
     assert open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE), saved=saved).interleave == saved
-    assert "fetched again and again: set data.cache_gb=0.27 or more" in caplog.text
+    assert "fetched again and again: set data.cache_gb=0.3 or more" in caplog.text
     assert math.prod(open_order(config_of("--data.cache_gb=0.1"), set_of(REMOTE)).interleave) < 6000
+    assert "data.cache_gb=0.1 limits shuffling to " in caplog.text
 
 
 def test_sources_and_their_weights():
