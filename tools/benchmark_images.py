@@ -47,7 +47,8 @@ from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.evaluation.sets import open_shards
 from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
-from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 LONGER, SHORTER, TILE, CROP = 512, 384, 192, 224  # pixels
 SCALE = 0.9  # smallest share of the area that a crop keeps

@@ -51,7 +51,7 @@ from neuclip_ds.config import CLIP_BPE, Config, dump
 from neuclip_ds.data.build import open_manifest
 from neuclip_ds.data.demo import demo_split
 from neuclip_ds.data.shards import resolve_shards
-from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.objectives import find_method
 from neuclip_ds.planning.memory import MemoryQuery

@@ -32,7 +32,8 @@ from neuclip_ds.data.demo import make_demo_data
 from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.loss import ContrastiveLoss, IndexedDataset
-from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 DIM, SIZE, CONTEXT, LR = 64, 32, 32, 1e-3
 

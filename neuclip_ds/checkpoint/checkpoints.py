@@ -228,7 +228,7 @@ class Checkpoints:
         log.info("best so far: %s is %.4g at step %d", best.metric, best.value, best.step)
 
     def read(self, path: Path, fingerprint: Fingerprint) -> tuple[int, Mapping[str, Any]]:
-        """Return the number of steps done, and the position in the data (training/plan.py).
+        """Return the number of steps done, and the position in the data (training/schedule.py).
 
         Raises `UserError` if the run that wrote the checkpoint has another fingerprint.
         """

@@ -9,10 +9,10 @@ from neuclip_ds.checkpoint.sharded_state import STATE, StateFiles
 from neuclip_ds.config import Config, ModelConfig
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import LogitParameters, Preprocessing
 from neuclip_ds.models.source import ModelSource, locate_on_rank_zero, model_source, open_saved
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.recipe import load_saved
 
 

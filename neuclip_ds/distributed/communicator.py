@@ -1,29 +1,27 @@
-"""Collectives of the objectives, the normalizers and the per-sample state, counted by purpose."""
+"""Collectives of the objectives, the normalizers and the per-sample state, counted by purpose; copies to a GPU."""
 
 import copy
 import functools
-import json
-import socket
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from neuclip_ds.distributed.host_copies import to_device
-from neuclip_ds.errors import UserError
+from neuclip_ds.distributed.exchange import PURPOSE, Exchange
 
-T = TypeVar("T")
 ProcessGroup = dist.ProcessGroup
 
-# ranges in a profiler's trace: a training step, one of its phases, which do not nest, and the purpose of a collective
-STEP, PHASE, PURPOSE = "train step", "phase: ", "purpose: "
+_STAGED = 64 << 10  # bytes of pageable memory that CUDA copies asynchronously; the host waits for larger copies
+
+# ranges in a profiler's trace: a training step, and one of its phases, which do not nest
+STEP, PHASE = "train step", "phase: "
 
 
 def ring_bytes(op: str, size: int, world_size: int) -> int:
@@ -69,16 +67,13 @@ class Pending:
         return self._result.cpu() if self.to_host else self._result
 
 
-class Communicator:
+class Communicator(Exchange):
     """Collectives over all ranks of the process group; with one rank, calls return without communication.
 
     Needs an initialized `torch.distributed` process group when more than one rank runs.
 
     Attributes:
-        rank: rank of this process, 0 <= rank < world_size.
-        device: device of the tensors.
         traffic: purpose -> `Traffic`; call `collect_times()` before reading times on a GPU.
-        begun: number of collectives that this rank has begun; the others wait for a rank with a smaller number.
     """
 
     def __init__(
@@ -95,18 +90,10 @@ class Communicator:
             host_group: process group of the same ranks for objects and tensors in host memory; None is `group`.
             store: store of the same ranks, for `count`.
         """
-        connected = dist.is_initialized()
+        super().__init__(torch.device(device), group if host_group is None else host_group, store)
         self._group = group
-        self._host_group = group if host_group is None else host_group
-        reaches_hosts = not connected or "cpu:" in dist.get_backend_config(self._host_group)
-        self.rank: int = dist.get_rank(group) if connected else 0
-        self.world_size: int = dist.get_world_size(group) if connected else 1
-        self.device = torch.device(device)
-        self._host = torch.device("cpu") if reaches_hosts else self.device  # device that sends tensors of the host
         self.traffic: defaultdict[str, Traffic] = defaultdict(Traffic)
-        self.begun = 0
         self._unread_events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
-        self._store = dist.HashStore() if store is None and self.world_size == 1 else store
 
     def alone(self) -> "Communicator":
         """Return a communicator of this rank alone, with which no call communicates."""
@@ -182,82 +169,6 @@ class Communicator:
             with record_function(f"{PURPOSE}control"):
                 dist.barrier(group=self._group)
 
-    def on_rank_zero(self, work: Callable[[], T]) -> T:
-        """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
-
-        A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
-        """
-        outcome: dict[str, Any] = {}
-        if self.rank == 0:
-            try:
-                outcome = {"result": work()}
-            except UserError as error:
-                if self.world_size == 1:
-                    raise
-                outcome = {"error": type(error).__name__, "message": str(error)}
-        outcome = self._exchange(outcome, self._broadcast)[0]
-        if "error" in outcome:
-            kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
-            raise next(kind for kind in kinds if kind.__name__ == outcome["error"])(outcome["message"])
-        return cast(T, outcome["result"])
-
-    def gather_objects(self, x: T) -> list[T]:
-        """Gather the JSON-serializable x of every rank, in rank order, on all ranks; for small, infrequent data."""
-        return self._exchange(x, self._gather)
-
-    def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
-        """Return the objects that ranks sent in a collective of bytes; raise TypeError if x is not JSON."""
-        self.begun += 1
-        own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
-        with record_function(f"{PURPOSE}control"):
-            received = collective(own) if self.world_size > 1 else [own]
-        return [_decode(message, rank) for rank, message in enumerate(received)]
-
-    def _broadcast(self, own: Tensor) -> list[Tensor]:
-        """Return rank 0's message on all ranks: its length is sent first, then its bytes."""
-        size = torch.tensor([len(own)], device=own.device)
-        dist.broadcast(size, group=self._host_group, group_src=0)
-        received = own if self.rank == 0 else own.new_empty(int(size))
-        dist.broadcast(received, group=self._host_group, group_src=0)
-        return [received]
-
-    def _gather(self, own: Tensor) -> list[Tensor]:
-        """Return the messages of all ranks: their lengths are gathered first, then their padded bytes."""
-        sizes = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
-        dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=own.device), group=self._host_group)
-        padded = own.new_zeros(int(sizes.max()))
-        padded[: len(own)] = own
-        received = padded.new_empty(self.world_size * len(padded))
-        dist.all_gather_into_tensor(received, padded, group=self._host_group)
-        rows = received.view(self.world_size, -1).cpu()
-        return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
-
-    def agree(self, problem: str | None) -> None:
-        """Raise `UserError` on all ranks if any rank has a problem, with the first such rank, its host and message."""
-        for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
-            if (text := found["problem"]) is not None:
-                raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
-
-    def on_every_rank(self, work: Callable[[], T]) -> T:
-        """Return the result of `work` on this rank, or raise the first rank's `UserError` on all ranks."""
-        try:
-            result = work()
-        except UserError as error:
-            self.agree(str(error))
-            raise
-        self.agree(None)
-        return result
-
-    def count(self, name: str, amount: int = 1) -> int:
-        """Add to a counter that all ranks share, and return its new value; no rank waits for another."""
-        assert self._store is not None, "several ranks count through a store: make the Communicator with one"
-        return self._store.add(f"counters/{name}", amount)
-
-    def ranks_of_node(self) -> list[int]:
-        """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
-        hosts = self.gather_objects(socket.gethostname())
-        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
-
     def collect_times(self) -> None:
         """Wait for the GPU and add the times of the calls since the last `collect_times`."""
         for purpose, start, end in self._unread_events:
@@ -300,15 +211,30 @@ class Communicator:
             self.traffic[purpose].seconds += time.perf_counter() - began
 
 
-def _encode(x: object) -> bytes:
-    return json.dumps(x).encode()
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor on a device, through pinned memory if it is large and comes from the host.
+
+    Torch uses the pinned memory again only after the copy.
+    """
+    if device.type == "cuda" and tensor.device.type == "cpu" and tensor.nbytes > _STAGED:
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
-def _decode(message: Tensor, rank: int) -> Any:
-    try:
-        return json.loads(message.cpu().numpy().tobytes())
-    except (ValueError, RecursionError) as error:
-        raise UserError(
-            f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
-            "Train in a network that only its users reach."
-        ) from error
+class HostCopy:
+    """An asynchronous copy of a tensor to host memory; a tensor that is already there is not copied."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._copy = tensor
+        self._arrived: torch.cuda.Event | None = None
+        if tensor.device.type != "cpu":
+            self._copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._copy.copy_(tensor, non_blocking=True)
+            self._arrived = torch.cuda.Event()
+            self._arrived.record()
+
+    def wait(self) -> Tensor:
+        """Wait for the copy, but not for later work of the device, and return it."""
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        return self._copy

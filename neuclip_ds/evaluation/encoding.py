@@ -9,8 +9,7 @@ from torch import Tensor
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import IN_PROCESS, Loader
-from neuclip_ds.distributed.communicator import Communicator
-from neuclip_ds.distributed.host_copies import to_device
+from neuclip_ds.distributed.communicator import Communicator, to_device
 
 Encode = Callable[[Tensor | None, Tensor | None], tuple[Tensor | None, Tensor | None]]
 """(images uint8 (b, 3, H, W) or None, tokens (b, T) or None) -> their float32 L2-normalized features (b, d) or None.

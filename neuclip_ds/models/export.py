@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from transformers import CLIPTextModel
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.pretrained.base import LogitParameters, Package, Preprocessing, check_tensors, logit_tensors
 from neuclip_ds.models.pretrained.open_clip_models import (
     OpenClipTokenizer,
@@ -32,7 +31,7 @@ from neuclip_ds.models.pretrained.open_clip_models import (
 )
 from neuclip_ds.models.pretrained.transformers_models import MODEL_TYPES
 from neuclip_ds.models.tokenizer import ModelTokenizer
-from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.models.towers import DualEncoder, VisionTower
 
 _ACTIVATIONS = {"quick_gelu": True, "gelu": False}  # transformers' name -> open_clip's `quick_gelu`
 _DEFAULT_EPS = 1e-5

@@ -1,4 +1,4 @@
-"""Tokenize captions with any transformers tokenizer, or with a byte-level BPE trained on the captions themselves.
+"""Tokenize captions with any transformers tokenizer.
 
 Special tokens spelled in a caption are treated as plain text.
 """
@@ -6,23 +6,19 @@ Special tokens spelled in a caption are treated as plain text.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from itertools import chain
 from pathlib import Path
 from typing import Protocol
 
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import processors
 from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from neuclip_ds.errors import UserError, explained
 
 # Loader processes are forked after the tokenizer's threads may have started; without this, each one warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-BOS, EOS = "<|startoftext|>", "<|endoftext|>"
-_SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
 _FILES = ("tokenizer.json", "vocab.json", "vocab.txt", "spiece.model", "sentencepiece.bpe.model", "tokenizer.model")
 
 
@@ -156,39 +152,3 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
             "put the model's tokenizer files there."
         )
     return tokenizer
-
-
-def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
-    """Train a byte-level BPE on captions in NFC and lower case, deterministically.
-
-    Args:
-        captions: read once as a stream.
-        vocab_size: maximum number of tokens; few captions give fewer.
-        context_length: number of tokens per row.
-
-    Raises:
-        UserError: no caption has text, or the vocabulary is too small for 256 bytes, BOS and EOS.
-    """
-    if vocab_size < _SMALLEST_BPE:
-        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
-    with_text = (caption for caption in captions if caption.strip())
-    if (first := next(with_text, None)) is None:
-        raise UserError("No caption has text to train a BPE on; check data.train or model.text.tokenizer.")
-    backend = Tokenizer(models.BPE())
-    backend.normalizer = normalizers.Sequence(
-        [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
-    )
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has one token at any position
-    backend.decoder = decoders.ByteLevel()
-    backend.post_processor = processors.TemplateProcessing(
-        single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
-    )
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS, EOS],  # ids 0 and 1
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    backend.train_from_iterator(chain([first], with_text), trainer=trainer)
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
-    return CaptionTokenizer(tokenizer, context_length)

@@ -1,15 +1,17 @@
-"""The two towers: an encoder of any library, and a projection of its feature to the joint space.
+"""The dual encoder of CLIP: two towers, each an encoder of any library and a projection to the joint space.
 
-DeepSpeed's ZeRO requires that a parameter is used only in the forward of its module, and that none is 0-dimensional.
+It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine. ZeRO requires that
+a parameter is used only in the forward of its module, and that none is 0-dimensional.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 
 class Encoder(nn.Module, ABC):
@@ -151,3 +153,40 @@ def new_projection(width: int, embed_dim: int) -> nn.Linear:
     projection = nn.Linear(width, embed_dim, bias=False)
     nn.init.normal_(projection.weight, std=width**-0.5)
     return projection
+
+
+class DualEncoder(nn.Module):
+    """An image and a text tower with features of width d."""
+
+    def __init__(self, vision: VisionTower, text: TextTower) -> None:
+        super().__init__()
+        self.vision, self.text = vision, text
+
+    def forward(
+        self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
+    ) -> tuple[Tensor | None, Tensor | None]:
+        """Return the features of images and captions, or None where the input is None.
+
+        Args:
+            image: (b, 3, H, W) uint8 pixels.
+            tokens: (b, T) int64 ids of a `CaptionTokenizer`.
+            text_ready: called with the text features before the image tower runs.
+
+        Returns:
+            (b, d) image and text features of unit norm in float32, whatever the dtype of the weights.
+        """
+        # The text tower, the faster one, runs first: the gather of its features can overlap the image tower.
+        text_features = None if tokens is None else _to_sphere(self.text(tokens))
+        if text_ready is not None and text_features is not None:
+            text_ready(text_features)
+        image_features = None if image is None else _to_sphere(self.vision(image))
+        return image_features, text_features
+
+    def compile_towers(self) -> None:
+        """Compile the towers with torch.compile at their first call; parameter names do not change."""
+        self.vision.compile()
+        self.text.compile()
+
+
+def _to_sphere(features: Tensor) -> Tensor:
+    return functional.normalize(features.float(), dim=-1)

@@ -11,8 +11,7 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator, Pending
-from neuclip_ds.distributed.host_copies import to_device
+from neuclip_ds.distributed.communicator import Communicator, Pending, to_device
 from neuclip_ds.errors import UserError
 
 

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.towers import DualEncoder
 
 
 class Activations(NamedTuple):

@@ -26,7 +26,8 @@ from neuclip_ds.training.checks import check_config, likely_slips
 from neuclip_ds.training.data import CACHE, resolve
 from neuclip_ds.training.data_order import TrainingSet, open_order
 from neuclip_ds.training.evaluator import open_held_out
-from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
+from neuclip_ds.training.plan import model_for_phases, plan_phases
+from neuclip_ds.training.schedule import DataPosition
 
 T = TypeVar("T")
 

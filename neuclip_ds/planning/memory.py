@@ -21,9 +21,9 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import accumulates_in_float32, load_engine_config, precision, zero_stage
 from neuclip_ds.engine.precision import resolve_comm_dtype, towers_dtype
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.source import ModelSource, locate_model, model_source
 from neuclip_ds.models.tokenizer import ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.objectives import build_objective, find_method
 from neuclip_ds.objectives.base import Context
 from neuclip_ds.objectives.pair_grid import KEPT_BYTES, block_bytes

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from neuclip_ds.distributed.communicator import PHASE, PURPOSE, STEP, ring_bytes
+from neuclip_ds.distributed.communicator import PHASE, STEP, ring_bytes
+from neuclip_ds.distributed.exchange import PURPOSE
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.launches import Event, Launch, Thread, find_launches, launching_calls, read_events
 

@@ -15,8 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from neuclip_ds.distributed.communicator import Communicator, Pending
-from neuclip_ds.distributed.host_copies import HostCopy, to_device
+from neuclip_ds.distributed.communicator import Communicator, HostCopy, Pending, to_device
 from neuclip_ds.errors import UserError
 from neuclip_ds.state.partition import Partition, RowTable
 

@@ -9,7 +9,7 @@ from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import check_engine_config
 from neuclip_ds.models.trained_parts import TOWERS
 from neuclip_ds.training.data_order import source_facts
-from neuclip_ds.training.plan import Phase, fitted_warmup
+from neuclip_ds.training.schedule import Phase, fitted_warmup
 
 # options that may change between starts, and what the fingerprint lists by itself
 _NOT_ARCHITECTURE: Any = {

@@ -22,8 +22,9 @@ from neuclip_ds.data.readers import TarReader
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.files import explain_disk, private_folder
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import ModelSource
-from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.training.batches import TrainingData
 from neuclip_ds.training.data_order import LEAST_PAIRS, TrainingSet, find_validation, needs_cache, open_order
 from neuclip_ds.training.run_folder import TOKENIZER, link_or_copy

@@ -31,8 +31,9 @@ from neuclip_ds.reporting.metrics import MetricsLog
 from neuclip_ds.training.batches import DeviceBatch, TrainingData
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.hooks.standard import Evaluate, standard_hooks
-from neuclip_ds.training.plan import DataPosition, Phase, phase_at, plan_phases, resume
+from neuclip_ds.training.plan import plan_phases, resume
 from neuclip_ds.training.replicas import compare_replicas
+from neuclip_ds.training.schedule import DataPosition, Phase, phase_at
 from neuclip_ds.training.step import StepOutcome, TrainStep
 
 log = logging.getLogger(__name__)

@@ -23,8 +23,7 @@ from torch.profiler import record_function
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.data.loader import RankBatch
-from neuclip_ds.distributed.communicator import PHASE, Communicator
-from neuclip_ds.distributed.host_copies import HostCopy
+from neuclip_ds.distributed.communicator import PHASE, Communicator, HostCopy
 from neuclip_ds.engine.update import set_learning_rate, update_weights
 from neuclip_ds.engine.zero import fetches_weights
 from neuclip_ds.loss.two_pass import MicroBatches, with_gradients

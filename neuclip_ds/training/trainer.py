@@ -44,7 +44,7 @@ from neuclip_ds.training.data import open_training_data
 from neuclip_ds.training.data_order import find_validation, order_facts
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, RunContext
-from neuclip_ds.training.plan import DataPosition, model_for_phases, plan_phases
+from neuclip_ds.training.plan import model_for_phases, plan_phases
 from neuclip_ds.training.recovery import (
     RECOVERY,
     epochs_behind,
@@ -64,6 +64,7 @@ from neuclip_ds.training.run_folder import (
     write_complete,
 )
 from neuclip_ds.training.run_lock import locked
+from neuclip_ds.training.schedule import DataPosition
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from ranks import run_ranks
 
 from neuclip_ds.checkpoint.integrity import SaveFailed
-from neuclip_ds.distributed import communicator as communicator_module
+from neuclip_ds.distributed import exchange as exchange_module
 from neuclip_ds.distributed import launch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
@@ -140,7 +140,7 @@ def exchange(communicator: Communicator) -> list[Any]:
         ]
     ]
     found.append(communicator.on_rank_zero(lambda: ["of", {"rank": rank}]))
-    with patch.object(communicator_module, "_encode", lambda x: pickle.dumps(x) if rank == 1 else b"{}"):
+    with patch.object(exchange_module, "_encode", lambda x: pickle.dumps(x) if rank == 1 else b"{}"):
         try:
             communicator.gather_objects(Path())
         except UserError as error:

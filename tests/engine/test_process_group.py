@@ -17,7 +17,7 @@ def collectives_of_a_step(communicator: Communicator, engines: list[str]) -> lis
     from neuclip_ds.distributed.launch import join
     from neuclip_ds.engine.config import load_engine_config
     from neuclip_ds.engine.start import start_engine
-    from neuclip_ds.models.dual_encoder import build_dual_encoder
+    from neuclip_ds.models.build import build_dual_encoder
     from neuclip_ds.objectives import build_objective
     from neuclip_ds.objectives.base import Context
     from neuclip_ds.training.step import TrainStep

@@ -14,7 +14,7 @@ from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import load_engine_config
 from neuclip_ds.engine.start import start_engine
 from neuclip_ds.engine.zero import placements
-from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Objective
 from neuclip_ds.training.step import StepOutcome, TrainStep

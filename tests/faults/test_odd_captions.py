@@ -11,7 +11,7 @@ from neuclip_ds.data.dataset import Batch, PairDataset
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.uids import uid_of
-from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.training.data import iter_captions
 
 SURROGATE = b'{"caption": "a \\ud800 dog \\udfff and \\ud83d\\ude00"}'

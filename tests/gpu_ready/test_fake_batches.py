@@ -13,7 +13,7 @@ from test_fake_towers import CONFIG, ROWS, TOKENIZER, batch
 
 from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.engine.start import build_optimizer
-from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep

@@ -22,7 +22,7 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.engine.config import FOLDER, load_engine_config
 from neuclip_ds.engine.start import start_engine
-from neuclip_ds.models.dual_encoder import build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.training.step import TrainStep

@@ -16,8 +16,9 @@ from neuclip_ds.config import Config, VisionConfig
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.engine.average import AVERAGE, WeightAverage
 from neuclip_ds.engine.start import build_optimizer
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import taking_other_sizes
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.objectives import build_objective
 from neuclip_ds.objectives.base import Context, Step
 from neuclip_ds.section import merge

@@ -6,7 +6,7 @@ import torch
 from fake_cuda import DEVICE, GpuRank, fake_cuda
 from torch import Tensor
 
-from neuclip_ds.distributed.host_copies import to_device
+from neuclip_ds.distributed.communicator import to_device
 from neuclip_ds.evaluation.encoding import encoder_of
 from neuclip_ds.objectives.gather import Features, GatheredFeatures
 

@@ -3,8 +3,9 @@ import torch
 from torch import Tensor
 
 from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
-from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.build import build_dual_encoder
+from neuclip_ds.models.towers import DualEncoder
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
 TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)

@@ -36,11 +36,12 @@ from transformers import (
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.export import export, write_towers
 from neuclip_ds.models.pretrained.base import LogitParameters
 from neuclip_ds.models.source import ModelSource, locate_model, merged, model_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder
 
 LOGITS = LogitParameters(0.02, None)
 

@@ -12,7 +12,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.tokenizer import BOS, EOS, CaptionTokenizer, train_bpe
+from neuclip_ds.models.bpe import BOS, EOS, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 CAPTIONS = ["A dog runs over the grass", "two cats sleep on a sofa", "a dog and a cat", "Ein Hund läuft"] * 3
 TOKENIZE = train_bpe(CAPTIONS, vocab_size=320, context_length=12)
@@ -67,8 +68,7 @@ def test_no_byte_is_out_of_vocabulary(word: str) -> None:
 @pytest.mark.slow
 def test_training_is_deterministic_across_processes(tmp_path) -> None:
     code = (
-        "import sys; from neuclip_ds.models.tokenizer import train_bpe; "
-        f"train_bpe({CAPTIONS!r}, 320, 12).save(sys.argv[1])"
+        f"import sys; from neuclip_ds.models.bpe import train_bpe; train_bpe({CAPTIONS!r}, 320, 12).save(sys.argv[1])"
     )
     TOKENIZE.save(tmp_path / "a")
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONHASHSEED": "7"}

@@ -12,8 +12,9 @@ from transformers import BertConfig, BertModel, CLIPTextConfig, CLIPTextModel, S
 
 from neuclip_ds.config import Config, LoraConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.pretrained.open_clip_models import architecture
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.models.trained_parts import (
     add_adapters,
     learning_rate_scales,

@@ -9,7 +9,7 @@ from neuclip_ds.data.manifest import Shard, extend
 from neuclip_ds.data.manifest_file import write_shards
 from neuclip_ds.distributed.environment import RankEnvironment
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.planning import memory
 from neuclip_ds.planning.activations import Activations
 from neuclip_ds.planning.dry_run import print_dry_run, read_hostfile

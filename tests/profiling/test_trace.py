@@ -10,7 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from neuclip_ds.distributed.communicator import PHASE, PURPOSE, STEP
+from neuclip_ds.distributed.communicator import PHASE, STEP
+from neuclip_ds.distributed.exchange import PURPOSE
 from neuclip_ds.profiling.breakdown import COLUMNS, breakdown, rank_record, step_seconds
 from neuclip_ds.profiling.intervals import Interval, Timeline, intersection, length, union
 from neuclip_ds.profiling.trace import StepTrace, engine_purpose, parse_trace, read_trace

@@ -11,8 +11,8 @@ from small_runs import ROOT, SMALL, demo_shards, ends, start
 from torch.utils.tensorboard import SummaryWriter
 
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import build_dual_encoder
-from neuclip_ds.models.tokenizer import train_bpe
+from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.trained_parts import Trainable
 from neuclip_ds.recipe import parse
 

@@ -9,7 +9,8 @@ from neuclip_ds.data.interleave import Interleave
 from neuclip_ds.data.manifest import Manifest, Shard, extend
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.errors import UserError
-from neuclip_ds.training.plan import DataPosition, Span, resume
+from neuclip_ds.training.plan import resume
+from neuclip_ds.training.schedule import DataPosition, Span
 
 OLD = extend(None, [Shard("a.tar", 0, 50, 1), Shard("b.tar", 0, 50, 2)])
 GROWN = extend(OLD, [Shard("c.tar", 0, 100, 3)])

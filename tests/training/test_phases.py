@@ -15,22 +15,12 @@ from neuclip_ds.data.loader import RankBatch
 from neuclip_ds.data.order import GlobalOrder
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
-from neuclip_ds.models.towers import VisionTower
+from neuclip_ds.models.towers import DualEncoder, VisionTower
 from neuclip_ds.recipe import parse
 from neuclip_ds.training.hooks import Hook
 from neuclip_ds.training.loop import Loop, StepResult
-from neuclip_ds.training.plan import (
-    DataPosition,
-    Phase,
-    Span,
-    fitted_warmup,
-    largest_model,
-    learning_rate,
-    model_for_phases,
-    phase_at,
-    plan_phases,
-)
+from neuclip_ds.training.plan import largest_model, model_for_phases, plan_phases
+from neuclip_ds.training.schedule import DataPosition, Phase, Span, fitted_warmup, learning_rate, phase_at
 
 STEPS = 7
 PHASES = (

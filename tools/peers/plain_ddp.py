@@ -24,8 +24,9 @@ from neuclip_ds.data.shards import resolve_shards
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.distributed.environment import RankEnvironment, read_environment
 from neuclip_ds.engine.start import parameter_groups
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer
+from neuclip_ds.models.towers import DualEncoder
 from neuclip_ds.planning.memory import StandInTokenizer
 from neuclip_ds.recipe import load_recipe, validate
 

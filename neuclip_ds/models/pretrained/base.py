@@ -16,8 +16,8 @@ from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
-from neuclip_ds.models.dual_encoder import DualEncoder
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
+from neuclip_ds.models.towers import DualEncoder
 
 START_FILE = "start.json"  # origin of a run's model, next to the files of a library
 

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from neuclip_ds.config import OPENAI_MEAN, OPENAI_STD, ModelConfig
 from neuclip_ds.errors import UserError, explained, require_package
-from neuclip_ds.models.dual_encoder import DualEncoder, prepare
+from neuclip_ds.models.build import prepare
 from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.attention_masks import use_static_masks
 from neuclip_ds.models.pretrained.base import (
@@ -33,7 +33,7 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, read_tensors
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 CONFIG_FILE = "open_clip_config.json"
 WEIGHT_PATTERNS = ("open_clip*.safetensors", "open_clip*.bin")  # the first with files in a repository is downloaded

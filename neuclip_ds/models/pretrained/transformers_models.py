@@ -19,7 +19,7 @@ from transformers.utils import logging
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError, explained
-from neuclip_ds.models.dual_encoder import DualEncoder, prepare
+from neuclip_ds.models.build import prepare
 from neuclip_ds.models.positions import check_patches, fit_positions
 from neuclip_ds.models.pretrained.base import (
     CheckpointRef,
@@ -35,7 +35,7 @@ from neuclip_ds.models.pretrained.base import (
 )
 from neuclip_ds.models.pretrained.files import first_file, read_json, save_small_files
 from neuclip_ds.models.tokenizer import CaptionTokenizer, ModelTokenizer, load_tokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json")
 WEIGHT_PATTERNS = ("model*.safetensors", "pytorch_model*.bin")  # of a repository; the first with files is downloaded

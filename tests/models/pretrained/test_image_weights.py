@@ -14,8 +14,9 @@ from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
+from neuclip_ds.models.bpe import train_bpe
 from neuclip_ds.models.source import FromConfig, locate_model, model_source
-from neuclip_ds.models.tokenizer import CaptionTokenizer, train_bpe
+from neuclip_ds.models.tokenizer import CaptionTokenizer
 
 TEXT = {"vocab_size": 300, "context_length": 16, "width": 24, "layers": 1, "heads": 2}
 NAME = "test_vit"  # timm's smallest, 160 pixels in patches of 16

@@ -1,53 +1,16 @@
-"""The dual encoder of CLIP: two towers and their L2-normalized features in the joint space.
-
-It has no loss; the temperature is a float32 parameter of the objective, outside DeepSpeed's engine.
-"""
+"""Build the dual encoder of a config, and apply the options that hold for every model."""
 
 from collections.abc import Callable, Mapping
 
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.models.image_models import new_vision_tower
 from neuclip_ds.models.recompute import checkpoint_activations
 from neuclip_ds.models.text_models import new_text_tower
 from neuclip_ds.models.tokenizer import CaptionTokenizer
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import DualEncoder, TextTower
 from neuclip_ds.models.trained_parts import TOWERS, add_adapters, freeze, lock_projection
-
-
-class DualEncoder(nn.Module):
-    """An image and a text tower with features of width d."""
-
-    def __init__(self, vision: VisionTower, text: TextTower) -> None:
-        super().__init__()
-        self.vision, self.text = vision, text
-
-    def forward(
-        self, image: Tensor | None, tokens: Tensor | None, text_ready: Callable[[Tensor], None] | None = None
-    ) -> tuple[Tensor | None, Tensor | None]:
-        """Return the features of images and captions, or None where the input is None.
-
-        Args:
-            image: (b, 3, H, W) uint8 pixels.
-            tokens: (b, T) int64 ids of a `CaptionTokenizer`.
-            text_ready: called with the text features before the image tower runs.
-
-        Returns:
-            (b, d) image and text features of unit norm in float32, whatever the dtype of the weights.
-        """
-        # The text tower, the faster one, runs first: the gather of its features can overlap the image tower.
-        text_features = None if tokens is None else _to_sphere(self.text(tokens))
-        if text_ready is not None and text_features is not None:
-            text_ready(text_features)
-        image_features = None if image is None else _to_sphere(self.vision(image))
-        return image_features, text_features
-
-    def compile_towers(self) -> None:
-        """Compile the towers with torch.compile at their first call; parameter names do not change."""
-        self.vision.compile()
-        self.text.compile()
 
 
 def build_dual_encoder(
@@ -91,7 +54,3 @@ def prepare(model: DualEncoder, config: ModelConfig) -> DualEncoder:
     if config.lora.rank:
         add_adapters({name: model.get_submodule(name) for name in TOWERS if config.trained(name) != "all"}, config.lora)
     return model
-
-
-def _to_sphere(features: Tensor) -> Tensor:
-    return functional.normalize(features.float(), dim=-1)

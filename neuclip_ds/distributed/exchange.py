@@ -1,0 +1,126 @@
+"""Messages between ranks: small objects that JSON holds, errors that end all ranks, and a shared counter."""
+
+import json
+import socket
+from collections.abc import Callable
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from neuclip_ds.errors import UserError
+
+T = TypeVar("T")
+
+PURPOSE = "purpose: "  # of a collective, as a range in a profiler's trace
+
+
+class Exchange:
+    """Messages over all ranks of a process group; with one rank none is sent.
+
+    Attributes:
+        rank: rank of this process, 0 <= rank < world_size.
+        device: device of the tensors.
+        begun: number of collectives that this rank has begun; the others wait for a rank with a smaller number.
+    """
+
+    def __init__(self, device: torch.device, group: dist.ProcessGroup | None, store: dist.Store | None) -> None:
+        connected = dist.is_initialized()
+        reaches_hosts = not connected or "cpu:" in dist.get_backend_config(group)
+        self.rank: int = dist.get_rank(group) if connected else 0
+        self.world_size: int = dist.get_world_size(group) if connected else 1
+        self.device, self.begun, self._host_group = device, 0, group
+        self._host = torch.device("cpu") if reaches_hosts else device  # device that sends tensors of the host
+        self._store = dist.HashStore() if store is None and self.world_size == 1 else store
+
+    def on_rank_zero(self, work: Callable[[], T]) -> T:
+        """Run `work` on rank 0 and return its JSON-serializable result on all ranks.
+
+        A `UserError` of rank 0 is raised on every rank, so that none waits for a failed rank.
+        """
+        outcome: dict[str, Any] = {}
+        if self.rank == 0:
+            try:
+                outcome = {"result": work()}
+            except UserError as error:
+                if self.world_size == 1:
+                    raise
+                outcome = {"error": type(error).__name__, "message": str(error)}
+        outcome = self._exchange(outcome, self._broadcast)[0]
+        if "error" in outcome:
+            kinds: list[type[UserError]] = [UserError, *UserError.__subclasses__()]
+            raise next(kind for kind in kinds if kind.__name__ == outcome["error"])(outcome["message"])
+        return cast(T, outcome["result"])
+
+    def gather_objects(self, x: T) -> list[T]:
+        """Gather the JSON-serializable x of every rank, in rank order, on all ranks; for small, infrequent data."""
+        return self._exchange(x, self._gather)
+
+    def _exchange(self, x: Any, collective: Callable[[Tensor], list[Tensor]]) -> list[Any]:
+        """Return the objects that ranks sent in a collective of bytes; raise TypeError if x is not JSON."""
+        self.begun += 1
+        own = torch.frombuffer(bytearray(_encode(x)), dtype=torch.uint8).to(self._host)
+        with record_function(f"{PURPOSE}control"):
+            received = collective(own) if self.world_size > 1 else [own]
+        return [_decode(message, rank) for rank, message in enumerate(received)]
+
+    def _broadcast(self, own: Tensor) -> list[Tensor]:
+        """Return rank 0's message on all ranks: its length is sent first, then its bytes."""
+        size = torch.tensor([len(own)], device=own.device)
+        dist.broadcast(size, group=self._host_group, group_src=0)
+        received = own if self.rank == 0 else own.new_empty(int(size))
+        dist.broadcast(received, group=self._host_group, group_src=0)
+        return [received]
+
+    def _gather(self, own: Tensor) -> list[Tensor]:
+        """Return the messages of all ranks: their lengths are gathered first, then their padded bytes."""
+        sizes = torch.empty(self.world_size, dtype=torch.int64, device=own.device)
+        dist.all_gather_into_tensor(sizes, torch.tensor([len(own)], device=own.device), group=self._host_group)
+        padded = own.new_zeros(int(sizes.max()))
+        padded[: len(own)] = own
+        received = padded.new_empty(self.world_size * len(padded))
+        dist.all_gather_into_tensor(received, padded, group=self._host_group)
+        rows = received.view(self.world_size, -1).cpu()
+        return [row[:size] for row, size in zip(rows, sizes.tolist(), strict=True)]
+
+    def agree(self, problem: str | None) -> None:
+        """Raise `UserError` on all ranks if any rank has a problem, with the first such rank, its host and message."""
+        for rank, found in enumerate(self.gather_objects({"host": socket.gethostname(), "problem": problem})):
+            if (text := found["problem"]) is not None:
+                raise UserError(text if self.world_size == 1 else f"rank {rank} on {found['host']}: {text}")
+
+    def on_every_rank(self, work: Callable[[], T]) -> T:
+        """Return the result of `work` on this rank, or raise the first rank's `UserError` on all ranks."""
+        try:
+            result = work()
+        except UserError as error:
+            self.agree(str(error))
+            raise
+        self.agree(None)
+        return result
+
+    def count(self, name: str, amount: int = 1) -> int:
+        """Add to a counter that all ranks share, and return its new value; no rank waits for another."""
+        assert self._store is not None, "several ranks count through a store: make the Communicator with one"
+        return self._store.add(f"counters/{name}", amount)
+
+    def ranks_of_node(self) -> list[int]:
+        """Return the ranks on this rank's host, in whatever order the launcher assigned them; a collective call."""
+        hosts = self.gather_objects(socket.gethostname())
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+
+def _encode(x: object) -> bytes:
+    return json.dumps(x).encode()
+
+
+def _decode(message: Tensor, rank: int) -> Any:
+    try:
+        return json.loads(message.cpu().numpy().tobytes())
+    except (ValueError, RecursionError) as error:
+        raise UserError(
+            f"Rank {rank} sent bytes that are not JSON ({error}): another program takes part in the run's collectives. "
+            "Train in a network that only its users reach."
+        ) from error

@@ -1,0 +1,49 @@
+"""Train a byte-level BPE on the captions of a run."""
+
+from collections.abc import Iterable
+from itertools import chain
+
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from neuclip_ds.errors import UserError
+from neuclip_ds.models.tokenizer import CaptionTokenizer
+
+BOS, EOS = "<|startoftext|>", "<|endoftext|>"
+_SMALLEST_BPE = 258  # every byte and the two special tokens, so that no caption is out of vocabulary
+
+
+def train_bpe(captions: Iterable[str], vocab_size: int, context_length: int) -> CaptionTokenizer:
+    """Train a byte-level BPE on captions in NFC and lower case, deterministically.
+
+    Args:
+        captions: read once as a stream.
+        vocab_size: maximum number of tokens; few captions give fewer.
+        context_length: number of tokens per row.
+
+    Raises:
+        UserError: no caption has text, or the vocabulary is too small for 256 bytes, BOS and EOS.
+    """
+    if vocab_size < _SMALLEST_BPE:
+        raise UserError(f"A byte-level BPE of {vocab_size} tokens is too small; use at least {_SMALLEST_BPE}.")
+    with_text = (caption for caption in captions if caption.strip())
+    if (first := next(with_text, None)) is None:
+        raise UserError("No caption has text to train a BPE on; check data.train or model.text.tokenizer.")
+    backend = Tokenizer(models.BPE())
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.NFC(), normalizers.Lowercase(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+    )
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)  # a word has one token at any position
+    backend.decoder = decoders.ByteLevel()
+    backend.post_processor = processors.TemplateProcessing(
+        single=f"{BOS} $A {EOS}", special_tokens=[(BOS, 0), (EOS, 1)]
+    )
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[BOS, EOS],  # ids 0 and 1
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(chain([first], with_text), trainer=trainer)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token=BOS, eos_token=EOS, pad_token=EOS)
+    return CaptionTokenizer(tokenizer, context_length)
