@@ -1,14 +1,15 @@
-"""Score a model on DataComp's evaluation sets and on sets of your own.
+"""Score a model on DataComp's evaluation sets, on sets of your own and on shards of pairs.
 
 Examples:
   neuclip-ds evaluate runs/cc3m_neuclip --data /data/evalsets
-  neuclip-ds evaluate runs/cc3m_neuclip --data /data/images_by_class /data/pairs.csv
+  neuclip-ds evaluate runs/cc3m_neuclip --data /data/images_by_class /data/pairs.csv manifests/mine_val
   deepspeed --module neuclip_ds evaluate runs/cc3m_neuclip --data /data/evalsets --tasks 'imagenet*'
   mpirun -n 8 neuclip-ds evaluate openai/clip-vit-base-patch32 --data /data/evalsets --out scores/openai_b32
 
 A set of your own is a folder with a folder of images for each class, a file of pairs (.csv, .tsv, .jsonl, .parquet), or
-a folder in the webdataset layout of CLIP_benchmark under any name. Tasks with a score in the results folder are not
-scored again. docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
+a folder in the webdataset layout of CLIP_benchmark under any name. Shards of pairs are tars, a folder of them or a
+manifest, as `data.val` takes them. Tasks with a score in the results folder are not scored again.
+docs/how-to/evaluate.md explains the tasks, their metrics and where to get the data.
 """
 
 from __future__ import annotations
@@ -33,11 +34,13 @@ if TYPE_CHECKING:  # torch and deepspeed take seconds to import
 
 log = logging.getLogger(__name__)
 
+_DEMO, _TAR = "demo:", ".tar"
+
 
 def main(arguments: Sequence[str]) -> None:
     parser = Parser(prog="neuclip-ds evaluate", description=__doc__)
     parser.add_argument("model", help="a run's folder (its newest checkpoint), a checkpoint, or a pretrained model")
-    parser.add_argument("--data", type=Path, nargs="+", required=True, help="folders that hold sets, or sets")
+    parser.add_argument("--data", nargs="+", required=True, help="sets, folders that hold sets, or shards of pairs")
     parser.add_argument("--tasks", nargs="+", default=[], help="names, keys or patterns (default: all on disk)")
     parser.add_argument("--out", type=Path, help="folder for results (default: RUN/evaluation/STEP)")
     parser.add_argument("--batch-size", type=int, default=256, help="rows that each rank encodes at once")
@@ -47,7 +50,7 @@ def main(arguments: Sequence[str]) -> None:
     options = parser.parse(arguments)
     check_model("MODEL", options.model)
     for path in options.data:
-        check_path("--data", str(path))
+        check_path("--data", path)
     from neuclip_ds.distributed.launch import connected
 
     first = read_environment().rank == 0
@@ -59,31 +62,54 @@ def main(arguments: Sequence[str]) -> None:
         print(text)
 
 
+def _pair_sources(places: Sequence[str]) -> dict[str, str]:
+    """Return which of the places are shards of pairs, by name, in the forms of `data.val`; all tars are one of them."""
+    from neuclip_ds.data.manifest_file import is_manifest  # pyarrow takes a moment to import
+
+    tars = [place for place in places if place.endswith(_TAR)]
+    found = {Path(tars[0]).absolute().parent.name: "::".join(tars)} if tars else {}
+    for place in places:
+        if place.startswith(_DEMO) or is_manifest(place) or next(Path(place).glob(f"*{_TAR}"), None):
+            found[Path(place).name] = place
+    return found
+
+
 def score(options: argparse.Namespace, communicator: Communicator) -> str:
     """Score a model on tasks without a score; return the summary on rank 0. Raise UserError for unusable inputs."""
     import torch
 
     from neuclip_ds.checkpoint.saved_model import open_model
+    from neuclip_ds.data.dataset import PairDataset
     from neuclip_ds.data.images import EvalTransform
-    from neuclip_ds.data.loader import Loader, LoaderOptions
+    from neuclip_ds.data.loader import Loader, LoaderOptions, eval_jobs
     from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
     from neuclip_ds.evaluation.results import Results, averages, summary_text
     from neuclip_ds.evaluation.sets import open_set, open_shards
-    from neuclip_ds.evaluation.suite import measure
-    from neuclip_ds.evaluation.tasks import load_tasks
+    from neuclip_ds.evaluation.suite import measure, measure_pairs
+    from neuclip_ds.evaluation.tasks import Task, load_tasks
+    from neuclip_ds.recipe import validate
+    from neuclip_ds.training.data import loader_options, open_data
 
     saved = open_model(options.model, communicator, options.ema)
     tasks, device = load_tasks(), communicator.device
-    found = tasks.on_disk_of_all(options.data, options.tasks, communicator)
+    sources = communicator.on_rank_zero(lambda: _pair_sources(options.data))
+    sets = [Path(place) for place in options.data if place not in "::".join(sources.values()).split("::")]
+    found = tasks.on_disk_of_all(sets, options.tasks, communicator) if sets else []
     folder = options.out
     if folder is None:
         if saved.checkpoint is None:
             raise UserError(f"{saved.name} is not a run of this project: name a folder for its scores with --out.")
         folder = saved.checkpoint.parent.parent / "evaluation" / Path(saved.name).name
     identity = {"model": saved.name, "precision": options.precision}
+    captions = saved.config.data.captions if saved.config else ["txt"]
+    data = validate({"data": {"workers": options.workers, "captions": captions}}).data
+    shards = {f"own/{name}": open_data(source, data, communicator, folder) for name, source in sources.items()}
+    found += [(Task.own(name, "retrieval"), Path(source)) for name, source in sources.items()]
 
     def contents(task: Task, place: Path) -> str | None:
-        """Return the identity of one of the user's own sets, or None for a task of DataComp."""
+        """Return the identity of pairs or of one of the user's own sets, or None for a task of DataComp."""
+        if task.key in shards:
+            return f"{place}: {shards[task.key].content_hash}"
         return f"{place.resolve()}: {open_set(place).contents}" if task.source is None else None
 
     def unscored() -> list[str]:
@@ -103,13 +129,22 @@ def score(options: argparse.Namespace, communicator: Communicator) -> str:
     results = Results(folder, identity) if communicator.rank == 0 else None
     encode = encoder_of(saved.model.to(device, getattr(torch, options.precision)), device)
     transform = EvalTransform(saved.preprocessing.size, saved.preprocessing.squash)
-    with closing(Loader(LoaderOptions(options.workers, pin_memory=device.type == "cuda"))) as loader:
-        encoder = BatchEncoder(encode, saved.tokenizer, communicator, max(1, options.batch_size), transform, loader)
+    loading, size = LoaderOptions(options.workers, pin_memory=device.type == "cuda"), max(1, options.batch_size)
+    pairs: dict[str, PairDataset] = {}
+    for key, manifest in shards.items():
+        loading = loader_options(data, manifest, communicator)
+        pairs[key] = PairDataset(manifest, transform, saved.tokenizer, 0, captions, loading.cache)
+    with closing(Loader(loading, pairs)) as loader:
+        encoder = BatchEncoder(encode, saved.tokenizer, communicator, size, transform, loader)
         for task, place in found:
             if task.key not in wanted:
                 continue
             began = time.perf_counter()
-            metrics = measure(task, place, encoder)
+            if task.key in shards:
+                jobs = eval_jobs(shards[task.key], communicator.rank, communicator.world_size, size)
+                metrics = measure_pairs(loader.batches(task.key, jobs), encoder)
+            else:
+                metrics = measure(task, place, encoder)
             if results is not None:
                 results.add(task, metrics, contents(task, place))
                 seconds = time.perf_counter() - began

@@ -10,6 +10,7 @@ scene of an earlier pair, drawn again and captioned by another template, like th
 scene of `val` may by chance have the description of one in `train`, but never the same pixels.
 """
 
+import hashlib
 import io
 import json
 import math
@@ -203,6 +204,7 @@ def _pair(seed: int, split: str, size: int, index: int) -> dict[str, Any]:
     caption = describe(scene, template, rng)
     metadata = {
         "key": _key(index),
+        "uid": hashlib.md5(f"{seed}/{split}/{index}".encode(), usedforsecurity=False).hexdigest(),
         "caption": caption,
         "width": size,
         "height": size,

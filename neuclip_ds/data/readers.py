@@ -15,12 +15,14 @@ from functools import lru_cache, partial
 from typing import NamedTuple
 
 from neuclip_ds.data.cache import ShardCache
+from neuclip_ds.data.decoders import JSON
 from neuclip_ds.data.fetch import FetchError
 from neuclip_ds.data.manifest import Manifest, check_size
 from neuclip_ds.data.node_tables import NodeTables
 from neuclip_ds.data.sample_table import MEMBERS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
+from neuclip_ds.data.uids import uid_of, uid_of_place
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import private_folder
 
@@ -110,6 +112,12 @@ class TarReader:
         """Return the sample's key: the folder and stem of its members."""
         shard, row = self._manifest.locate(index)
         return self._table(shard).key(row)
+
+    def uid(self, index: int, key: str) -> tuple[int, int]:
+        """Return the uid under a key of a sample's JSON, one of `texts`, or that of its place; raise as `read` does."""
+        shard, row = self._manifest.locate(index)
+        found = uid_of(self.read(index, with_image=False).texts.get(JSON, b""), key)
+        return found or uid_of_place(self._manifest.shards[shard].path, self._table(shard).place(row))
 
     def keys(self, shard: int, rows: slice) -> list[str]:
         """Return the keys of neighboring samples of a shard; raise as `read` does."""

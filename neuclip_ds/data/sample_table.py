@@ -53,6 +53,10 @@ class SampleTable(NamedTuple):
         offset, size = self.extents[row, self.members.index(member)].tolist()
         return None if offset == _NO_OFFSET else Extent(offset, size)
 
+    def place(self, row: int) -> NDArray[np.int64]:
+        """Return the (3, 2) extents of a sample's `MEMBERS`, which no other sample of the shard has."""
+        return self.extents[row, : len(MEMBERS)]
+
     def has(self, member: str) -> NDArray[np.bool_]:
         """Return which samples have a member, (n,)."""
         return self.extents[:, self.members.index(member), 0] != _NO_OFFSET

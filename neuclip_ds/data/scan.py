@@ -23,7 +23,7 @@ from neuclip_ds.data.readers import TooLarge, read_at
 from neuclip_ds.data.sample_table import IMAGE_EXTENSIONS, SampleTable, tabulate
 from neuclip_ds.data.shards import is_local
 from neuclip_ds.data.tar import read_index
-from neuclip_ds.data.uids import UID, UidFiles, uid_of
+from neuclip_ds.data.uids import UID, UidFiles, uid_of, uid_of_place
 from neuclip_ds.errors import UserError
 from neuclip_ds.files import checksum_of
 
@@ -121,12 +121,11 @@ def _scan(path: str, file: Path, options: ScanOptions) -> tuple[Scan, SampleTabl
 
 def _selected(path: str, fd: int, table: SampleTable, options: ScanOptions) -> NDArray[np.int64]:
     """Return the rows whose uid is listed, in their order, repeated as often as it is listed."""
-    found = [(row, uid_of(_read(fd, table, row, "json"), options.uid_key)) for row in range(table.n)]
-    known = [(row, uid) for row, uid in found if uid is not None]
-    if table.n and not known:
-        raise UserError(f"No sample of {path} has a uid under the key {options.uid_key!r} of its JSON; set --uid-key.")
-    counts = UidFiles(options.uids).count(np.array([uid for _, uid in known], dtype=UID))
-    return np.repeat(np.array([row for row, _ in known], dtype=np.int64), counts)
+    uids = [
+        uid_of(_read(fd, table, row, "json"), options.uid_key) or uid_of_place(path, table.place(row))
+        for row in range(table.n)
+    ]
+    return np.repeat(np.arange(table.n), UidFiles(options.uids).count(np.array(uids, dtype=UID)))
 
 
 def _verify(fd: int, table: SampleTable, captions: Captions) -> Iterator[dict[str, Any]]:
@@ -170,7 +169,9 @@ def check_usable(scans: Sequence[Scan], paths: Sequence[str]) -> None:
     found = ", ".join(sorted({extension for scan in scans for extension in scan.extensions})[:10])
     if not any(scan.shard.n for scan in scans):
         if any(scan.shard.selection is not None for scan in scans):
-            raise UserError(f"None of the uids is in {source}; check that the uid files belong to this pool.")
+            raise UserError(
+                f"None of the uids is in {source}; check that the uid files belong to this pool, and --uid-key."
+            )
         raise UserError(f"No samples in {source}; samples are members such as 000000001.jpg and 000000001.txt.")
     if not any(scan.n_images for scan in scans):
         raise UserError(

@@ -1,9 +1,11 @@
 """Select subsets of a pool by uid, as DataComp and DFN publish them: .npy files of sorted 128-bit numbers.
 
-A uid is 32 hex digits in the sample's JSON and a pair of 64-bit words in the files (dtype `u8,u8`, high word first). A
-file of a billion uids takes 16 GB: it is memory-mapped and searched for all uids of a shard at once.
+A uid is 32 hex digits in the sample's JSON, or else a hash of the sample's place in its shard, and a pair of 64-bit
+words in the files (dtype `u8,u8`, high word first). A file of a billion uids takes 16 GB: it is memory-mapped and
+searched for all uids of a shard at once.
 """
 
+import hashlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
@@ -66,6 +68,13 @@ def parse_uids(texts: pa.Array) -> UidArray:
 def uid_of(data: bytes, key: str) -> tuple[int, int] | None:
     """Return the uid in a sample's JSON member, or None if it has none."""
     return parse_uid(json_object(data).get(key))
+
+
+def uid_of_place(shard: str, extents: NDArray[np.int64]) -> tuple[int, int]:
+    """Return the uid of a sample without one, from its shard's file name and the (m, 2) extents of its members."""
+    place = Path(shard).name.encode("utf-8", "surrogateescape") + extents.astype("<i8").tobytes()
+    digest = hashlib.md5(place, usedforsecurity=False).digest()
+    return int.from_bytes(digest[:8], "big"), int.from_bytes(digest[8:], "big")
 
 
 def _map(path: Path) -> UidArray:

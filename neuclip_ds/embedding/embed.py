@@ -33,7 +33,6 @@ from neuclip_ds.data.images import ImageTransform
 from neuclip_ds.data.loader import LoaderOptions
 from neuclip_ds.data.manifest import Manifest
 from neuclip_ds.data.readers import ChecksumError, TarReader
-from neuclip_ds.data.uids import uid_of
 from neuclip_ds.data.worker_pool import WorkerPool
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.select import IDENTITY, METADATA, feature_tables
@@ -99,12 +98,11 @@ class RowReader:
             return Rows(block, batch, unreadable=str(error))
 
     def _uid(self, index: int) -> str | None:
-        """Return the uid of a sample as 32 hex digits, None if it has none."""
+        """Return the uid of a sample as 32 hex digits, None if it cannot be read."""
         try:
-            found = uid_of(self._reader.read(index, with_image=False).texts.get(JSON, b""), self._uid_key)
+            return "{:016x}{:016x}".format(*self._reader.uid(index, self._uid_key))
         except ChecksumError:
             return None
-        return None if found is None else "{:016x}{:016x}".format(*found)
 
 
 class Parts:

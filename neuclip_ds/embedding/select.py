@@ -73,10 +73,7 @@ def select(
     found = found[np.lexsort((found["low"], found["high"]))]  # numpy sorts pairs far more slowly
     found = found[np.append(True, found[1:] != found[:-1])[: len(found)]]
     if not len(found) and without_uid:
-        raise UserError(
-            f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column, or the key "
-            "of the samples' JSON with --uid-key of neuclip-ds embed (img2dataset's --compute_hash=md5 gives md5)."
-        )
+        raise UserError(f"None of {without_uid} samples has a uid of 32 hex digits: name the column with --uid-column.")
     if not len(found):
         raise UserError(f"None of {samples} samples is kept ({without_value} have no value): choose wider bounds.")
     out.parent.mkdir(parents=True, exist_ok=True)

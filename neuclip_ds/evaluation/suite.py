@@ -1,8 +1,9 @@
 """Measurement of a task, whose metrics are named as in DataComp's evaluation (eval_utils/, eval_results.jsonl)."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+from neuclip_ds.data.dataset import Batch
 from neuclip_ds.evaluation.encoding import BatchEncoder
 from neuclip_ds.evaluation.metrics import (
     ClassAccumulator,
@@ -14,13 +15,14 @@ from neuclip_ds.evaluation.metrics import (
     ratio,
     worst_group,
 )
-from neuclip_ds.evaluation.retrieval import caption_retrieval
+from neuclip_ds.evaluation.retrieval import caption_retrieval, encode_pairs, retrieval
 from neuclip_ds.evaluation.sets import open_captioned, open_labeled, open_shards
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
 from neuclip_ds.evaluation.zero_shot import classify
 
 Metrics = dict[str, float | None]
+RECALLS = ("recall@1", "recall@5", "recall@10")
 
 
 def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
@@ -39,6 +41,24 @@ def measure(task: Task, folder: Path, encoder: BatchEncoder) -> Metrics:
     else:
         metrics = winogavil(encoder, data)
     return {**metrics, "main_metric": metrics[task.metric]}
+
+
+def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
+    """Return the retrieval metrics of this rank's batches of pairs, equal on all ranks, as of a set on disk.
+
+    Raises UserError if no pair can be read.
+    """
+    found = retrieval(encode_pairs(encoder.encode, batches), encoder.communicator)
+    names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}  # CLIP_benchmark names the answer
+    metrics: Metrics = {f"{names[way]}_{of}": found[f"{way}_{of}"] for way in names for of in RECALLS}
+    mean = (found["image_to_text_recall@1"] + found["text_to_image_recall@1"]) / 2
+    return {
+        **metrics,
+        "mean_recall@1": mean,
+        "main_metric": mean,
+        "chance": chance_recall(1, int(found["retrieval_pairs"])),
+        "pairs": found["retrieval_pairs"],
+    }
 
 
 def _classification(task: Task, counts: ClassAccumulator, by_group: Sequence[GroupAccumulator]) -> Metrics:

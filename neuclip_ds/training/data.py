@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ log = logging.getLogger(__name__)
 
 CACHE = Path(".cache")
 _SHARDS_FOR_CAPTIONS = 100
+_CHECKED = 50  # samples that show which sources of captions exist
 _TOKENIZER_CAPTIONS = 200_000  # enough for a vocabulary of CLIP's size
 
 
@@ -62,6 +63,10 @@ def open_training_data(
     if training_set.sources:
         communicator.on_rank_zero(lambda: check_distinct(manifest))
     loading = loader_options(data, manifest, communicator)
+    if communicator.rank == 0 and (unused := unused_sources(manifest, data.captions, loading.cache)):
+        log.warning(
+            "data.captions names %s, which none of %d samples has: correct the name, or omit it", unused, _CHECKED
+        )
     nodes = communicator.world_size // len(communicator.ranks_of_node())
     facts = None if meta is None else meta["facts"]
     interleave = None if facts is None else Interleave(facts["shard_streams"], facts["shuffle_block_size"])
@@ -171,9 +176,30 @@ def iter_captions(
     The captions are the same for the same manifest, unless a shard cannot be read, which is logged as a warning.
     """
     sources = Captions(captions)
-    reader = TarReader(manifest, sources.extensions, cache)
+    for texts in _iter_texts(manifest, limit, sources, cache, _SHARDS_FOR_CAPTIONS):
+        yield from sources.of(texts)
+
+
+def unused_sources(manifest: Manifest, captions: CaptionSources, cache: ShardCache | None = None) -> list[str]:
+    """Return which of several caption sources none of some samples has; of remote shards only one is read."""
+    sources = {name: Captions([name]) for name in captions} if len(captions) > 1 else {}
+    texts = (
+        _iter_texts(manifest, _CHECKED, Captions(captions), cache, 1 if cache else _CHECKED) if sources else iter(())
+    )
+    for found in texts:
+        sources = {name: source for name, source in sources.items() if not source.of(found)}
+        if not sources:
+            break
+    return list(sources)
+
+
+def _iter_texts(
+    manifest: Manifest, limit: int, captions: Captions, cache: ShardCache | None, most_shards: int
+) -> Iterator[Mapping[str, bytes]]:
+    """Yield the members with captions of evenly spaced samples, as `iter_captions` chooses them."""
+    reader = TarReader(manifest, captions.extensions, cache)
     filled = np.flatnonzero(manifest.sizes)
-    shards = filled[_evenly_spaced(len(filled), _SHARDS_FOR_CAPTIONS)]
+    shards = filled[_evenly_spaced(len(filled), most_shards)]
     sizes = manifest.sizes[shards]
     indices = indices_at(manifest.starts[shards], sizes, _evenly_spaced(int(sizes.sum()), limit))
     unreadable: set[int] = set()
@@ -188,7 +214,7 @@ def iter_captions(
                 )
             unreadable.add(shard)
         else:
-            yield from sources.of(texts)
+            yield texts
 
 
 def _evenly_spaced(n: int, count: int) -> np.ndarray:

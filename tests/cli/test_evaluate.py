@@ -80,23 +80,27 @@ def test_a_pretrained_model_goes_on_where_it_stopped(tmp_path: Path) -> None:
 def test_a_run_on_one_rank_on_two_and_at_its_end(tmp_path: Path) -> None:
     data, sets = demo_shards(tmp_path / "demo", 64), write_sets(tmp_path / "sets")
     write_own(sets)
-    done = train(
-        tmp_path / "runs", str(data), 6, f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1"
-    )
+    options = [f"--data.evaluation_sets={sets}", "--run.evaluate_every=3", "--data.workers=1", "--data.val=auto"]
+    done = train(tmp_path / "runs", str(data), 6, *options)
     assert done.returncode == 0, done.stdout + done.stderr
     metrics = records(tmp_path / "runs/run/metrics.jsonl")
     during = [line for line in metrics if "task/cifar10" in line]
     assert [line["step"] for line in during] == [3, 6]
     assert "average/retrieval" not in during[-1]
-    options = ["--data=sets", "--batch-size=8", "--workers=2"]
+    options = ["--data", "sets", "demo/val", "--batch-size=8", "--workers=2"]
     alone = call("tools/evaluate.py", "runs/run", *options, folder=tmp_path)
     assert alone.returncode == 0, alone.stderr
+    assert "| retrieval | image to text R@1 | R@5 | R@10 |" in alone.stdout and "| val | " in alone.stdout
     scores = lines_of(tmp_path / "runs/run/evaluation/step_000000006")
     assert scores["CIFAR-10"]["main_metric"] == during[-1]["task/cifar10"]
     flickr = "task/retrieval/flickr_1k_test_image_text_retrieval"
     assert scores["pets"]["main_metric"] == during[-1]["task/own/pets"]
     assert scores["pairs"]["main_metric"] == pytest.approx(during[-1]["task/own/pairs"], abs=1e-12)
     assert scores["Flickr"]["main_metric"] == pytest.approx(during[-1][flickr], abs=1e-12)
+    directions = {"text_retrieval": "image_to_text", "image_retrieval": "text_to_image"}
+    for name, way in directions.items():
+        for k in (1, 5, 10):
+            assert scores["val"][f"{name}_recall@{k}"] == pytest.approx(during[-1][f"{way}_recall@{k}"], abs=1e-12)
     launcher = [
         str(Path(sys.executable).parent / "deepspeed"),
         "--num_accelerators",

@@ -274,10 +274,8 @@ def test_a_subset_by_uids_has_dense_indices(tmp_path):
     assert others.content_hash != manifest.content_hash
 
 
-def test_uids_that_fit_nothing(folder, tmp_path):
+def test_uids_that_fit_nothing(tmp_path):
     uids = (write_uids(tmp_path / "a.npy", ["0" * 31 + "1"]),)
-    with pytest.raises(UserError, match=r"has a uid under the key 'uid'.*--uid-key"):
-        write_manifest(tmp_path / "m", paths_of(folder), Worker(), ScanOptions(uids=uids))
     pool, _ = uid_shards(tmp_path / "pool", [3])
-    with pytest.raises(UserError, match="None of the uids is in"):
+    with pytest.raises(UserError, match=r"None of the uids is in .*--uid-key"):
         write_manifest(tmp_path / "n", paths_of(pool), Worker(), ScanOptions(uids=uids))

@@ -14,6 +14,7 @@ from tars import jpeg, tokenize, write_pairs
 from neuclip_ds.data.build import build_manifest
 from neuclip_ds.data.images import EvalTransform
 from neuclip_ds.data.manifest import Manifest, extend
+from neuclip_ds.data.uids import parse_uid
 from neuclip_ds.distributed.communicator import Communicator
 from neuclip_ds.embedding.select import feature_tables
 from neuclip_ds.errors import UserError
@@ -44,7 +45,9 @@ def test_features_of_every_usable_sample(tmp_path: Path, manifest: Manifest, fil
     table = pa.concat_tables(pq.read_table(path) for path in files)
     assert table.column("index").to_pylist() == USABLE
     assert table.column("key").to_pylist() == [f"k{n:04d}" for n in USABLE]
-    assert table.column("uid").to_pylist() == [uid(n) if n != 20 else None for n in USABLE]
+    uids = dict(zip(USABLE, table.column("uid").to_pylist(), strict=True))
+    assert all(found == uid(n) for n, found in uids.items() if n % 2 == 0)
+    assert len({parse_uid(found) for found in uids.values()} - {None}) == len(USABLE), "others have that of their place"
     image, text = (features(tmp_path / "out", table, kind) for kind in ("image", "text"))
     pixels = torch.stack([EvalTransform(SIDE)(jpeg(n)) for n in USABLE])
     captions = tokenize([f"caption {n} {'x' * (n % 5)}".strip() for n in USABLE])

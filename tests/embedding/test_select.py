@@ -73,7 +73,7 @@ def test_within_other_lists(tmp_path: Path, pool: Path) -> None:
         ("similarity", Rule(), "uid", "has no column similarity: choose --column from uid, score, words"),
         ("words", Rule(minimum=0.0), "uid", "holds no numbers"),
         ("score", Rule(minimum=2.0), "uid", "None of 8 samples is kept"),
-        ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits"),
+        ("score", Rule(minimum=0.0), "words", "has a uid of 32 hex digits: name the column"),
     ],
 )
 def test_mistakes(tmp_path: Path, pool: Path, column: str, rule: Rule, uid_column: str, message: str) -> None:
@@ -89,7 +89,7 @@ def test_a_data_set_of_the_best_by_similarity(tmp_path: Path, file_format: str) 
     pq.write_table(pa.table({"path": ["a.tar"]}), out / "manifests" / "shards.parquet")
     columns = ["key", "uid", "similarity"]
     rows = [row for path in feature_tables(out) for row in pq.read_table(path, columns=columns).to_pylist()]
-    best = sorted((row for row in rows if row["uid"]), key=lambda row: -row["similarity"])[:5]
+    best = sorted(rows, key=lambda row: -row["similarity"])[:5]
     select([out], "similarity", Rule(minimum=best[-1]["similarity"]), tmp_path / "kept.npy")
     options = ScanOptions(uids=(str(tmp_path / "kept.npy"),))
     tables = [scan_shard(shard.path, options)[1] for shard in manifest.shards]

@@ -2,12 +2,13 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import open_clip
 import pytest
 from servers import files_server
 from small_runs import call, train
-from tars import write_pairs
+from tars import jpeg, manifest_of, write_pairs
 
 from neuclip_ds.config import DataConfig
 from neuclip_ds.data.build import open_manifest
@@ -19,7 +20,7 @@ from neuclip_ds.models.source import FromConfig
 from neuclip_ds.models.tokenizer import CaptionTokenizer
 from neuclip_ds.recipe import parse
 from neuclip_ds.training import data as training_data
-from neuclip_ds.training.data import loader_options, open_data, open_training_data
+from neuclip_ds.training.data import loader_options, open_data, open_training_data, unused_sources
 
 SIZES = [7, 9, 6, 8, 10, 10]
 
@@ -50,6 +51,20 @@ def test_a_shard_that_cannot_be_had_is_bad_samples(tmp_path: Path) -> None:
         assert all("the file does not exist" in sample["reason"] for sample in samples)
         metrics = (tmp_path / "runs" / "run" / "metrics.jsonl").read_text()
         assert f'"bad_samples/read failed": {len(samples)}' in metrics
+
+
+@pytest.mark.parametrize(
+    ("captions", "unused"),
+    [
+        (["txt", "syn.txt", "json:caption"], ["syn.txt", "json:caption"]),
+        ({"json:long": 0.5, "json:short": 0.5}, ["json:short"]),
+        (["json:none"], []),  # alone, it leaves no captions, which is refused
+    ],
+)
+def test_sources_of_captions_that_no_sample_has(captions: Any, unused: list[str], tmp_path: Path) -> None:
+    pair = {"jpg": jpeg(0), "txt": b"a", "json": b'{"long": "b"}'}
+    manifest = manifest_of(write_pairs(tmp_path, [3, 3], {5: pair}))
+    assert unused_sources(manifest, captions) == unused
 
 
 def test_a_shard_that_is_not_here(tmp_path: Path) -> None:
