@@ -47,15 +47,6 @@ def test_recall_and_f1_over_classes_that_occur(found: list[tuple[int, int]]) -> 
     assert macro_f1(right, predicted, support) == pytest.approx(sum(f1) / len(f1), abs=1e-12)
 
 
-def test_worst_group_leaves_out_groups_that_do_not_occur() -> None:
-    assert worst_group(torch.tensor([3.0, 0, 1]), torch.tensor([4.0, 0, 2])) == 0.5
-
-
-def test_jaccard() -> None:
-    truth, guess = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
-    assert jaccard(truth, guess) == pytest.approx(1 / 3)
-
-
 @pytest.mark.parametrize("ahead", [0, 1, 3])
 @pytest.mark.parametrize("tied", [0, 1, 3])
 @pytest.mark.parametrize("matches", [1, 2])
@@ -109,11 +100,6 @@ def test_groups_grow_on_each_rank_by_themselves(run_ranks: Any) -> None:
         assert found.counts.tolist() == [1, 1, 1, 0, 0, 1]
 
 
-def test_recall():
-    assert chance_recall(5, 1000) == 0.005
-    assert chance_recall(10, 4) == 1
-
-
 @pytest.mark.parametrize(("candidates", "right"), [(10, 3), (5, 4), (6, 6), (12, 1)])
 def test_jaccard_is_the_mean_over_all_choices(candidates: int, right: int) -> None:
     truth = set(range(right))
@@ -122,8 +108,11 @@ def test_jaccard_is_the_mean_over_all_choices(candidates: int, right: int) -> No
     assert chance_jaccard(candidates, right) == pytest.approx(mean)
 
 
-def test_macro_f1_of_even_guesses():
-    support = torch.tensor([30.0, 60.0, 0.0])
+def test_small_cases() -> None:
+    assert worst_group(torch.tensor([3.0, 0, 1]), torch.tensor([4.0, 0, 2])) == 0.5, "groups that occur"
+    truth, guess = torch.tensor([True, True, False, False]), torch.tensor([True, False, True, False])
+    assert jaccard(truth, guess) == pytest.approx(1 / 3)
+    assert (chance_recall(5, 1000), chance_recall(10, 4)) == (0.005, 1)
     # of 90 guesses each class gets 30: of class 0 10 are right, of class 1 20
     wanted = (2 * 10 / (30 + 30) + 2 * 20 / (30 + 60)) / 2
-    assert chance_macro_f1(support) == pytest.approx(wanted)
+    assert chance_macro_f1(torch.tensor([30.0, 60.0, 0.0])) == pytest.approx(wanted)

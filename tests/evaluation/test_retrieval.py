@@ -131,25 +131,6 @@ def test_a_model_that_has_diverged_recalls_nothing(run_ranks):
     assert {found[f"{name}_recall@{k}"] for name in DIRECTIONS for k in (1, 10)} == {0.0}
 
 
-def test_no_batch_is_a_user_error(run_ranks):
-    with pytest.raises(UserError, match=r"data\.val"):
-        run_ranks(1, lambda rank: retrieval(encode_pairs(identity, []), rank))
-
-
-def test_keeps_no_graph(run_ranks):
-    weight = torch.ones(4, requires_grad=True)
-    seen = []
-
-    def encode(image: Tensor | None, tokens: Tensor | None) -> tuple[Tensor, Tensor]:
-        assert image is not None and tokens is not None
-        seen.append((image * weight).requires_grad)
-        return image * weight, tokens
-
-    pairs = random_pairs(6, d=4)
-    run_ranks(1, lambda rank: retrieval(encode_pairs(encode, batches_of(pairs, 0, 1, 3)), rank))
-    assert seen == [False, False]
-
-
 CAPTIONS = [1, 5, 2, 3, 5, 4, 1, 1, 6, 5, 5, 2, 9]
 
 
@@ -232,6 +213,8 @@ def test_incomplete_sample_is_named(tmp_path: Path, run_ranks: Any, sample: dict
         measure_captions(run_ranks, tmp_path, 2)
 
 
-def test_empty_set(tmp_path: Path, run_ranks: Any) -> None:
+def test_no_data(tmp_path: Path, run_ranks: Any) -> None:
+    with pytest.raises(UserError, match=r"data\.val"):
+        run_ranks(1, lambda rank: retrieval(encode_pairs(identity, []), rank))
     with pytest.raises(UserError, match="has no sample"):
         measure_captions(run_ranks, write_shards(tmp_path, []), 2)

@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from neuclip_ds.config import TextConfig, VisionConfig
+from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from neuclip_ds.models.image_models import check_image_size, new_vision_tower, set_patch_drop, taking_other_sizes
 from neuclip_ds.models.recompute import checkpoint_activations, checkpointed_blocks
 from neuclip_ds.models.text_models import new_text_tower
@@ -21,6 +22,8 @@ VIT = VisionConfig(
     image_size=32,
     options={"patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": 2},
 )
+TINY = ModelConfig(vision=VIT, text=TEXT, embed_dim=16)
+CAPTIONS = ["a dog", "two cats sleep", ""]
 RESNET = VisionConfig(name="resnet50", image_size=32, options={"layers": [1, 1, 1, 1]})
 
 
@@ -134,20 +137,6 @@ def test_checkpointing_any_number_of_blocks_keeps_all_bits(name: str) -> None:
         assert not [parameter for parameter in original.parameters() if parameter.grad is not None]
 
 
-def test_channels_last_pixels_change_the_layout_alone() -> None:
-    """Gradients are contiguous, as ZeRO takes them."""
-    tower, image = vision_tower(RESNET).double(), torch.randn(4, 3, 64, 64, dtype=torch.float64)
-    found = []
-    for pixels in (image, image.contiguous(memory_format=torch.channels_last)):
-        tower.zero_grad()
-        feature = tower.projection(tower.trunk(pixels))
-        feature.square().sum().backward()
-        found.append([feature, *(parameter.grad for parameter in tower.parameters())])
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-        assert b.is_contiguous()
-
-
 def test_a_model_without_blocks_cannot_checkpoint() -> None:
     tower = vision_tower(VIT)
     tower.trunk = nn.Flatten()
@@ -160,16 +149,12 @@ def test_a_model_without_blocks_cannot_checkpoint() -> None:
     ("config", "message"),
     [
         (VisionConfig(name="vit_base_patch32_clip_22"), "did you mean vit_base_patch32_clip_224"),
-        (VisionConfig(name="hf-hub:timm/vit"), "timm has no model"),
         (VisionConfig(name="vit_base_patch32_clip_224.openai"), "names pretrained weights"),
         (VisionConfig(name="dm_nfnet_f0"), "0-dimensional"),
         (VIT.model_copy(update={"image_size": 50}), "is not divisible into patches of 8 pixels.*use 48 or 56"),
-        (VisionConfig(name="vit_huge_patch14_clip_224", image_size=336 + 1), "use 336 or 350"),
         (VisionConfig(name="vit_base_patch32_clip_224", image_size=16), "use 32 or more"),
         (VisionConfig(name="resnet50", image_size=16), "smaller than the 32 pixels"),
-        (VisionConfig(name="resnet50_clip", image_size=24), "smaller than the 32 pixels"),
         (VIT.model_copy(update={"options": {"patchsize": 8}}), "patchsize"),
-        (VIT.model_copy(update={"options": {"embed_dim": 30, "num_heads": 4}}), "timm cannot build"),
         (VIT.model_copy(update={"options": {"in_chans": 1}}), "timm cannot build"),
         (VIT.model_copy(update={"options": {"img_size": 64}}), "must not set img_size"),
         (VisionConfig(name="resnet50", options={"global_pool": ""}), "no pooled feature"),
@@ -225,3 +210,47 @@ def test_patches_are_dropped_in_training_only() -> None:
     assert torch.equal(tower(pixels(32)), tower.eval()(pixels(32)))
     with pytest.raises(UserError, match=r"patch_drop=0\.5 .*patch_drop_rate"):
         vision_tower(RESNET.model_copy(update={"patch_drop": 0.5}))
+
+
+def built(config: ModelConfig = TINY) -> DualEncoder:
+    torch.manual_seed(0)
+    return build_dual_encoder(config, TOKENIZE)
+
+
+def test_features_are_float32_on_the_unit_sphere_and_near_in_bf16() -> None:
+    model, inputs = built().eval(), (pixels(32, 3), TOKENIZE(CAPTIONS))
+    with torch.no_grad():
+        exact, rounded = model(*inputs), model.bfloat16()(*inputs)
+    for feature in (*exact, *rounded):
+        assert (feature.shape, feature.dtype) == ((3, 16), torch.float32)
+        torch.testing.assert_close(feature.norm(dim=1), torch.ones(3), rtol=0, atol=1e-5)
+    for a, b in zip(exact, rounded, strict=True):
+        assert ((a * b).sum(dim=1) > 0.999).all()
+
+
+def test_either_side_may_be_absent() -> None:
+    model = built().eval()
+    image, text = model(pixels(32, 3), TOKENIZE(CAPTIONS))
+    alone, nothing = model(pixels(32, 3), None)
+    assert nothing is None
+    assert torch.equal(alone, image)
+    nothing, alone = model(None, TOKENIZE(CAPTIONS))
+    assert nothing is None
+    assert torch.equal(alone, text)
+
+
+@pytest.mark.parametrize(
+    ("name", "activation"),
+    [("vit_base_patch32_clip_224", "gelu"), ("vit_base_patch32_clip_quickgelu_224", "quick_gelu")],
+)
+def test_both_towers_have_the_same_activation(name: str, activation: str) -> None:
+    with torch.device("meta"):
+        model = build_dual_encoder(ModelConfig(vision=VisionConfig(name=name), text=TEXT), TOKENIZE)
+    assert model.text.trunk.config.hidden_act == activation
+    assert type(model.vision.trunk.blocks[0].mlp.act).__name__.lower() == activation.replace("_", "")
+
+
+def test_a_named_tokenizer_gives_its_own_vocabulary() -> None:
+    text = TEXT.model_copy(update={"tokenizer": "somewhere", "vocab_size": 49408})
+    model = build_dual_encoder(TINY.model_copy(update={"text": text}), TOKENIZE)
+    assert model.text.trunk.embeddings.token_embedding.num_embeddings == TOKENIZE.vocab_size

@@ -74,28 +74,6 @@ def test_resumed_file_equals_an_uninterrupted_one(tmp_path_factory, resume_step,
     assert {path.name for path in folder.iterdir()} == {"metrics.jsonl", "tensorboard"}
 
 
-def test_tensorboard_shows_the_resumed_points_only(tmp_path):
-    with MetricsLog(tmp_path) as metrics:
-        for step in STEPS:
-            metrics.write(step, {"loss": 100.0 + step})
-    with MetricsLog(tmp_path, resume_step=20) as metrics:
-        metrics.write(30, {"loss": 3.0})
-    assert points(tmp_path, "loss") == [(0, 100.0), (10, 110.0), (20, 120.0), (30, 3.0)]
-
-
-def test_a_fresh_run_in_an_old_folder_starts_empty_files(tmp_path):
-    run(tmp_path)
-    with MetricsLog(tmp_path, resume_step=None) as metrics:
-        metrics.write(0, {"loss": 7.0})
-    assert list(read_metrics(tmp_path / "metrics.jsonl")) == [{"step": 0, "loss": 7.0}]
-    assert points(tmp_path, "loss") == [(0, 7.0)]
-
-
-def test_resume_at_step_zero_keeps_step_zero(tmp_path):
-    run(tmp_path, last=30)
-    assert run(tmp_path, resume_step=0) == run(tmp_path / "whole")
-
-
 @pytest.mark.parametrize("garbled", [b"\0\0\0\n", b"[1, 2]\n", b"12\n", b'{"loss": 1}\n', b"\xff\xfe\n"])
 def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
     written = run(tmp_path, last=20)
@@ -105,7 +83,13 @@ def test_garbled_lines_are_skipped_with_a_warning(tmp_path, caplog, garbled):
     assert "line 1 is not a record of a step" in caplog.text
 
 
-def test_reader_skips_a_partial_line(tmp_path):
-    written = run(tmp_path)
-    (tmp_path / "metrics.jsonl").write_bytes(written[:-1])
-    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == list(STEPS[:-1])
+@pytest.mark.parametrize(("resume_step", "kept"), [(20, [(0, 100.0), (10, 110.0), (20, 120.0)]), (None, [])])
+def test_tensorboard_shows_the_resumed_points_only(tmp_path, resume_step, kept):
+    """Of a run that is resumed, and of a new one in an old folder."""
+    with MetricsLog(tmp_path) as metrics:
+        for step in STEPS:
+            metrics.write(step, {"loss": 100.0 + step})
+    with MetricsLog(tmp_path, resume_step) as metrics:
+        metrics.write(30, {"loss": 3.0})
+    assert points(tmp_path, "loss") == [*kept, (30, 3.0)]
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [*(step for step, _ in kept), 30]

@@ -4,6 +4,7 @@ import json
 import math
 import pickle
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,14 +16,11 @@ from host_reads import HostReads
 from miniatures import (
     CAPTIONS,
     OPEN_CLIP_CONFIG,
+    SAVERS,
     clip_tokenizer,
     gemma_tokenizer,
     images,
-    save_clip,
-    save_metaclip_2,
     save_open_clip,
-    save_siglip,
-    save_siglip2,
     siglip_tokenizer,
     xlm_roberta_tokenizer,
 )
@@ -48,12 +46,34 @@ class Saved(NamedTuple):
     ids: Callable[[list[str]], Tensor]  # the library's own
 
 
-def transformers_encode(model: Any) -> Encode:
-    def encode(pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        image = model.get_image_features(pixel_values=pixels).pooler_output
-        return normalize(image, dim=1), normalize(model.get_text_features(input_ids=ids).pooler_output, dim=1)
+HALF = [0.5] * 3
+STATISTICS = {"open_clip": ([0.4, 0.5, 0.6], [0.2, 0.25, 0.3]), "siglip": (HALF, HALF), "siglip2": (HALF, HALF)}
+CLIP_STATISTICS = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
+TOKENIZERS = {
+    "clip": clip_tokenizer,
+    "metaclip_2": xlm_roberta_tokenizer,
+    "siglip": siglip_tokenizer,
+    "siglip2": gemma_tokenizer,
+}
 
-    return encode
+
+def save(family: str, folder: Path) -> Saved:
+    ids = open_clip.SimpleTokenizer(context_length=16) if family == "open_clip" else padded(TOKENIZERS[family]())
+    encode = partial(library_encode, family, SAVERS[family](folder))
+    return Saved(folder, encode, *STATISTICS.get(family, CLIP_STATISTICS), ids)
+
+
+def library_encode(family: str, model: Any, pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
+    if family == "open_clip":
+        return model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
+    parts = {"pixel_values": pixels}
+    if family == "siglip2":  # patches and their numbers, as transformers' processor makes them
+        patches = torch.stack([convert_image_to_patches(image, 8) for image in pixels])
+        shapes = torch.full((len(pixels), 2), pixels.shape[-1] // 8)
+        mask = torch.ones(patches.shape[:2], dtype=torch.int64)
+        parts = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
+    image = model.get_image_features(**parts).pooler_output
+    return normalize(image, dim=1), normalize(model.get_text_features(input_ids=ids).pooler_output, dim=1)
 
 
 def padded(tokenizer: Any) -> Callable[[list[str]], Tensor]:
@@ -61,59 +81,9 @@ def padded(tokenizer: Any) -> Callable[[list[str]], Tensor]:
     return lambda captions: tokenizer(captions, **options).input_ids
 
 
-CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-
-
-def saved_clip(folder: Path) -> Saved:
-    return Saved(folder, transformers_encode(save_clip(folder)), CLIP_MEAN, CLIP_STD, padded(clip_tokenizer()))
-
-
-def saved_siglip(folder: Path) -> Saved:
-    half = [0.5] * 3
-    return Saved(folder, transformers_encode(save_siglip(folder)), half, half, padded(siglip_tokenizer()))
-
-
-def saved_open_clip(folder: Path) -> Saved:
-    model = save_open_clip(folder)
-
-    def encode(pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        return model.encode_image(pixels, normalize=True), model.encode_text(ids, normalize=True)
-
-    return Saved(folder, encode, [0.4, 0.5, 0.6], [0.2, 0.25, 0.3], open_clip.SimpleTokenizer(context_length=16))
-
-
-def saved_metaclip_2(folder: Path) -> Saved:
-    encode = transformers_encode(save_metaclip_2(folder))
-    return Saved(folder, encode, CLIP_MEAN, CLIP_STD, padded(xlm_roberta_tokenizer()))
-
-
-def saved_siglip2(folder: Path) -> Saved:
-    """With patches and their numbers as transformers' processor makes them."""
-    model, half = save_siglip2(folder), [0.5] * 3
-
-    def encode(pixels: Tensor, ids: Tensor) -> tuple[Tensor, Tensor]:
-        patches = torch.stack([convert_image_to_patches(image, 8) for image in pixels])
-        side = pixels.shape[-1] // 8
-        shapes, mask = torch.tensor([[side, side]] * len(pixels)), torch.ones(patches.shape[:2], dtype=torch.int64)
-        parts = {"pixel_values": patches, "pixel_attention_mask": mask, "spatial_shapes": shapes}
-        image = model.get_image_features(**parts).pooler_output
-        return normalize(image, dim=1), normalize(model.get_text_features(input_ids=ids).pooler_output, dim=1)
-
-    return Saved(folder, encode, half, half, padded(gemma_tokenizer()))
-
-
-FAMILIES = {
-    "clip": saved_clip,
-    "metaclip_2": saved_metaclip_2,
-    "siglip": saved_siglip,
-    "siglip2": saved_siglip2,
-    "open_clip": saved_open_clip,
-}
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=SAVERS)
 def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
-    return FAMILIES[request.param](tmp_path_factory.mktemp(request.param) / "model")
+    return save(request.param, tmp_path_factory.mktemp(request.param) / "model")
 
 
 def opened(folder: Path) -> Any:
@@ -150,14 +120,11 @@ def test_a_text_encoder_of_transformers_in_open_clip(tmp_path: Path) -> None:
         assert torch.equal(features[1], library.encode_text(ids, normalize=True))
 
 
-def test_ids_are_the_librarys_own(saved: Saved) -> None:
-    tokenizer = pickle.loads(pickle.dumps(opened(saved.folder).tokenizer()))  # as it reaches a loader process
-    assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
-    assert tokenizer([]).shape == (0, 16)
-
-
 def test_facts_come_from_the_checkpoint(saved: Saved) -> None:
     checkpoint, siglip = opened(saved.folder), saved.folder.parent.name.startswith("siglip")
+    tokenizer = pickle.loads(pickle.dumps(checkpoint.tokenizer()))  # as it reaches a loader process
+    assert torch.equal(tokenizer(CAPTIONS), saved.ids(CAPTIONS))
+    assert tokenizer([]).shape == (0, 16)
     assert checkpoint.embed_dim == (32 if siglip else 20)
     squash = siglip or saved.folder.parent.name.startswith("open_clip")
     assert checkpoint.preprocessing == (32, tuple(saved.mean), tuple(saved.std), squash)
@@ -228,7 +195,7 @@ def test_a_hub_name_is_served_from_the_cache(family: str, tmp_path: Path, monkey
     repository = tmp_path / "models--someone--something"
     (repository / "refs").mkdir(parents=True)
     (repository / "refs" / "main").write_text("0" * 40)
-    FAMILIES[family](repository / "snapshots" / ("0" * 40))
+    SAVERS[family](repository / "snapshots" / ("0" * 40))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     place = locate("someone/something")
     assert Path(place.path) == repository / "snapshots" / ("0" * 40)
