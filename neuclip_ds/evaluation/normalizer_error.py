@@ -5,7 +5,8 @@ With the current model and temperatures, an anchor's true normalizer is the mean
     g_i = 1/(n-1) sum_{j != i} exp(l(s_ij - s_ii) / tau_i)
 
 for an image anchor against the texts, and for a text anchor against the images; l is the method's pair loss. The error
-is the difference between the logarithms of the method's estimate of g_i and of g_i itself.
+is the difference between the logarithms of the method's estimate of g_i and of g_i itself. An estimate is of g_i alone:
+without the eps of NeuCLIP's alpha_i, and without the positive's share c/(B-1) in AmorLIP's lambda_i.
 
 A fixed sample of A anchors is encoded first, in batches like those of the training, for which the method estimates.
 All ranks then hold all anchors, O(A d), and each streams its n/K samples past them, one batch in memory at a time.
@@ -65,7 +66,8 @@ def normalizer_error(
     Returns:
         Equal on all ranks: `normalizer_mse`, the mean over both directions of `normalizer_mse_image` and
         `normalizer_mse_text`; `normalizer_bias`, the mean of log estimate - log g; `normalizer_anchors`, how many
-        anchors enter these means (NaN if none); and `normalizer_unseen`, how many others have no estimate yet.
+        anchors enter these means (NaN if none); and `normalizer_unseen`, how many others have no estimate: not
+        yet, or because AmorLIP's lambda is below the positive's share.
     """
     encoded = _encode_anchors(encode, estimate, anchor_batches, parts, communicator, anchors)
     log_sum, samples = _log_sum_over_negatives(encode, encoded, pair_loss, all_batches, communicator, chunk)

@@ -181,6 +181,13 @@ class LearnableTemperature(Temperature):
         return state
 
     def load_replicated_state(self, state: Mapping[str, Tensor]) -> None:
+        """Fill what `replicated_state` returned; raise `UserError` if it is of the other variable."""
+        if not self._scalars.keys() <= state.keys():
+            other = "log" if self._by_tau else "tau"
+            raise UserError(
+                f"The saved temperature was learned with objective.temperature.variable={other}, but this run has "
+                f"{self._config.variable}: set it back, or start a new run."
+            )
         for name, scalar in self._scalars.items():
             with torch.no_grad():
                 scalar.copy_(state[name])
