@@ -9,11 +9,11 @@ from torch import Tensor, nn
 from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig
 from neuclip_ds.errors import UserError
 from neuclip_ds.models.bpe import train_bpe
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
+from neuclip_ds.models.build import build_dual_encoder
 from neuclip_ds.models.image_models import check_image_size, new_vision_tower, set_patch_drop, taking_other_sizes
 from neuclip_ds.models.recompute import checkpoint_activations, checkpointed_blocks
 from neuclip_ds.models.text_models import new_text_tower
-from neuclip_ds.models.towers import TextTower, VisionTower
+from neuclip_ds.models.towers import DualEncoder, TextTower, VisionTower
 
 TOKENIZE = train_bpe(["a dog runs", "two cats sleep", "a dog and a cat"], vocab_size=300, context_length=12)
 TEXT = TextConfig(vocab_size=300, context_length=12, width=32, layers=2, heads=2)
