@@ -98,7 +98,7 @@ def test_tau_itself_descends_its_own_gradient() -> None:
     again = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature={**options, "initial": 0.5})
     again.load_replicated_state(method.replicated_state())
     assert tau_of(again) == tau_of(method)
-    with pytest.raises(UserError, match="learned with objective.temperature.variable=tau"):
+    with pytest.raises(UserError, match=r"learned with objective\.temperature\.variable=tau"):
         objective("fastclip_v3", Communicator(), 6).load_replicated_state(method.replicated_state())
     fast = objective("fastclip_v3", Communicator(), 6, eps=eps, temperature={**options, "lr": 10.0})
     fast(batch(image, text), step())
