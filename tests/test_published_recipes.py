@@ -202,7 +202,11 @@ def test_amorlip_is_as_published() -> None:
     assert scales == ["paper", "released_code"]
     for data, pairs in (("dfn14m", 13.7e6), ("dfn192m", 192e6), ("dfn1b", 1.0e9)):
         batch, steps = ENCODERS[data][:2]
-        assert row(f"{data}_amorlip") == (*large, math.ceil(batch * steps / pairs - 1e-3))
+        name, length = f"{data}_amorlip", pairs / batch
+        if data == "dfn1b":  # seen once; its nets live as long as CC12M's
+            length = config_of(name).objective.amortized.epoch_steps or 0
+            assert length == 8_059_642 // 2048
+        assert row(name) == (*large, math.ceil(steps / length - 1e-3))
 
 
 def test_budgets_in_steps_are_the_published_samples() -> None:
