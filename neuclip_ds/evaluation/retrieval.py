@@ -28,34 +28,24 @@ from neuclip_ds.evaluation.sharded_batches import decode, sharded_batches
 _ANCHORS, _CHUNK = 4096, 1024  # queries and candidates that are compared at once
 
 
-class EncodedPairs(NamedTuple):
-    """Features of a rank's n pairs, in the order of the data; invalid rows are undefined."""
-
-    image: Tensor  # (n, d) float32
-    text: Tensor  # (n, d) float32
-    valid: Tensor  # (n,) bool, in host memory
-
-
-@torch.no_grad()
-def encode_pairs(encode: Encode, batches: Iterable[Batch]) -> EncodedPairs:
-    """Encode this rank's pairs, in equally many and shaped batches on all ranks; raise UserError without pairs."""
-    columns = [encode_batch(encode, batch) for batch in batches]
-    if not columns:
-        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
-    image, text, _, valid = map(torch.cat, zip(*columns, strict=True))
-    return EncodedPairs(image.float(), text.float(), valid)
-
-
 @torch.no_grad()
 def retrieval(
-    pairs: EncodedPairs, communicator: Communicator, ks: Sequence[int] = (1, 5, 10), chunk: int = _CHUNK
+    encode: Encode,
+    batches: Iterable[Batch],
+    communicator: Communicator,
+    ks: Sequence[int] = (1, 5, 10),
+    chunk: int = _CHUNK,
 ) -> dict[str, float]:
-    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many.
+    """Return recall@k in both directions over the valid pairs of all ranks, which have equally many, equal batches.
 
     Scores of `chunk` candidates take O(n / K x chunk) memory per rank, gathered features O(n d). Raises UserError if no
     rank has a valid pair.
     """
-    image, text, valid = pairs
+    columns = [encode_batch(encode, batch) for batch in batches]
+    if not columns:
+        raise UserError("The held-out data gives no batch to retrieve from; check data.val.")
+    image, text, _, valid = map(torch.cat, zip(*columns, strict=True))
+    image, text = image.float(), text.float()
     pair = communicator.rank * len(valid) + torch.arange(len(valid))
     padded = torch.where(valid, pair, PADDING).to(image.device, non_blocking=True)
     all_pairs = communicator.all_gather(padded, "evaluation")

@@ -15,7 +15,7 @@ from neuclip_ds.evaluation.metrics import (
     ratio,
     worst_group,
 )
-from neuclip_ds.evaluation.retrieval import caption_retrieval, encode_pairs, retrieval
+from neuclip_ds.evaluation.retrieval import caption_retrieval, retrieval
 from neuclip_ds.evaluation.sets import open_captioned, open_labeled, open_shards
 from neuclip_ds.evaluation.tasks import GroupRule, Task
 from neuclip_ds.evaluation.winogavil import winogavil
@@ -48,7 +48,7 @@ def measure_pairs(batches: Iterable[Batch], encoder: BatchEncoder) -> Metrics:
 
     Raises UserError if no pair can be read.
     """
-    found = retrieval(encode_pairs(encoder.encode, batches), encoder.communicator)
+    found = retrieval(encoder.encode, batches, encoder.communicator)
     names = {"image_to_text": "text_retrieval", "text_to_image": "image_retrieval"}  # CLIP_benchmark names the answer
     metrics: Metrics = {f"{names[way]}_{of}": found[f"{way}_{of}"] for way in names for of in RECALLS}
     mean = (found["image_to_text_recall@1"] + found["text_to_image_recall@1"]) / 2

@@ -87,10 +87,6 @@ class CaptionTokenizer:
         """Number of rows that an embedding of these ids needs; ids may have holes."""
         return max(self.inner.get_vocab().values()) + 1
 
-    def of_length(self, context_length: int) -> CaptionTokenizer:
-        """Return the same tokenizer with rows of another length."""
-        return CaptionTokenizer(self.inner, context_length)
-
     def save(self, folder: Path | str) -> None:
         self.inner.model_max_length = self.context_length
         # text towers take no padding mask, and SigLIP's features would change with one

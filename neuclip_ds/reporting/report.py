@@ -40,10 +40,6 @@ class Plot(NamedTuple):
 
 
 PLOTS = [Plot(**plot) for plot in yaml.safe_load((_FILES / "plots.yaml").read_text(encoding="utf-8"))]
-_CURVES_SECTION = """<h2>Curves</h2>
-<label>Smoothing <input type="range" id="smoothing" min="0" max="0.99" step="0.01" value="0"></label>
-<noscript><p>The curves need JavaScript, which this browser has turned off.</p></noscript>
-<div id="plots"></div>"""
 _COUNTS = ("retrieval_pairs", "zero_shot_images", "normalizer_anchors", "normalizer_unseen")
 
 
@@ -74,9 +70,8 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     plots = [*_plots(series), *(one.drawn() for one in histograms)]
     environment = run / "environment.json"
     found = json.loads(environment.read_text(encoding="utf-8")) if environment.is_file() else {}
-    sections = [
-        *_scores(series, yaml.safe_load(config)["data"]["val"]),
-        _CURVES_SECTION,
+    scores = _scores(series, yaml.safe_load(config)["data"]["val"])
+    tables = [
         *_events(run),
         _table("Last values", ["metric", "value"], [[name, f"{x[-1]:.5g}"] for name, (_, x) in series.items()]),
         _table("Environment", ["", ""], [[key, str(value)] for key, value in found.items()]),
@@ -85,8 +80,8 @@ def write_report(run: Path, histograms: Sequence[Histogram] = ()) -> Path:
     path = run / "report.html"
     heading = f"{run.name}: {yaml.safe_load(config)['objective']['method']}"
     data = json.dumps(plots, allow_nan=False).replace("<", "\\u003c")  # which would end the script
-    page = _PAGE.substitute(title=html.escape(heading), content="\n".join(sections), data=data, script=_SCRIPT)
-    path.write_text(page, encoding="utf-8")
+    content = {"title": html.escape(heading), "scores": "\n".join(scores), "tables": "\n".join(tables)}
+    path.write_text(_PAGE.substitute(content, data=data, script=_SCRIPT), encoding="utf-8")
     return path
 
 

@@ -40,7 +40,8 @@ class TrainingData(NamedTuple):
         transform = self.transform if image_size is None else replace(self.transform, image_size=image_size)
         tokenizer = self.tokenizer
         if context_length is not None:
-            tokenizer = cast(CaptionTokenizer, tokenizer).of_length(context_length)  # only these have phases
+            captions = cast(CaptionTokenizer, tokenizer)  # only these have phases
+            tokenizer = CaptionTokenizer(captions.inner, context_length)
         return self._replace(transform=transform, tokenizer=tokenizer)
 
     def batches(

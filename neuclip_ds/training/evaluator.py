@@ -18,7 +18,7 @@ from neuclip_ds.evaluation.encoding import BatchEncoder, Encode, encoder_of
 from neuclip_ds.evaluation.metrics import chance_recall
 from neuclip_ds.evaluation.normalizer_error import normalizer_error
 from neuclip_ds.evaluation.results import averages
-from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
+from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.sets import EvaluationSet, open_labeled
 from neuclip_ds.evaluation.suite import measure
 from neuclip_ds.evaluation.tasks import Task, load_tasks
@@ -77,8 +77,7 @@ class Evaluator:
         encode = encoder_of(engine, self._communicator.device)
         encoder = BatchEncoder(encode, self._tokenizer, self._communicator, self._rows, self._transform, self._loader)
         if self._val is not None:
-            pairs = encode_pairs(encode, self._every_sample(_VAL, self._val))
-            results.update(retrieval(pairs, self._communicator))
+            results.update(retrieval(encode, self._every_sample(_VAL, self._val), self._communicator))
             results.update(_chance(results, int(results["retrieval_pairs"])))
         if self._zero_shot is not None:
             found = zero_shot(encoder, self._zero_shot)

@@ -16,7 +16,7 @@ from neuclip_ds.data.dataset import Batch
 from neuclip_ds.errors import UserError
 from neuclip_ds.evaluation import retrieval as module
 from neuclip_ds.evaluation.encoding import BatchEncoder
-from neuclip_ds.evaluation.retrieval import caption_retrieval, encode_pairs, retrieval
+from neuclip_ds.evaluation.retrieval import caption_retrieval, retrieval
 from neuclip_ds.evaluation.sets import open_shards
 
 DIRECTIONS = ("image_to_text", "text_to_image")
@@ -53,9 +53,7 @@ def batches_of(pairs: Pairs, rank: int, world_size: int, batch_size: int) -> lis
 def measure(run_ranks, pairs: Pairs, world_size: int = 1, batch_size: int = 4, **options) -> dict[str, float]:
     results = run_ranks(
         world_size,
-        lambda rank: retrieval(
-            encode_pairs(identity, batches_of(pairs, rank.rank, world_size, batch_size)), rank, **options
-        ),
+        lambda rank: retrieval(identity, batches_of(pairs, rank.rank, world_size, batch_size), rank, **options),
     )
     assert all(result == results[0] for result in results)
     return results[0]
@@ -215,6 +213,6 @@ def test_incomplete_sample_is_named(tmp_path: Path, run_ranks: Any, sample: dict
 
 def test_no_data(tmp_path: Path, run_ranks: Any) -> None:
     with pytest.raises(UserError, match=r"data\.val"):
-        run_ranks(1, lambda rank: retrieval(encode_pairs(identity, []), rank))
+        run_ranks(1, lambda rank: retrieval(identity, [], rank))
     with pytest.raises(UserError, match="has no sample"):
         measure_captions(run_ranks, write_shards(tmp_path, []), 2)

@@ -11,7 +11,7 @@ from fake_cuda import DEVICE, RANKS, GpuRank, fake_cuda
 
 from neuclip_ds.data.dataset import Batch
 from neuclip_ds.evaluation.encoding import BatchEncoder, encoder_of
-from neuclip_ds.evaluation.retrieval import encode_pairs, retrieval
+from neuclip_ds.evaluation.retrieval import retrieval
 from neuclip_ds.evaluation.sets import open_labeled
 from neuclip_ds.evaluation.tasks import GroupRule
 from neuclip_ds.evaluation.zero_shot import classify
@@ -35,8 +35,8 @@ def test_retrieval(world_size: int) -> None:
     tokens, valid = torch.zeros(ROWS, DIM, dtype=torch.int64), torch.arange(ROWS) > 0
     batches = [Batch(image, tokens, torch.arange(ROWS), valid) for _ in range(BATCHES)]
     with fake_cuda() as gpu:
-        pairs = encode_pairs(encoder_of(Pixels(), DEVICE), batches)
-        found = retrieval(pairs, GpuRank(world_size), chunk=ROWS * BATCHES * world_size)
+        size = ROWS * BATCHES * world_size
+        found = retrieval(encoder_of(Pixels(), DEVICE), batches, GpuRank(world_size), chunk=size)
     assert gpu.syncs == {"evaluation/retrieval.py": 1}
     assert len(found) == 7
 

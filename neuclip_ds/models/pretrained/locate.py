@@ -3,8 +3,8 @@
 There are two steps, so that a run downloads only once: `locate` on rank 0, `open_checkpoint` on all ranks.
 """
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 from neuclip_ds.config import ModelConfig
 from neuclip_ds.errors import UserError
@@ -35,7 +35,7 @@ def locate(name: str, weights: bool = True) -> CheckpointRef:
             f"open_clip:ARCHITECTURE/{rest}, or name the folder of a complete checkpoint."
         )
     family = "open_clip" if forced else _family(fetch(rest, "model.pretrained"))
-    patterns = LIBRARIES[family].WEIGHT_PATTERNS if weights else ()
+    patterns = LIBRARIES[family][1] if weights else ()
     return CheckpointRef(family, str(fetch(rest, "model.pretrained", patterns)))
 
 
@@ -49,11 +49,13 @@ def open_checkpoint(ref: CheckpointRef, config: ModelConfig = _AS_PUBLISHED) -> 
         raise UserError(
             f"{ref.path} exists on rank 0 but not here; put the checkpoint under the same path on every node."
         )
-    source: ModelSource = LIBRARIES[ref.family].CHECKPOINT(config, ref)
-    return source
+    return LIBRARIES[ref.family][0](config, ref)
 
 
-LIBRARIES: dict[str, Any] = {"transformers": transformers_models, "open_clip": open_clip_models}
+LIBRARIES: dict[str, tuple[Callable[[ModelConfig, CheckpointRef], ModelSource], Sequence[str]]] = {
+    "transformers": (transformers_models.TransformersCheckpoint, transformers_models.WEIGHT_PATTERNS),
+    "open_clip": (open_clip_models.OpenClipCheckpoint, open_clip_models.WEIGHT_PATTERNS),
+}
 
 
 def _family(folder: Path) -> str:

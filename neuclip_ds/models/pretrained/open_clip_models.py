@@ -206,9 +206,6 @@ class OpenClipCheckpoint(ModelSource):
         return prepare(DualEncoder(*towers), self.config)
 
 
-CHECKPOINT = OpenClipCheckpoint
-
-
 def architecture(config: Mapping[str, Any], where: str) -> Any:
     """Build open_clip's model of a config with random weights; raise UserError if open_clip cannot."""
     open_clip = library()

@@ -149,9 +149,6 @@ class TransformersCheckpoint(ModelSource):
         return prepare(DualEncoder(image_tower, TextTower(model.text_model, text)), self.config)
 
 
-CHECKPOINT = TransformersCheckpoint
-
-
 def read_model(
     kind: Any, folder: Path, config: Any, optional: tuple[str, ...], whole: bool = False
 ) -> tuple[Any, set[str]]:
