@@ -64,7 +64,7 @@ class ShardCache:
         backoff: float = 1.0,
     ) -> None:
         self.capacity_bytes, self.downloads, self._copies_files = capacity_bytes, downloads, copies_files
-        self._folder, self._timeout, self._max_outage, self._backoff = folder, timeout, max_outage, backoff
+        self._folder, self.timeout, self._max_outage, self._backoff = folder, timeout, max_outage, backoff
         self.tables = NodeTables(folder / "tables")
         with explain_disk(folder, "set another data.cache_dir"):
             for name in ("shards", "fetching", "locks", "failed"):
@@ -149,7 +149,7 @@ class ShardCache:
                 return _POLL
             self.tables.discard(url)
             try:
-                attempt(url, partial, self._timeout, size, crc32).replace(self._shard(url))
+                attempt(url, partial, self.timeout, size, crc32).replace(self._shard(url))
                 return 0
             except AttemptFailed as failure:
                 return self._pause_after(failure, retries)
@@ -170,7 +170,7 @@ class ShardCache:
             if _modified(path) < now - _RETRY_AFTER:
                 log.warning("waiting for shards: %s cannot be fetched (%s)", retries.url, failure)
             path.touch()
-            os.utime(path, (now, now + pause + 2 * self._timeout))  # when the next attempt has ended
+            os.utime(path, (now, now + pause + 2 * self.timeout))  # when the next attempt has ended
         return pause
 
     def _reserve(self, name: str, size: int) -> Path | None:

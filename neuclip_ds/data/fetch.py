@@ -136,21 +136,26 @@ def _transfer(url: str, part: Path, timeout: float, alive: int, errors: list[Bas
     try:
         if url.startswith("pipe:"):
             return _run(url.removeprefix("pipe:"), part, alive)
-        options: dict[str, Any] = {"skip_instance_cache": True}  # reads credentials again, shares no broken connection
-        if url.startswith("s3://"):
-            options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
-        elif url.startswith(("http://", "https://")):
-            import aiohttp
-
-            limits = aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)  # by default 5 min in all
-            options["client_kwargs"] = {"timeout": limits}
-        fs, path = fsspec.core.url_to_fs(url, **options)
+        fs, path = open_remote(url, timeout)
         part.touch(exist_ok=False)  # the time-out starts here: backends can take seconds to import
         fs.get_file(path, str(part))
     except BaseException as error:  # backends raise many types: botocore's, aiohttp's, OSError
         errors.append(error)
     finally:
         os.close(alive)
+
+
+def open_remote(url: str, timeout: float) -> tuple[Any, str]:
+    """Return the file system of a URL, and its path there."""
+    options: dict[str, Any] = {"skip_instance_cache": True}  # reads credentials again, shares no broken connection
+    if url.startswith("s3://"):
+        options["max_concurrency"] = 1  # by default it holds ten parts of 50 MB in memory
+    elif url.startswith(("http://", "https://")):
+        import aiohttp
+
+        limits = aiohttp.ClientTimeout(sock_connect=2 * timeout, sock_read=2 * timeout)  # by default 5 min in all
+        options["client_kwargs"] = {"timeout": limits}
+    return fsspec.core.url_to_fs(url, **options)
 
 
 def _run(command: str, part: Path, alive: int) -> None:

@@ -159,7 +159,7 @@ def open_order(
         return sum(order.resident_bytes(shard_bytes, nodes) for order in orders)
 
     interleave = saved or choose_interleave(
-        max(int(np.count_nonzero(part)) for part in training_set.parts),
+        int(np.count_nonzero(manifest.sizes)),
         data.batch_size,
         nodes=nodes,
         cache_bytes=cache,
