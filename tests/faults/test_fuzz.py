@@ -11,9 +11,9 @@ from fuzzing import report
 from small_runs import environment
 
 
-@pytest.mark.parametrize("number", [300, pytest.param(10_000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("number", [150, pytest.param(10_000, marks=pytest.mark.slow)])
 def test_mutated_inputs(tmp_path: Path, number: int) -> None:
-    default = 15 if number == 300 else random.randrange(10**9)
+    default = 15 if number == 150 else random.randrange(10**9)
     seed = int(os.environ.get("FUZZ_SEED", default))
     print(f"FUZZ_SEED={seed}")
     (tmp_path / "canary").write_text("untouched")

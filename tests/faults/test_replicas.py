@@ -61,7 +61,6 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
     cases = [
         ([*V3, *each], "temperature.theta", 3),
         ([*MLP, *each], "normalizer.weights", 3),
-        ([*V3, *each], WEIGHT, 3),
         ([*V3, *each, "--deepspeed=zero1_bf16"], WEIGHT, 4),
     ]
     ranks = run_ranks(3, messages, cases, shards, tmp_path)
@@ -75,15 +74,14 @@ def test_a_flipped_bit_is_found_before_the_checkpoint(shards: Path, tmp_path: Pa
 
 
 def test_of_two_ranks_none_is_the_majority(shards: Path, tmp_path: Path) -> None:
-    cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", step) for step in (2, 0)]
+    cases = [([*V3, "--run.checkpoint_every=1"], "temperature.theta", 2)]
     nothing_alike = ["--objective.method=fastclip_v2", "--deepspeed=zero3_fp32", "--run.checkpoint_every=1"]
     cases.append((nothing_alike, "", 0))
     nets = ["--objective.method=amorlip", "--objective.amortized.gather=fits", "--objective.amortized.online_every=2"]
     cases.append(([*nets, "--objective.amortized.epoch_steps=3", "--run.checkpoint_every=1"], "", 0))
-    for drifted, healthy, divided, fitted_apart in run_ranks(2, messages, cases, shards, tmp_path):
+    for drifted, divided, fitted_apart in run_ranks(2, messages, cases, shards, tmp_path):
         assert drifted.startswith("step 2: ")
         assert "temperature.theta must have the same bits on all ranks, but ranks 0 and 1 differ: test" in drifted
-        assert not healthy
         assert not divided
         assert not fitted_apart, "every rank fits the same nets to all rows"
 

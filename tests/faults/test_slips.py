@@ -83,9 +83,10 @@ def test_a_run_larger_than_the_machine_is_reported(
     assert "this machine for its 4096 ranks" in memory_warnings(parse(["demo"]).config, 4)[0]
 
 
-def test_the_run_itself_warns_of_memory(tmp_path: Path) -> None:
-    """Its data are missing, so nothing is allocated."""
-    done = call("train.py", "demo", f"--data.train={tmp_path}/nothing", f"--data.batch_size={1 << 24}", folder=tmp_path)
+def test_the_run_itself_warns_of_memory(shards: Path, tmp_path: Path) -> None:
+    """Its data do not fill a batch, so nothing is allocated."""
+    options = [f"--data.train={shards}", f"--data.batch_size={1 << 24}", "--data.drop_last=true"]
+    done = call("train.py", "demo", *options, folder=tmp_path)
     assert done.returncode == 2
     assert "warning: The run needs " in done.stderr
     assert "Traceback" not in done.stderr

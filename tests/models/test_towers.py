@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from torch import Tensor, nn
 
 from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig

@@ -1,5 +1,6 @@
 """`--dry-run`: the plan of every recipe, and what is wrong with hostfiles and data."""
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from neuclip_ds.recipe import parse, recipe_names
 pytestmark = pytest.mark.usefixtures("quick_meta_models")
 ONE = RankEnvironment(0, 0, 1)
 ROOT = Path(__file__).parents[2]
+QUICK = ("demo", "cc12m_neuclip", "vitb32_tuneclip")
 
 
 def no_activations(model: DualEncoder, *_: object) -> Activations:
@@ -25,14 +27,15 @@ def no_activations(model: DualEncoder, *_: object) -> Activations:
     return Activations(10**9, 10**9)
 
 
+@pytest.mark.parametrize("names", [QUICK, pytest.param(tuple(recipe_names()), marks=pytest.mark.slow)], ids=len)
 def test_a_recipe_of_every_model_on_eight_nodes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    names: Sequence[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan is printed even where the data are not at hand, which the error then says."""
     monkeypatch.setattr(memory, "count_activations", no_activations)
-    configs = (parse([name, f"--data.train={tmp_path}/nothing"]).config for name in recipe_names())
+    configs = (parse([name, f"--data.train={tmp_path}/nothing"]).config for name in names)
     by_model = {config.model.model_dump_json(): config for config in configs}
-    assert len(by_model) > 8
+    assert len(by_model) == len(QUICK) or len(by_model) > 8
     for config in by_model.values():
         with pytest.raises(UserError, match=r"nothing|cannot be downloaded from the hub") as caught:
             print_dry_run(config, ONE, ROOT / "hostfiles" / "8node")
