@@ -37,15 +37,15 @@ def problem_with(image: Any, text: Any, index: Any, valid: Any, dim: int, sample
     errors = errors if valid is None else errors[:, valid]
     if not_finite:
         errors = errors.nan_to_num(0.0, posinf=0.0)
-    for name, of_side in zip(("image_features", "text_features"), errors, strict=True):
-        if not bool((of_side <= _TOLERANCE).all()):  # NaN fails as well
-            return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
+    if not bool((errors <= _TOLERANCE).all()):  # NaN fails as well
+        name = "text_features" if bool((errors[0] <= _TOLERANCE).all()) else "image_features"
+        return f"{name} must have rows of norm 1: apply torch.nn.functional.normalize({name}, dim=-1)."
     if index is not None:
-        outside = (index < 0) | (index >= samples)
-        outside = index[outside if valid is None else outside & valid]
-        if len(outside):
-            where = "the places in a training set of `samples` samples."
-            return f"index {int(outside[0])} is outside [0, {samples}), {where}"
+        index = index if valid is None else index[valid]
+        for extreme in map(int, index.aminmax() if len(index) else ()):
+            if not 0 <= extreme < samples:
+                where = "the places in a training set of `samples` samples."
+                return f"index {extreme} is outside [0, {samples}), {where}"
     return None
 
 

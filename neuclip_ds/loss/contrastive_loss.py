@@ -181,7 +181,8 @@ class ContrastiveLoss(nn.Module):
                 with self._handed_out() as computed, saved_tensors_hooks(_unchanged, _unchanged):
                     result = self._objective(features, self._step(learns))
                 factor = self._communicator.world_size if self._averages else 1
-                gradients = [gradient[: len(image_features)] * factor for gradient in (result.image, result.text)]
+                gradients = [gradient[: len(image_features)] for gradient in (result.image, result.text)]
+                gradients = gradients if factor == 1 else [gradient * factor for gradient in gradients]
                 self._metrics = result.metrics
                 self._calls += learns
                 called = result.loss, gradients, computed
@@ -354,6 +355,9 @@ class ContrastiveLoss(nn.Module):
     def _handed_out(self) -> Iterator[dict[nn.Parameter, Tensor]]:
         """Yield what becomes the gradients that a call computes for parameters of the caller's optimizer."""
         computed: dict[nn.Parameter, Tensor] = {}
+        if self._own_optimizer:
+            yield computed
+            return
         before = {parameter: parameter.grad for parameter in self.parameters()}
         self.zero_grad(set_to_none=True)
         yield computed

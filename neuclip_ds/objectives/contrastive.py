@@ -75,8 +75,8 @@ class ContrastiveObjective(Objective):
                 image.square().sum() + text.square().sum(),
             ]
         )
-        *totals, square = self._communicator.all_reduce(sums, "scalars").unbind()
-        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means = (total / batch.total for total in totals)
+        totals = self._communicator.all_reduce(sums, "scalars")
+        loss, batch_loss, mean_logit, tau_term, grad_log_scale, *means, _ = (totals / batch.total).unbind()
         if self._constant:
             loss = loss + self._constant
         signal = TemperatureSignal(mean_logit, tau_term, grad_log_scale, local_mean_logit, estimate.tau_term)
@@ -85,7 +85,7 @@ class ContrastiveObjective(Objective):
         metrics = {
             "tau": tau.mean(),
             **({"batch_loss": batch_loss} if self.pair_loss.is_identity else {}),
-            "feature_grad_norm": square.sqrt(),
+            "feature_grad_norm": totals[-1].sqrt(),
             **estimate.metrics,
             **{name: mean / 2 for name, mean in zip(estimate.local_metrics, means, strict=True)},
         }

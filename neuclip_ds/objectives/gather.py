@@ -141,7 +141,7 @@ class GatheredFeatures:
     @cached_property
     def positive(self) -> Tensor:
         """(B,) s_ii, the similarities of partners."""
-        return torch.einsum("id,id->i", self.image, self.text)
+        return torch.bmm(self.image.unsqueeze(1), self.text.unsqueeze(2)).flatten()
 
     def anchors(self) -> Tensor:
         """(2, local, d) features of this rank's anchors."""

@@ -21,6 +21,7 @@ from torch import Tensor
 
 log = logging.getLogger(__name__)
 
+_MATMUL = torch.backends.cuda.matmul
 _LOG2_E = math.log2(math.e)
 _TF32_HOLDS = (torch.bfloat16, torch.float16)
 _MM_WIDENS = torch.version.cuda is not None and torch.__version__ >= (2, 8)  # type: ignore[operator]  # a TorchVersion
@@ -61,6 +62,9 @@ def products_exact_for(dtype: torch.dtype) -> Iterator[None]:
     Outside the block the switch is as it was.
     """
     before, wanted = _allows_tf32(), dtype in _TF32_HOLDS
+    if before == wanted:  # as always on a CPU; torch's switch is slow
+        yield
+        return
     _allow_tf32(wanted)
     try:
         yield
@@ -103,15 +107,14 @@ def fused(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _allows_tf32() -> bool:
-    matmul = torch.backends.cuda.matmul
     # `allow_tf32` raises where the program has set `fp32_precision`, which came with torch 2.9
-    return matmul.fp32_precision == "tf32" if hasattr(matmul, "fp32_precision") else matmul.allow_tf32
+    precision = getattr(_MATMUL, "fp32_precision", None)
+    return _MATMUL.allow_tf32 if precision is None else precision == "tf32"
 
 
 def _allow_tf32(allow: bool) -> None:
-    if allow != _allows_tf32():
-        # sets `fp32_precision` too; torch's profiler raises where only one of the two is set
-        torch.backends.cuda.matmul.allow_tf32 = allow
+    # sets `fp32_precision` too; torch's profiler raises where only one of the two is set
+    _MATMUL.allow_tf32 = allow
 
 
 class PairLoss:

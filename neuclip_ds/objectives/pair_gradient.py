@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -55,13 +56,24 @@ class PairSimilarities:
         """`tau` is 0-dim if all anchors share it, else (2, B)."""
         self.divisor = pair_loss.divisor(grid.size)
         self._grid, self._pair_loss = grid, pair_loss
-        self._shared = tau.ndim == 0
-        self._scale = tau.pow(1 / pair_loss.power).expand(2, grid.size)  # that similarities are divided by
-        self._origin = (grid.positive - pair_loss.margin) / self._scale
-        # a number as the others are, exact up to 2^24 rows in float32
-        self._sample = torch.arange(grid.size, device=tau.device).to(tau.dtype).expand(2, -1)
+        self._tau, self._shared = tau, tau.ndim == 0
         self._kept: deque[Tensor] = deque()
         self._buffers: list[Tensor] = []
+
+    @cached_property
+    def _scale(self) -> Tensor:
+        """(2, B) tau^(1/power), which similarities are divided by."""
+        return self._tau.pow(1 / self._pair_loss.power).expand(2, self._grid.size)
+
+    @cached_property
+    def _origin(self) -> Tensor:
+        """(2, B) in the same unit."""
+        return (self._grid.positive - self._pair_loss.margin) / self._scale
+
+    @cached_property
+    def _sample(self) -> Tensor:
+        """(2, B) row numbers, exact up to 2^24 in float32."""
+        return torch.arange(self._grid.size, device=self._tau.device).to(self._tau.dtype).expand(2, -1)
 
     def log_mean_exp(self) -> Tensor:
         """(2, local): log g of this rank's anchors."""
@@ -100,9 +112,9 @@ class PairSimilarities:
             inputs = pair_loss, similarity, self._of_block(numbers, block), self._views(block, 3)
             total, by_anchor, by_product = weights(*inputs, not self._shared)
             for anchors, sums in zip(block.local_anchors, by_anchor, strict=True):
-                pull[anchors] += sums
+                pull[anchors].add_(sums)
             for anchors, sums in zip(block.local_anchors, by_product, strict=False):
-                products[anchors] += sums
+                products[anchors].add_(sums)
             return total
 
         grads = grid.gradient(weight)
@@ -203,7 +215,6 @@ class FactoredSimilarities(PairSimilarities):
 
     def __init__(self, grid: PairGrid, pair_loss: PairLoss, tau: Tensor) -> None:
         super().__init__(grid, pair_loss, tau)
-        self._tau = tau
         # a sum of B terms, and a product with the anchor's factor, have room beyond it
         self._limit = 0.8 * math.log(torch.finfo(tau.dtype).max)
         self._tiny = torch.finfo(tau.dtype).tiny
@@ -218,7 +229,7 @@ class FactoredSimilarities(PairSimilarities):
             if self._grid.keeps:
                 self._kept.append(exponential)
             for anchors, dim in zip(block.local_anchors, (1, 0), strict=False):
-                self._total[anchors] += exponential.sum(dim)
+                self._total[anchors].add_(exponential.sum(dim))
         log_total = self._total.log()
         self._suffices = bool((log_total > -self._limit).all())
         if self._suffices:

@@ -77,6 +77,7 @@ class PairGrid:
         self._features = (batch.image, batch.text)
         self._dtype = batch.comm_dtype
         self.local, self.size = batch.local, batch.size
+        self._own = tuple(features[batch.local] for features in self._features)
         self.positive = batch.positive
         self._count = self.local.stop - self.local.start
         itemsize = batch.image.element_size()
@@ -104,7 +105,7 @@ class PairGrid:
 
     def similarity(self, block: Block) -> Tensor:
         """Return the (rows, columns) similarities of a block."""
-        rows = self._features[block.side][self.local][block.rows]
+        rows = self._own[block.side][block.rows]
         return pair_products(rows, self._features[1 - block.side][block.columns], self._dtype)
 
     def of_anchors(self, values: Tensor, block: Block) -> tuple[Tensor, Tensor]:
@@ -140,7 +141,7 @@ class PairGrid:
             with products_exact_for(self._dtype):
                 grads[block.side][block.rows].addmm_(grad_similarity, self._features[1 - block.side][block.columns])
                 if block.local is not None:
-                    rows = self._features[block.side][self.local][block.rows]
+                    rows = self._own[block.side][block.rows]
                     grads[1 - block.side][block.local].addmm_(grad_similarity.T, rows)
         return grads[IMAGE], grads[TEXT]
 
@@ -149,9 +150,9 @@ class PairGrid:
 
         Over all ranks each pair counts once.
         """
-        return (self._features[IMAGE][self.local] * grads[IMAGE]).sum()
+        return (self._own[IMAGE] * grads[IMAGE]).sum()
 
     def add_positives(self, grads: tuple[Tensor, Tensor], by_positive: Tensor) -> None:
         """Add to the (local, d) gradients those of a function of the positives s_ii with the (local,) derivative."""
         for side, grad in enumerate(grads):
-            grad.addcmul_(by_positive.unsqueeze(1), self._features[1 - side][self.local])
+            grad.addcmul_(by_positive.unsqueeze(1), self._own[1 - side])
