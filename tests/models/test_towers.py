@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from neuclip_ds.models.dual_encoder import DualEncoder, build_dual_encoder
 from torch import Tensor, nn
 
 from neuclip_ds.config import ModelConfig, TextConfig, VisionConfig
