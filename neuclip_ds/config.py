@@ -40,7 +40,7 @@ class RunConfig(Section):
     """Seed of weights, data order, augmentation and dropout."""
     deterministic: bool = False
     """Use deterministic algorithms only, so that a resumed run on GPUs equals one without interruption bit for bit.
-    They may be slower, and a model with an operation that has none is refused."""
+    They may be slower. Models with an operation that has no deterministic algorithm are refused."""
     resume: Literal["auto", "never"] = "auto"
     """`auto` resumes from the run's newest complete checkpoint; `never` refuses a folder that has one."""
     checkpoint_every: int = Field(1000, ge=1)
@@ -48,23 +48,23 @@ class RunConfig(Section):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of newest checkpoints that are kept on disk."""
     max_skipped_steps: int = Field(10, ge=1)
-    """Steps in a row that may be skipped, as loss or gradient is not finite. Then the run returns to its newest
+    """Consecutive steps that may be skipped for a non-finite loss or gradient. Then the run returns to its newest
     checkpoint, and ends if it fails there again."""
     background_saves: bool = False
     """Write checkpoints from a copy in host memory while training continues; each rank needs room for its share of
     weights and moments twice."""
     remote: str | None = Field(None, min_length=1)
-    """Folder of a remote store, such as s3://bucket/runs, to whose folder NAME checkpoints, metrics and logs are copied
-    while training continues. A run resumes from there where its local checkpoints are older or absent."""
+    """Folder of a remote store, such as s3://bucket/runs. Checkpoints, metrics and logs are copied to its folder NAME
+    while training continues, and a run resumes from there if its local checkpoints are older or absent."""
     log_every: int = Field(10, ge=1)
     """Steps between lines of metrics.jsonl, and between points in TensorBoard and Weights & Biases."""
     evaluate_every: int = Field(0, ge=0)
     """Steps between evaluations during training, each after a checkpoint; 0 evaluates at the end only."""
     best_metric: str | None = None
-    """Evaluation metric, larger is better, whose best checkpoint is kept besides the newest. Also evaluates before
-    step 1, so a misspelled metric fails at once."""
+    """Evaluation metric, larger is better, whose best checkpoint is kept in addition to the newest ones. Also evaluates
+    before step 1, so a misspelled metric fails at once."""
     wandb: str | None = None
-    """Also log metrics to this Weights & Biases project, PROJECT or ENTITY/PROJECT; needs `pip install wandb`."""
+    """Also log metrics to this Weights & Biases project, PROJECT or ENTITY/PROJECT; needs the package wandb."""
     normalizer_anchors: int = Field(0, ge=0)
     """Training samples on which each evaluation measures the error of the normalizers; 0 does not measure."""
     profile_steps: int = Field(0, ge=0)
@@ -95,8 +95,8 @@ class SourceConfig(Section):
     path: str = Field(min_length=1)
     """Its pairs, in the forms of `data.train`."""
     weight: Weight | list[tuple[Annotated[int, Field(ge=0)], Weight]] | None = None
-    """Its share of the rows of each batch, relative to the other weights; or [step, share] pairs, each from a step on,
-    such as [[0, 1], [10000, 3]]. By default the number of its samples."""
+    """Share of each batch's rows, relative to the other weights; or [step, share] pairs that hold from a step on, such
+    as [[0, 1], [10000, 3]]. By default the number of its samples."""
 
     @model_validator(mode="after")
     def _weight_is_known_from_the_start(self) -> SourceConfig:
@@ -112,12 +112,12 @@ class DataConfig(Section):
     """Training pairs: a folder of tar shards, a glob or brace pattern, a manifest folder, or `demo:train`; or several
     weighted sources of them: [{path: /data/dfn, weight: 3}, {path: /data/cc12m, weight: 1}]."""
     val: Annotated[Annotated[int, Field(ge=0)] | str, Field(union_mode="left_to_right")] = "auto"
-    """Held-out pairs for retrieval, in the same forms; or how many pairs of `train` to hold out, which are not trained
-    on. `auto` takes a folder `val` next to `train`, or else holds out 0.1 %, at least 200 and at most 10,000, but none
-    of fewer than 2,000. Empty is none."""
+    """Held-out pairs for retrieval, in the same forms; or the number of pairs of `train` to hold out, which are not
+    trained on. `auto` uses a folder `val` next to `train`, otherwise holds out 0.1 % (200 to 10,000 pairs; none of
+    fewer than 2,000). An empty value disables it."""
     zero_shot: str = "auto"
-    """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` takes a folder `zero_shot` next
-    to `train`, empty is none."""
+    """Zero-shot set, a folder of images by class or in CLIP_benchmark's layout; `auto` uses a folder `zero_shot` next
+    to `train`, an empty value none."""
     evaluation_sets: Path | None = None
     """Folder of evaluation sets to score, DataComp's or your own (docs/how-to/evaluate.md). By default none."""
     evaluation_tasks: list[str] = Field([])
@@ -125,47 +125,48 @@ class DataConfig(Section):
     batch_size: int = Field(256, ge=2, le=1 << 30)
     """Global batch size over all ranks: the pairs that contrast with each other in one step."""
     micro_batch: int | None = Field(None, ge=1)
-    """Pairs that go through the towers at once on a rank. By default the rank's batch; less costs a second pass, and
-    keeps the pixels of the batch in host memory."""
+    """Pairs that go through the towers at once on a rank. By default the rank's batch. A smaller value needs a second
+    forward pass and keeps the batch's pixels in host memory."""
     workers: int = Field(2, ge=0, le=1024)
     """Loader processes per rank; 0 loads in the training process."""
     prefetch: int = Field(4, ge=1, le=1024)
-    """Batches that each worker loads ahead; of a rank's batch with more than 134 MB of pixels, parts of that size."""
+    """Batches that each worker loads ahead; batches with more than 134 MB of pixels per rank are split into such
+    parts."""
     allow_commands: bool = False
     """Run the `pipe:` commands of a manifest. They can do what you can: set it only if you trust the manifest."""
     timeout: float = Field(300, gt=0)
-    """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced; a remote read may
-    stall a tenth of it."""
+    """Seconds to wait for a batch, or for the next remote shard, before a loader process is replaced. A remote read may
+    stall for a tenth of it."""
     captions: Annotated[list[str] | dict[str, Annotated[float, Field(gt=0)]], NoDecode] = Field(["txt"])
-    """Where captions are: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
-    list). One of several is drawn; {txt: 0.7, syn.txt: 0.3} draws where from with these probabilities."""
+    """Sources of captions: txt or another member such as syn.txt, txt:lines (one per line), json:KEY (a string or a
+    list). Each visit draws one caption; {txt: 0.7, syn.txt: 0.3} draws its source with these probabilities."""
     decoder: Literal["simplejpeg", "pil"] = "simplejpeg"
     """Library that decodes JPEGs: simplejpeg is the fastest, pil gives open_clip's pixels."""
     cache_dir: Path | None = None
     """Folder on each node for copies of remote shards. By default neuclip_ds_shards-UID in the folder for temporary
     files, which only you can write to."""
     cache_gb: float = Field(100, gt=0)
-    """Size limit of that folder, in GB. Each node keeps the shards there that it reads from at a time."""
+    """Size limit of that folder, in GB. Each node keeps the shards there that it currently reads."""
     cache_local: bool = False
-    """Also copy shards that are files to that folder, each in one sequential read: for Lustre, GPFS, NFS and other file
-    systems that nodes share."""
+    """Also copy shards from shared file systems (Lustre, GPFS, NFS) to that folder, each in one sequential read."""
     downloads: int = Field(8, ge=1, le=1024)
-    """Remote shards that a node fetches ahead at a time. Loader processes fetch what they wait for besides."""
+    """Maximum concurrent prefetches of remote shards per node. Loader processes fetch the shards they wait for in
+    addition."""
     max_outage: float = Field(3600, gt=0)
     """Seconds that a batch waits for remote storage that throttles or fails; then the run ends."""
     crop_scale: float = Field(0.9, gt=0, le=1)
     """Smallest share of the area that the random resized crop keeps; 1 turns augmentation off."""
     shard_streams: int | None = Field(None, ge=1)
-    """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one for each of
-    more nodes."""
+    """Shard streams that each batch is interleaved from; must divide the batch. By default up to 64, or one per node if
+    there are more nodes."""
     shuffle_block_size: int | None = Field(None, ge=1)
-    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams,
-    500,000 per node on more than 16 nodes, and as many fewer as the shards of these need to fit into `cache_gb`."""
+    """Samples that are shuffled together within a shard stream. By default up to 8 million over all streams, 500,000
+    per node on more than 16 nodes, and fewer if their shards would not fit into `cache_gb`."""
     drop_last: bool = False
-    """Skip the samples that do not fill an epoch's last batch; else every sample is seen exactly once an epoch, and the
-    last batch has empty rows."""
+    """Skip the samples that do not fill an epoch's last batch. Otherwise every sample is seen exactly once per epoch,
+    and the last batch has empty rows."""
     max_bad_fraction: float = Field(0.01, ge=0, le=1)
-    """Share of bad samples above which the run stops; of the last samples of one rank, ten times that share."""
+    """Fraction of bad samples above which the run stops; ten times this fraction for the last samples of one rank."""
 
     @field_validator("train", "captions", mode="before")
     @classmethod
@@ -200,7 +201,7 @@ Trained = Literal["all", "frozen"] | Annotated[int, Field(ge=0)]
 
 
 class LoraConfig(Section):
-    """LoRA adapters of the frozen weights of both towers."""
+    """LoRA adapters for the frozen weights of both towers."""
 
     rank: int = Field(0, ge=0, le=1 << 12)
     """Rank of the adapters; 0 adds none. A tower with `trainable=all` gets none."""
@@ -214,14 +215,13 @@ class LoraConfig(Section):
 
 
 class TowerConfig(Section):
-    """What both towers share."""
+    """Options of both towers."""
 
     pretrained: str = ""
-    """Weights that it starts from. By default random."""
+    """Pretrained weights of this tower. By default random."""
     trainable: Trained | None = None
-    """What trains: `all`, nothing (`frozen`), or the last K blocks and what follows them, final norm, pooling and
-    projection; 0 trains only these. By default all, or frozen where `model.lora` adds adapters. Also of pretrained
-    towers."""
+    """Parameters to train: `all`, none (`frozen`), or the last K blocks with final norm, pooling and projection (0:
+    only these). By default all, or frozen with `model.lora`. Applies to pretrained towers too."""
 
     @field_validator("trainable", mode="before")
     @classmethod
@@ -235,13 +235,13 @@ class VisionConfig(TowerConfig):
     name: str = "vit_base_patch32_clip_224"
     """Name of a timm model."""
     pretrained: str = ""
-    """Weights that it starts from: a tag of timm's such as openai or augreg_in21k, a hub name, a folder or a file.
+    """Pretrained weights of this tower: a timm tag such as openai or augreg_in21k, a hub name, a folder or a file.
     Position embeddings are resampled to `image_size`. By default random."""
     image_size: int = Field(224, ge=8, le=1 << 14)
     """Side of the square input, in pixels."""
     patch_drop: float = Field(0.0, ge=0, lt=1)
-    """Share of an image's patches that training leaves out, drawn in each step (FLIP), in models of timm that can;
-    a phase may have another. Evaluation sees all patches."""
+    """Fraction of an image's patches that training drops at random in each step (FLIP), in timm models that support it;
+    a phase may set another. Evaluation uses all patches."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Further keyword arguments of `timm.create_model`, such as patch_size, embed_dim, depth, num_heads."""
     mean: tuple[float, float, float] | None = None
@@ -264,14 +264,14 @@ class VisionConfig(TowerConfig):
 
 class TextConfig(TowerConfig):
     pretrained: str = ""
-    """Encoder that the text tower starts from, with its tokenizer: the folder or hub name of any text encoder of
-    transformers, also multilingual. Tokenizer, vocabulary, width, layers and heads below are then not read."""
+    """Encoder that the text tower starts from, with its tokenizer: the folder or hub name of any transformers
+    text encoder, also multilingual. Tokenizer, vocabulary, width, layers and heads below are then not read."""
     pooling: Literal["cls", "mean", "last", "eos"] | None = None
     """Where the feature of a pretrained encoder is read: first token, mean, last token, first EOS. By default `eos` for
     CLIP's text models, `last` for causal language models, `mean` for others."""
     tokenizer: str | None = None
-    """transformers tokenizer, a local folder or hub name; or `clip_bpe`, CLIP's own (English), whose vocabulary the
-    package open_clip_torch has. By default, and without that package, a byte-level BPE is trained on the captions."""
+    """transformers tokenizer, a local folder or hub name; or `clip_bpe`, CLIP's own (English), which needs the package
+    open_clip_torch. By default, and without that package, a byte-level BPE is trained on the captions."""
     vocab_size: int = Field(49408, ge=300, le=1 << 24)
     """Size of the trained BPE; a named tokenizer has its own."""
     context_length: int = Field(77, ge=4, le=1 << 16)
@@ -296,20 +296,20 @@ class ModelConfig(Section):
     of a transformers model (CLIP, MetaCLIP 2, SigLIP, SigLIP 2) or of an open_clip model, or
     open_clip:ARCHITECTURE/TAG_OR_FILE."""
     force_image_size: int | None = Field(None, ge=8, le=1 << 14)
-    """Side in pixels that `pretrained` is changed to; its position embeddings are resampled. By default its own."""
+    """Image size to resize `pretrained` to, in pixels; its position embeddings are resampled. By default its own."""
     force_context_length: int | None = Field(None, ge=4, le=1 << 16)
-    """Tokens of a caption that `pretrained` is changed to, stretching its position embeddings. By default its own."""
+    """Context length to resize `pretrained` to; its position embeddings are stretched. By default its own."""
     context_stretch: Literal["interpolate", "long_clip"] = "interpolate"
     """How position embeddings of a pretrained text tower are stretched to more tokens: all interpolated linearly, or
-    the first 20 kept and the others interpolated, as Long-CLIP does. Fewer tokens take the first ones."""
+    the first 20 kept and the others interpolated, as Long-CLIP does. Shorter contexts take the first ones."""
     vision: VisionConfig = Field(default_factory=VisionConfig)
     text: TextConfig = Field(default_factory=TextConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     embed_dim: int = Field(512, ge=2, le=1 << 16)
     """Width d of the joint feature space."""
     activation_checkpointing: int | bool = False
-    """Recompute activations in the backward pass instead of keeping them: those of all blocks (`true`), or of the first
-    N of each tower. A tower's other blocks keep theirs, which takes memory and saves time."""
+    """Recompute activations in the backward pass instead of keeping them: of all blocks (`true`), or of the first N
+    of each tower. The other blocks keep theirs, which costs memory and saves time."""
     compile: bool = False
     """Compile the towers with torch.compile, which needs a C++ compiler; the first steps then take minutes."""
     matmul_precision: Literal["tf32", "float32"] = "tf32"
@@ -360,15 +360,15 @@ class OptimizerConfig(Section):
     lr: float = Field(5e-4, ge=0)
     """Peak learning rate of the encoders."""
     min_lr: float = Field(0.0, ge=0)
-    """Learning rate at the end of the schedule; `constant` does not come down to it."""
+    """Learning rate at the end of the schedule; `constant` ignores it."""
     schedule: Literal["cosine", "constant", "cooldown", "wsd"] = "cosine"
     """After the warm-up: half a `cosine` down to min_lr, `constant`, or constant with a last part of `cooldown_steps`
     that comes down linearly (`cooldown`, as open_clip's const-cooldown) or as 1 - sqrt (`wsd`: warm-up, stable, decay).
     """
     warmup_steps: int = Field(500, ge=0)
-    """Steps of linear warm-up. One that is not shorter than the run is fitted to a tenth of it."""
+    """Steps of linear warm-up; shortened to a tenth of the run if it is not shorter than the run."""
     cooldown_steps: int | None = Field(None, ge=1)
-    """Steps in which `cooldown` and `wsd` come down to min_lr. By default a fifth of the run."""
+    """Steps in which `cooldown` and `wsd` decay to min_lr. By default a fifth of the run."""
     weight_decay: float = Field(0.2, ge=0)
     """Weight decay of matrices, not of gains and biases. Coupled with the gradient in sgd, decoupled in the others."""
     betas: tuple[Decay, Decay] = (0.9, 0.98)
@@ -384,8 +384,8 @@ class OptimizerConfig(Section):
     text_lr: float | None = Field(None, gt=0)
     """Peak learning rate of the text tower, on the same schedule. By default `lr`."""
     layer_decay: float = Field(1.0, gt=0, le=1)
-    """Factor on the learning rate from each layer of a tower to the one before it: what follows the blocks has the
-    tower's rate, the last block this share of it, the embeddings the least. As in BEiT and EVA-CLIP."""
+    """Factor on the learning rate from each layer of a tower to the one before it, as in BEiT and EVA-CLIP: layers
+    after the blocks have the tower's rate, the last block this fraction of it, the embeddings the smallest."""
 
     @model_validator(mode="after")
     def _rates_have_a_base(self) -> OptimizerConfig:
@@ -396,23 +396,23 @@ class OptimizerConfig(Section):
 
 class EmaConfig(Section):
     decay: float = Field(0.0, ge=0, lt=1)
-    """Decay of an exponential moving average of the weights, kept in float32 besides them; 0 keeps none. In the first
-    steps n it is at most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
+    """Decay of an exponential moving average of the weights, kept in float32; 0 keeps none. In the first steps n the
+    decay is at most (1 + n)/(10 + n). Evaluations measure both, the average as `ema/NAME`."""
 
 
 class RecoveryConfig(Section):
     epochs: float = Field(0, ge=0, le=1e6)
     """Passes over the data with frozen weights before training, which recover the optimizer's moments, and u
-    (TuneCLIP's first stage); 0 recovers nothing. With `reuse`: how many that recovery took."""
+    (TuneCLIP's first stage); 0 recovers nothing. With `reuse`: the passes of that recovery."""
     loss: Literal["gcl", "hgcl", "method"] | None = None
-    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or that of
-    `objective.method`. By default gcl for methods that keep u, and that of the method for others, such as openclip and
-    neuclip, which recover moments alone."""
+    """Loss whose gradients are averaged: the global contrastive loss (TuneCLIP Algorithm 1), the hinged one, or the
+    run's own (`method`). By default gcl for methods that keep u, and `method` for others, such as openclip and neuclip,
+    which recover only moments."""
     restore: list[Literal["moments", "statistics"]] = Field(["moments", "statistics"])
     """State that training takes over: the optimizer's moments and step count, the u of each sample where the method
     keeps it."""
     reuse: Path | None = None
-    """Run whose recovered statistics are taken instead; it must have this run's initial weights and data."""
+    """Run whose recovered statistics are used instead; it must have this run's initial weights and data."""
 
     @model_validator(mode="after")
     def _gamma_has_a_place(self) -> RecoveryConfig:
@@ -427,16 +427,16 @@ class PhaseConfig(Section):
     epochs: float | None = Field(None, gt=0, le=1e6)
     """Passes over the training data in this phase. The last phase takes the rest of the run."""
     steps: int | None = Field(None, ge=1)
-    """Steps instead of epochs, in all phases but the last."""
+    """Steps instead of epochs, in all phases except the last."""
     image_size: int | None = Field(None, ge=8)
     """Side of its images, in pixels. By default, and at most, `model.vision.image_size`."""
     context_length: int | None = Field(None, ge=4)
     """Tokens that its captions are cut or padded to. By default, and at most, `model.text.context_length`."""
     patch_drop: float | None = Field(None, ge=0, lt=1)
-    """Share of the patches that it leaves out. By default `model.vision.patch_drop`."""
+    """Fraction of dropped patches. By default `model.vision.patch_drop`."""
     lr: float | None = Field(None, ge=0)
-    """Peak learning rate with which the schedule starts again, for this phase and the next ones without a rate. By
-    default the schedule continues."""
+    """Peak learning rate at which the schedule restarts, for this phase and later ones without a rate. By default the
+    schedule continues."""
     warmup_steps: int | None = Field(None, ge=0)
     """Steps of warm-up to `lr`. By default `optimizer.warmup_steps`."""
 
