@@ -5,9 +5,9 @@ Examples:
   neuclip-ds pack '/data/tables/*.parquet' /data/mine --image jpg --captions txt=alt_text syn.txt=recaption
   neuclip-ds pack hf:nlphuji/flickr30k /data/flickr --split test --captions caption
 
-A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows that
-cannot be used are counted, and listed in broken.jsonl. Train on the folder, or build a manifest of it first (neuclip-ds
-build-manifest).
+A cell of the image column is a path (relative to the table's folder), a URL, or the encoded image itself. Rows with the
+same image become one sample with several captions, one per line. Rows that cannot be used are counted, and listed in
+broken.jsonl. Train on the folder, or build a manifest of it first (neuclip-ds build-manifest).
 """
 
 from collections.abc import Sequence
@@ -36,9 +36,10 @@ def main(arguments: Sequence[str]) -> None:
     with progress_bar("rows") as on_progress:
         packed = pack(table, options.out, columns, options.shard_size, on_progress)
     shards = -(-packed.pairs // options.shard_size)
-    print(f"{options.out}: {packed.pairs:,} of {packed.rows:,} rows in {shards:,} shards.")
+    used = packed.rows - packed.causes.total()
+    print(f"{options.out}: {used:,} of {packed.rows:,} rows as {packed.pairs:,} samples in {shards:,} shards.")
     if packed.causes:
         causes = ", ".join(f"{cause} {count:,}" for cause, count in packed.causes.most_common())
         print(f"{packed.causes.total():,} rows could not be used ({causes}); {options.out}/broken.jsonl lists them.")
     if packed.several:
-        print(f"{packed.several:,} rows have several lines of captions: train with --data.captions=txt:lines.")
+        print(f"{packed.several:,} samples have several captions: train with --data.captions=txt:lines.")

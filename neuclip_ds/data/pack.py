@@ -6,6 +6,10 @@
 A cell of the image column holds a path (relative to the table's folder), a URL that fsspec knows, the encoded image, or
 both as `datasets` stores them, {bytes, path}. A cell of a caption column holds a text or a list of texts.
 
+Rows with the same path or bytes of the image become one sample with several captions: as separate samples they would be
+negatives of each other. It has the number, and the other columns, of the first of them. The image column is therefore
+read twice.
+
 A sample's uid comes from a column `uid`, or is a hash of image and captions. Images keep their bytes, but GIF and BMP
 become PNG, as shards do not hold them. Every row is in a shard or in the list of broken ones, and OUT is complete or
 absent.
@@ -18,8 +22,8 @@ import itertools
 import json
 import math
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
@@ -27,6 +31,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import fsspec
+import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.dataset
@@ -84,9 +89,9 @@ class Packed(NamedTuple):
     """What became of all rows."""
 
     rows: int
-    pairs: int
+    pairs: int  # samples; rows with the same image are one
     causes: Counter[str]  # of the broken rows
-    several: int  # rows with several captions in a cell, which become several lines of a member
+    several: int  # samples with several captions, which are lines of a member
 
 
 def open_table(source: str, split: str | None = None) -> PairTable:
@@ -209,37 +214,74 @@ def pack(
 
     taken = dict.fromkeys([columns.image, *columns.captions.values()])
     others = [field.name for field in table.schema if "binary" not in str(field.type) and field.name not in taken]
-    values, rows, pairs, several = table.read([*taken, *others]), 0, 0, 0
-    broken, causes = list[str](), Counter[str]()
+    groups, rows, pairs, several = _groups(table, columns.image, [*taken, *others]), 0, 0, 0
+    broken = list[tuple[int, str, str]]()  # row, image, reason
     with new_folder(out) as folder, ThreadPoolExecutor() as threads:
         pattern = f"{folder.absolute()}/".replace("%", "%%") + "%05d.tar"
         # of a fixed time, so that equal tables give equal files
         with webdataset.ShardWriter(pattern, shard_size, math.inf, verbose=0, encoder=False, mtime=0) as shards:
-            while batch := list(itertools.islice(values, _BATCH)):
-                for row, found in zip(batch, threads.map(partial(_encode, columns, table.folder), batch), strict=True):
+            while batch := list(itertools.islice(groups, _BATCH)):
+                for group, found in zip(
+                    batch, threads.map(partial(_encode, columns, table.folder), batch), strict=True
+                ):
                     if isinstance(found, str):
-                        source = image_of(row[columns.image])
-                        place = source if isinstance(source, str) else ""
-                        broken.append(json.dumps({"row": rows, "image": place, "reason": found}) + "\n")
-                        causes[found.partition(":")[0]] += 1
+                        lost = dict.fromkeys(group, found)
                     else:
-                        shards.write({"__key__": f"{rows:09d}", **found})
+                        shards.write({"__key__": f"{min(group):09d}", **found})
                         pairs += 1
-                        several += any(len(captions_of(row[column])) > 1 for column in columns.captions.values())
-                    rows += 1
+                        captions = {number: _captions(columns, [row]) for number, row in group.items()}
+                        lost = {number: "no caption" for number, texts in captions.items() if not any(texts.values())}
+                        several += any(len(lines) > 1 for lines in _captions(columns, group.values()).values())
+                    source = image_of(group[min(group)][columns.image])
+                    broken += [(row, source if isinstance(source, str) else "", lost[row]) for row in lost]
+                    rows += len(group)
                 on_progress(rows, table.rows)
+        lines = [f"{json.dumps({'row': row, 'image': image, 'reason': why})}\n" for row, image, why in sorted(broken)]
         if not pairs:
-            first = f" (the first: {broken[0].strip()})" if broken else ""
+            first = f" (the first: {lines[0].strip()})" if lines else ""
             raise UserError(f"No row of {table.name} can be used{first}; check the columns, and where the images are.")
-        if broken:
-            (folder / "broken.jsonl").write_text("".join(broken), encoding="utf-8")
-    return Packed(rows, pairs, causes, several)
+        if lines:
+            (folder / "broken.jsonl").write_text("".join(lines), encoding="utf-8")
+    return Packed(rows, pairs, Counter(reason.partition(":")[0] for _, _, reason in broken), several)
 
 
-def _encode(columns: Columns, folder: Path, row: Mapping[str, Any]) -> dict[str, bytes] | str:
+def _groups(table: PairTable, image: str, columns: Sequence[str]) -> Iterator[dict[int, dict[str, Any]]]:
+    """Yield the rows with the same image, a path or bytes, by their numbers, when the last of them has been read."""
+
+    def hash_of(row: Mapping[str, Any]) -> int:
+        source = image_of(row[image]) or b""
+        data = source if isinstance(source, bytes) else source.encode("utf-8", "surrogatepass")
+        return int.from_bytes(hashlib.blake2b(data, digest_size=8).digest(), "little")
+
+    hashes, counts = np.unique(np.fromiter(map(hash_of, table.read([image])), np.uint64), return_counts=True)
+    repeated = dict(zip(hashes[counts > 1].tolist(), counts[counts > 1].tolist(), strict=True))
+    unfinished = defaultdict[int, dict[int, dict[str, Any]]](dict)
+    for number, row in enumerate(table.read(columns)):
+        key = hash_of(row)
+        if image_of(row[image]) is None or key not in repeated:
+            yield {number: row}
+            continue
+        group = unfinished[key]
+        group[number] = {**row, image: None} if group else row  # the image may be large
+        if len(group) == repeated[key]:
+            yield unfinished.pop(key)
+
+
+def _captions(columns: Columns, rows: Collection[Mapping[str, Any]]) -> dict[str, list[str]]:
+    """Return the different captions of the rows of an image, by member."""
+    found = {}
+    for member, column in columns.captions.items():
+        captions = [captions_of(row[column]) for row in rows]
+        lines = dict.fromkeys(" ".join(one.split()) for several in captions for one in several)
+        found[member] = captions[0] if len(captions) == 1 else list(lines)
+    return found
+
+
+def _encode(columns: Columns, folder: Path, group: Mapping[int, Mapping[str, Any]]) -> dict[str, bytes] | str:
     """Return a sample's members, or why it cannot be used: no image or caption, or an image that does not decode."""
+    row = group[min(group)]
     source = image_of(row[columns.image])
-    texts = {member: "\n".join(captions_of(row[column])) for member, column in columns.captions.items()}
+    texts = {member: "\n".join(lines) for member, lines in _captions(columns, group.values()).items()}
     if source is None or not any(texts.values()):
         return "no caption" if source else "no image"
     try:

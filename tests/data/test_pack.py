@@ -68,7 +68,7 @@ def write_csv(folder: Path) -> Path:
     images = [jpeg(0), encoded(1, "PNG"), encoded(2, "WEBP"), encoded(3, "BMP"), b"no image", jpeg(5)[:200]]
     for number, data in enumerate(images):
         (folder / f"{number}.img").write_bytes(data)
-    names = [*(f"{number}.img" for number in range(6)), "absent.img", "0.img", "", str(folder / "0.img")]
+    names = [*(f"{number}.img" for number in range(6)), "absent.img", "8.img", "", str(folder / "0.img")]
     captions = [f"caption, {number}" for number in range(7)] + [" ", "nine", "last\nline"]
     frame = pandas.DataFrame(
         {"filepath": names, "title": captions, "uid": [f"{n:032x}" for n in range(10)], "n": range(10)}
@@ -106,7 +106,7 @@ def test_a_csv_of_paths(tmp_path: Path) -> None:
     assert json.loads(samples[1]["json"]) == {"uid": f"{1:032x}", "n": "1"}
     broken = [json.loads(line) for line in (out / "broken.jsonl").read_text().splitlines()]
     assert [(one["row"], one["image"]) for one in broken] == [
-        *((4, "4.img"), (5, "5.img"), (6, "absent.img"), (7, "0.img"), (8, ""))
+        *((4, "4.img"), (5, "5.img"), (6, "absent.img"), (7, "8.img"), (8, ""))
     ]
     manifest = build_manifest(resolve_shards(str(out)), processes=1)
     assert (manifest.sizes.tolist(), manifest.n_bad) == ([4, 1], 0)
@@ -137,6 +137,30 @@ def test_images_in_the_table_and_several_captions(tmp_path: Path, monkeypatch: p
     assert len({parse_uid(one.pop("uid")) for one in metadata} - {None}) == 7, "a uid by the contents"
     assert metadata == [{"label": n % 3} for n in range(7)]
     assert [sample["json"] for sample in samples] == [sample["json"] for sample in others]
+
+
+@pytest.mark.parametrize("form", ["csv", "parquet"])
+def test_rows_with_the_same_image_become_one_sample(tmp_path: Path, form: str) -> None:
+    """Next to each other or not; a row of such an image without a caption is broken, and all rows of a broken image."""
+    numbers = [0, 0, 1, 2, 0, 1, 3, 3, 0]
+    captions = ["a", "b\nb", "c", "d", " ", "c", "e", "f", "g"]
+    for number in range(3):
+        (tmp_path / f"{number}.jpg").write_bytes(jpeg(number))
+    (tmp_path / "3.jpg").write_bytes(b"no image")
+    paths = [f"{number}.jpg" for number in numbers]
+    images = paths if form == "csv" else [(tmp_path / path).read_bytes() for path in paths]
+    frame = pandas.DataFrame({"image": images, "caption": captions, "n": range(9)})
+    (frame.to_csv if form == "csv" else frame.to_parquet)(tmp_path / f"rows.{form}", index=False)
+    packed = run(tmp_path / f"rows.{form}", tmp_path / "out")
+    assert (packed.rows, packed.pairs, packed.several) == (9, 3, 1)
+    assert packed.causes == {"image cannot be decoded": 2, "no caption": 1}
+    samples = {sample["__key__"]: sample for sample in samples_of(tmp_path / "out")}
+    texts = {int(key): sample["txt"] for key, sample in samples.items()}
+    assert texts == {3: b"d", 2: b"c", 0: b"a\nb b\ng"}
+    assert samples["000000000"]["jpg"] == jpeg(0)
+    assert int(json.loads(samples["000000000"]["json"])["n"]) == 0
+    broken = [json.loads(line) for line in (tmp_path / "out/broken.jsonl").read_text().splitlines()]
+    assert [one["row"] for one in broken] == [4, 6, 7]
 
 
 class Killed(Exception):
@@ -219,7 +243,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     command = ["pack", str(tmp_path / "pairs.csv"), str(out)]
     main([*command, "--shard_size=8"])
     printed = capsys.readouterr().out
-    assert f"{out}: 24 of 25 rows in 3 shards." in printed
+    assert f"{out}: 24 of 25 rows as 24 samples in 3 shards." in printed
     assert f"1 rows could not be used (image cannot be read 1); {out}/broken.jsonl lists them." in printed
     assert len(list(out.glob("*.tar"))) == 3
     with pytest.raises(SystemExit):
