@@ -16,6 +16,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from neuclip_ds.data.children import process_pool
 from neuclip_ds.data.decoders import Captions
 from neuclip_ds.data.manifest import Manifest, extend
@@ -34,6 +36,7 @@ log = logging.getLogger(__name__)
 _BUILDING = ".building"  # folder of an unfinished build's results
 _BAD = "bad_samples.jsonl"
 _UNREADABLE = "unreadable_shards.jsonl"
+_MOST_COMPARED = 500_000_000  # samples whose images are compared with each other
 _SHARDS_EACH = 16  # that take longer to scan than a process takes to start
 
 
@@ -160,7 +163,24 @@ def write_manifest(
     shutil.rmtree(results)
     for part in {*tables.glob("*")} - {place.part for place in places}:
         part.unlink()
-    return load_manifest(folder, allow_commands=True)  # the caller has named them
+    written = load_manifest(folder, allow_commands=True)  # the caller has named them
+    _warn_of_repeats(written)
+    return written
+
+
+def _warn_of_repeats(manifest: Manifest) -> None:
+    """Log a warning if samples have the same image, as far as checksums tell; 8 bytes of memory per sample."""
+    if manifest.samples is None or manifest.n > _MOST_COMPARED:
+        return
+    used = [number for number, shard in enumerate(manifest.shards) if not shard.removed]
+    found = np.concatenate([*manifest.samples.image_checksums(used), np.empty(0, np.uint64)])
+    if repeated := len(found) - len(np.unique(found)):
+        log.warning(
+            "%d of %d samples have the image of another one: in a batch these are negatives of each other. "
+            "Put their captions into one sample, as neuclip-ds pack does, or select by uid.",
+            repeated,
+            len(found),
+        )
 
 
 def _existing(folder: Path, update: bool, options: ScanOptions) -> Manifest | None:

@@ -11,6 +11,8 @@ import itertools
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -161,6 +163,16 @@ class SampleParts:
         part, group = self.places[shard]
         with _opened(part) as file:
             return _table(file.read_row_group(group))
+
+    def image_checksums(self, shards: Sequence[int]) -> Iterator[NDArray[np.uint64]]:
+        """Yield numbers, by file, that equal images of these shards share: CRC-32 and size, where they are known."""
+        names = [f"image{_CRC32}", "image_size"]
+        for part, places in groupby(sorted(self.places[shard] for shard in shards), key=attrgetter("part")):
+            with _opened(part) as file:
+                rows = file.read_row_groups([place.group for place in places], names)
+            crc32, sizes = (rows.column(name).drop_null().to_numpy().astype(np.uint64) for name in names)
+            if len(crc32) == len(sizes):
+                yield ((sizes << np.uint64(32)) + crc32)[sizes > 0]
 
     def source(self, shard: int) -> tuple[object, ...]:
         """Return what identifies a shard's table: its part's path, size and time, and the row group."""

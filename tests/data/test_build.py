@@ -274,6 +274,17 @@ def test_a_subset_by_uids_has_dense_indices(tmp_path):
     assert others.content_hash != manifest.content_hash
 
 
+def test_images_that_occur_twice_are_counted(tmp_path, caplog):
+    again = {5: {"jpg": jpeg(0), "txt": b"another caption"}, 6: {"jpg": jpeg(1)}, 8: {"txt": b"no image"}}
+    paths = paths_of(write_pairs(tmp_path / "shards", [4, 3, 2], replace=again))
+    write_manifest(tmp_path / "m", paths, Worker(), CHECKED)
+    assert "2 of 8 samples have the image of another one" in caplog.text
+    caplog.clear()
+    write_manifest(tmp_path / "m", paths[::2], Worker(), CHECKED, update=True)
+    write_manifest(tmp_path / "unknown", paths, Worker())
+    assert "have the image" not in caplog.text
+
+
 def test_uids_that_fit_nothing(tmp_path):
     uids = (write_uids(tmp_path / "a.npy", ["0" * 31 + "1"]),)
     pool, _ = uid_shards(tmp_path / "pool", [3])
