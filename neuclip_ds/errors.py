@@ -54,11 +54,17 @@ class Interrupted(KeyboardInterrupt):
         self.code = 128 + number
 
 
-def require_package(module: str, option: str, package: str) -> None:
-    """Raise UserError unless an optional package is installed, which the option needs."""
+def install_command(extra: str) -> str:
+    """Return the command that installs an extra of pyproject.toml, from a checkout and from a wheel."""
+    return f"pip install 'neuclip_ds[{extra}]'"
+
+
+def require_package(module: str, option: str, extra: str) -> None:
+    """Raise UserError unless an optional package is installed, which the option needs and an extra has."""
     found = importlib.util.find_spec(module)
     if found is None or found.origin is None:  # a folder of that name, such as wandb/, looks like a package
-        raise UserError(f"{option} needs {package}, which is not installed: pip install {package}, or omit the option.")
+        command = install_command(extra)
+        raise UserError(f"{option} needs {module}, which is not installed: run {command}, or omit the option.")
 
 
 def first_sentence(error: Exception) -> str:

@@ -11,7 +11,7 @@ import fsspec
 
 from neuclip_ds.config import Config
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError, require_package
+from neuclip_ds.errors import UserError, install_command, require_package
 
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://")
 _PATTERN = re.compile(r"[*?[{]")
@@ -24,7 +24,7 @@ def check_run(config: Config) -> None:
     if run.wandb is not None:
         require_package("wandb", "run.wandb", "wandb")
     if model.lora.rank:
-        require_package("peft", "model.lora.rank", "peft")
+        require_package("peft", "model.lora.rank", "lora")
     check_model("model.pretrained", model.pretrained)
     names = {"vision.pretrained": model.vision.pretrained, "text.pretrained": model.text.pretrained}
     for option, name in {**names, "text.tokenizer": model.text.tokenizer or ""}.items():
@@ -41,7 +41,7 @@ def check_run(config: Config) -> None:
 def check_model(option: str, name: str) -> None:
     """Raise UserError where `name`, as `model.pretrained` takes it, can be neither a path nor a model of the hub."""
     if name.startswith(_OPEN_CLIP):
-        require_package("open_clip", f"{option}={name}", "open_clip_torch")
+        require_package("open_clip", f"{option}={name}", "open_clip")
         return
     owner, *rest = name.split("/")
     is_on_hub = len(rest) == 1 and re.fullmatch(r"[\w.-]+", owner) and not Path(owner).is_dir()
@@ -65,4 +65,6 @@ def _require_store(option: str, scheme: str) -> None:
     try:
         fsspec.get_filesystem_class(scheme)
     except (ImportError, ValueError) as error:
-        raise UserError(f"{option} cannot be opened ({error}); install the package, or correct the URL.") from error
+        raise UserError(
+            f"{option} cannot be opened ({error}); run {install_command('remote')}, or correct the URL."
+        ) from error

@@ -19,7 +19,7 @@ from uuid import uuid4
 
 import fsspec
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, install_command
 from neuclip_ds.files import checksum_of
 
 Kind = Literal["outage", "damaged", "refused", "missing", "setup"]
@@ -28,7 +28,7 @@ _LONGEST_PAUSE = 60.0  # seconds between two attempts
 _ATTEMPTS = {"damaged": 5, "refused": 5}  # one for other kinds that do not pass
 _FIXES = {
     "refused": "Renew the credentials and start again",
-    "setup": "Fix the address, or this machine (pip install s3fs, gcsfs, huggingface_hub or aiohttp)",
+    "setup": f"Fix the address, or this machine ({install_command('remote')})",
 }
 _IMPORT = 60.0  # seconds that fsspec's backend may take to be imported
 _CANNOT_RUN = (126, 127)  # bash: not executable, not found

@@ -38,7 +38,7 @@ import pyarrow.dataset
 
 from neuclip_ds.data.decoders import JSON, TEXT, DecodeError, decode_pil
 from neuclip_ds.data.shards import is_local
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, require_package
 from neuclip_ds.files import new_folder
 
 IMAGE_COLUMNS = ("image", "filepath", "file_name", "filename", "image_path", "image_file", "path", "file", "jpg", "png")
@@ -130,10 +130,9 @@ def _open_files(paths: list[str], kind: str) -> pyarrow.dataset.Dataset:
 
 def _open_dataset(source: str, split: str | None) -> PairTable:
     """Open what the library `datasets` knows by a name."""
-    try:
-        import datasets
-    except ImportError as error:
-        raise UserError(f"{source} needs the package datasets: pip install datasets.") from error
+    require_package("datasets", source, "datasets")
+    import datasets
+
     name, _, config = source.removeprefix(_HUB).partition(":")
     try:
         found = datasets.load_dataset(name, config or None, split=split)

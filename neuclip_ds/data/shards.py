@@ -9,7 +9,7 @@ from pathlib import Path
 import fsspec
 from braceexpand import braceexpand
 
-from neuclip_ds.errors import UserError
+from neuclip_ds.errors import UserError, install_command
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]*:")  # scheme://..., or pipe:COMMAND
 _GLOB = re.compile(r"[*[]")  # in a URL, ? starts the query
@@ -89,7 +89,7 @@ def _remote_glob(pattern: str) -> list[str]:
     except Exception as error:  # backends raise many types: botocore's, aiohttp's, OSError
         raise UserError(
             f"{pattern} cannot be listed ({type(error).__name__}: {error}); use an address that fsspec supports, such "
-            "as s3:// or https://, check the access rights, or pip install s3fs, gcsfs, huggingface_hub or aiohttp."
+            f"as s3:// or https://, check the access rights, or run {install_command('remote')}."
         ) from error
     if not found:
         raise UserError(f"Nothing matches {pattern}; check the address and the pattern.")

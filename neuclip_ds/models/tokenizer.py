@@ -14,7 +14,7 @@ from tokenizers import processors
 from torch import Tensor
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from neuclip_ds.errors import UserError, explained
+from neuclip_ds.errors import UserError, explained, install_command
 
 # Loader processes are forked after the tokenizer's threads may have started; without this, each one warns.
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -136,7 +136,8 @@ def load_tokenizer(name_or_folder: Path | str, vocab_size: int | None = None) ->
     with explained(
         f"transformers cannot read a tokenizer {name} from a folder or the hub",
         "name a folder with the model's tokenizer files (tokenizer.json and tokenizer_config.json, or vocab.json and "
-        "merges.txt, or spiece.model), or omit model.text.tokenizer to train a BPE on the captions",
+        f"merges.txt, or spiece.model, which needs {install_command('siglip')}), or omit model.text.tokenizer to train "
+        "a BPE on the captions",
     ):
         if folder.is_dir() and not any((folder / file).is_file() for file in _FILES):  # it would create an empty one
             raise FileNotFoundError("it has no tokenizer files")

@@ -147,7 +147,7 @@ def add_adapters(towers: Mapping[str, nn.Module], config: LoraConfig) -> None:
     Raises:
         UserError: peft is not installed, or no tower has such layers.
     """
-    require_package("peft", "model.lora.rank", "peft")
+    require_package("peft", "model.lora.rank", "lora")
     import peft
 
     for name, layers in _targets(towers, config.targets).items():

@@ -50,7 +50,7 @@ _TEXT_NAMES = ("text_projection", "positional_embedding", "token_embedding.", "t
 
 def library() -> Any:
     """Return the open_clip module; raise UserError if it is not installed."""
-    require_package("open_clip", "model.pretrained with an open_clip model", "open_clip_torch")
+    require_package("open_clip", "model.pretrained with an open_clip model", "open_clip")
     import open_clip
 
     return open_clip
